@@ -1,0 +1,139 @@
+"""What a task promises to the engine, and the engine to a task. Everything else may change.
+
+A task is one file in `tasks/` with a class `Task`. It never learns that there is more than one process:
+it returns *sums*, and the engine adds them up over micro-batches and ranks before anything is divided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+"""Tensors by name; the leading axis of each is the batch. The loader adds three of its own, all (B,) int64:
+`index` (which sample of the dataset), `position` (place in the epoch's global order) and `seed` (what random
+augmentation is drawn from, see `uniform`)."""
+
+
+class LockstepError(Exception):
+    """Something the person at the keyboard can mend; printed as `error: what (where): what to do`, never a traceback.
+
+    Exit codes: 2 usage, config or data; 3 checkpoint; 4 training diverged; 5 data loading; 6 distributed.
+    """
+
+    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):
+        super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
+        self.exit_code = exit_code
+
+
+class Sums(dict[str, Tensor]):
+    """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums({name: self[name] + other[name] for name in self}) if self else Sums(other)
+
+
+class Loss(NamedTuple):
+    """A loss before the division: `total / weight` over the whole global batch is the loss, whoever held which part.
+
+    total   scalar with a graph: the sum of the samples' weighted losses
+    weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
+    sums    totals to watch in training, e.g. `{"correct": ..., "count": ...}`; no graph
+    """
+
+    total: Tensor
+    weight: Tensor
+    sums: Sums = Sums()
+
+
+@dataclass
+class Settings:
+    """A task's own sections of the config; subclass it with fields such as `dataset`, `model`, `loss`, `augment`."""
+
+
+class Task:
+    """The base of every task: override the first five methods, and `monitor`.
+
+    Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
+    defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
+    aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
+    monitor   the key of `report` that picks the best checkpoint
+    higher_is_better  the direction of `monitor`
+    """
+
+    Settings: ClassVar[type] = Settings
+    defaults: ClassVar[dict[str, Any]] = {}
+    aliases: ClassVar[dict[str, str]] = {}
+    monitor: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
+
+    def datasets(self) -> tuple[Any, Any]:
+        """(train, val). A dataset has `__len__` and either `__getitems__(indices) -> Batch` (fast: one gather)
+        or `__getitem__(i) -> dict` (collated by torch); `labels` (N,) int64 as well if `sampler: balanced` is to work.
+        Called once, before `model`. A dataset must not draw random numbers: the loader gives `batch["seed"]`."""
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """The bare network, on the CPU. Every rank builds it from the same seed."""
+        raise NotImplementedError
+
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Training: one forward of `net` (perhaps wrapped by DDP: call it exactly once), augmentation included."""
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, batch: Batch) -> Sums:
+        """Evaluation: what this batch adds to the totals. Must hold `count`, the number of samples."""
+        raise NotImplementedError
+
+    def report(self, sums: Sums) -> dict[str, float]:
+        """The metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """What to print about the data before training (rank 0 prints it): counts, split, classes."""
+        return ""
+
+    def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
+        """Pictures of an evaluation for TensorBoard, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
+        return {}
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own `>>` drags the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Hash int64 to int64, bijectively: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
+    """(B,) int64 seeds, a pure function of (seed, epoch, position in the global order): no rank, no worker."""
+    gamma = _signed(0x9E3779B97F4A7C15)
+    start = mix(mix(torch.tensor(seed, device=positions.device) + gamma) + epoch)
+    return mix(start + (positions + 1) * gamma)
+
+
+def uniform(seeds: Tensor, count: int) -> Tensor:
+    """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every cut of the batch."""
+    counter = torch.arange(1, count + 1, device=seeds.device) * _signed(0x9E3779B97F4A7C15)
+    return _shift(mix(seeds[:, None] + counter), 40).to(torch.float32) * 2.0**-24

@@ -1,0 +1,157 @@
+"""What the tasks with one label per sample share: class weights, the weighted loss, the confusion matrix and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine import contract
+from engine.config import option
+from engine.contract import Batch, Loss, Sums
+
+
+@dataclass
+class LossSettings:
+    class_weights: Literal["inverse", "effective", "none"] = option(
+        "inverse", "weight of a class in the loss: inverse frequency, effective number of samples, or none"
+    )
+    label_smoothing: float = option(0.0, "share of the target spread evenly over all classes", low=0.0, high=1.0)
+
+
+def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndarray:
+    """(C,) samples per class -> (C,) weights; a class without samples gets 0.
+
+    inverse    N / (C n_c), so that the average weight of a sample is 1 (scikit-learn's "balanced")
+    effective  (1 - beta) / (1 - beta^n_c), scaled to the same average (Cui et al., CVPR 2019)
+    """
+    counts = np.asarray(counts, dtype=np.float64)
+    seen = counts > 0
+    if kind == "none":
+        return seen.astype(np.float64)
+    raw = np.zeros_like(counts)
+    raw[seen] = 1.0 / counts[seen] if kind == "inverse" else (1.0 - beta) / (1.0 - beta ** counts[seen])
+    return raw * counts.sum() / (raw * counts).sum()
+
+
+def class_table(classes: list[str], counts: np.ndarray, weights: np.ndarray) -> str:
+    """The table of the guides: counts, shares and weights of the training classes."""
+    bar = "=" * 60
+    rows = [
+        f"Class {c} ({name:<15}): {counts[c]:6d} samples ({100 * counts[c] / max(1, counts.sum()):5.2f}%)"
+        f" -> weight: {weights[c]:.4f}"
+        for c, name in enumerate(classes)
+    ]
+    return "\n".join([bar, "Class Distribution and Weights", bar, *rows, bar])
+
+
+class Classification(contract.Task):
+    """A task whose batches hold `x` (B, ...) and `y` (B,) int64 and whose model maps x to logits (B, C).
+
+    A subclass sets `classes` and `train_counts` in `datasets()`, has a section `loss: LossSettings`, and may
+    override `augment`.
+    """
+
+    monitor = "macro_f1"
+    higher_is_better = True
+    classes: list[str]
+    train_counts: np.ndarray  # (C,) int64
+
+    def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Random change of the inputs on their device, drawn from `contract.uniform(seeds, k)` and nothing else."""
+        return x
+
+    def weights(self, like: Tensor) -> Tensor:
+        """(C,) class weights on the device of `like`; copied there once, for the copy is a sync point."""
+        cached: Tensor | None = getattr(self, "_weights", None)
+        if cached is None or cached.device != like.device or cached.dtype != like.dtype:
+            values = class_weights(self.train_counts, self.cfg.loss.class_weights)
+            self._weights = cached = torch.as_tensor(values, dtype=like.dtype, device=like.device)
+        return cached
+
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        y = batch["y"]
+        logits = net(self.augment(batch["x"], batch["seed"]))  # (B, C)
+        # Outside autocast's reach the logits may be bf16 or fp16: the loss is summed in fp32 at least.
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        weights = self.weights(logits)
+        total = F.cross_entropy(
+            logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="sum"
+        )
+        hits = (logits.argmax(1) == y).sum()
+        return Loss(total, weights[y].sum(), Sums(correct=hits, count=torch.ones_like(y).sum()))
+
+    def score(self, model: nn.Module, batch: Batch) -> Sums:
+        y = batch["y"]
+        logits = model(batch["x"])
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        weights = self.weights(logits)
+        losses = F.cross_entropy(
+            logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="none"
+        )
+        num_classes = logits.shape[1]
+        cells = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
+        return Sums(
+            loss_total=losses.double().sum(),
+            loss_weight=weights[y].double().sum(),
+            confusion=cells.view(num_classes, num_classes),  # [true, predicted]
+            count=torch.ones_like(y).sum(),
+        )
+
+    def report(self, sums: Sums) -> dict[str, float]:
+        matrix = sums["confusion"].cpu().numpy().astype(np.float64)
+        precision, recall, f1 = precision_recall_f1(matrix)
+        # Classes that neither occur nor are predicted have no F1; the mean is over the others.
+        known = (matrix.sum(0) + matrix.sum(1)) > 0
+        metrics: dict[str, Any] = {
+            "loss": float(sums["loss_total"] / sums["loss_weight"]) if sums["loss_weight"] > 0 else float("nan"),
+            "accuracy": float(np.trace(matrix) / max(1.0, matrix.sum())),
+            "macro_f1": float(f1[known].mean()) if known.any() else 0.0,
+        }
+        for c, name in enumerate(self.classes):
+            metrics |= {
+                f"precision/{name}": float(precision[c]),
+                f"recall/{name}": float(recall[c]),
+                f"f1/{name}": float(f1[c]),
+            }
+        return metrics
+
+    def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
+        return {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+
+
+def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(C, C) counts [true, predicted] -> three (C,) arrays; 0 where the denominator is 0 (scikit-learn's default)."""
+    hits = np.diag(matrix).astype(np.float64)
+    predicted, actual = matrix.sum(0), matrix.sum(1)
+
+    def ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.divide(a, b, out=np.zeros_like(hits), where=b > 0)
+
+    return ratio(hits, predicted), ratio(hits, actual), ratio(2 * hits, predicted + actual)
+
+
+def draw_confusion(matrix: np.ndarray, classes: list[str], cell: int = 64) -> np.ndarray:
+    """(C, C) counts [true, predicted] -> uint8 picture (H, W, 3): rows are the truth, shade is the row's share."""
+    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
+
+    num_classes, margin = len(classes), 110
+    picture = Image.new("RGB", (margin + cell * num_classes, margin + cell * num_classes), "white")
+    pen = ImageDraw.Draw(picture)
+    shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
+    for c, name in enumerate(classes):
+        pen.text((4, margin + cell * c + cell // 2 - 6), name[:17], fill="black")
+        pen.text((margin + cell * c + 4, margin - 16 - 12 * (c % 2)), name[:17], fill="black")
+    for row in range(num_classes):
+        for column in range(num_classes):
+            share = shares[row, column]
+            x, y = margin + cell * column, margin + cell * row
+            shade = tuple(int(255 - share * (255 - full)) for full in (33, 102, 172))
+            pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=shade)
+            pen.text((x + 6, y + cell // 2 - 6), str(int(matrix[row, column])), fill="white" if share > 0.5 else "black")
+    pen.text((4, 4), "rows: true, columns: predicted", fill="black")
+    return np.asarray(picture)
