@@ -1,6 +1,445 @@
-from dataclasses import field
-def option(default, help, **limits):
-    from typing import Any
-    return field(default=default, metadata={"help": help, **limits})
-def section(cls):
+"""One schema: a tree of dataclasses with the defaults in one place; YAML is a delta over it, the command line another.
+
+Values arrive as text, from YAML too (PyYAML would read `1e-4` as a string and `no` as False), and are coerced by the
+type that the field declares. Every problem is found before anything starts, and all are reported together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from engine.contract import LockstepError, Task
+
+
+def option(
+    default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+) -> Any:
+    """A config field: its default, its line of help, and its range (`low`, `high` inclusive, `above` exclusive)."""
+    metadata = {"help": help, "low": low, "high": high, "above": above}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: type) -> Any:
+    """A config field that is itself a dataclass of options."""
     return field(default_factory=cls)
+
+
+@dataclass
+class Optim:
+    lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0)
+    weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
+    beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
+    beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
+    eps: float = option(1e-8, "AdamW's epsilon", above=0)
+    grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
+    ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
+
+
+@dataclass
+class Schedule:
+    kind: Literal["cosine", "linear", "constant"] = option("cosine", "what follows the warm-up")
+    warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
+    warmup_steps: int = option(0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0)
+    final_share: float = option(0.0, "learning rate at the end, as a share of the peak", low=0, high=1)
+    horizon: int = option(0, "optimizer steps the schedule spans; 0 = as long as this run", low=0)
+    lr_scaling: Literal["none", "sqrt", "linear"] = option("none", "how optim.lr follows the global batch")
+    base_batch_size: int = option(0, "the global batch at which optim.lr was tuned; lr_scaling needs it", low=0)
+
+
+@dataclass
+class DDP:
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "NCCL on GPUs, gloo on CPUs")
+    timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
+    init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
+    bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
+    gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
+    find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
+    sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
+
+
+@dataclass
+class Wandb:
+    enable: bool = option(False, "log to Weights & Biases too (`pip install wandb`)")
+    project: str = option("lockstep", "the project's name")
+    name: str = option("", "the run's name; empty = the run folder's")
+    mode: Literal["online", "offline"] = option("online", "offline writes to the run folder, `wandb sync` sends it later")
+
+
+@dataclass
+class Config:
+    """What every task has. A task's `Settings` adds its own sections (`dataset`, `model`, ...)."""
+
+    task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
+    seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
+    epochs: int = option(20, "passes over the training set; 0 = until `steps`", low=0)
+    steps: int = option(0, "optimizer steps; 0 = until `epochs`; whichever ends first", low=0)
+    batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
+    global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
+    gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
+    drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
+    sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
+    num_workers: int = option(0, "loader processes per training process; 0 = none, right for data one gather away", low=0)
+    eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = batch_size", low=0)
+    save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
+    resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
+    amp: Literal["auto", "bf16", "fp16", "off"] = option("auto", "mixed precision: auto takes what the device is fast at")
+    deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
+    multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
+        "none", "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several"
+    )
+    gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all")
+    log_every: int = option(10, "optimizer steps between log lines", low=1)
+    eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
+    save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch", low=0)
+    optim: Optim = section(Optim)
+    schedule: Schedule = section(Schedule)
+    ddp: DDP = section(DDP)
+    wandb: Wandb = section(Wandb)
+
+
+ALIASES = {
+    "lr": "optim.lr",
+    "learning_rate": "optim.lr",
+    "weight_decay": "optim.weight_decay",
+    "grad_clip": "optim.grad_clip",
+    "warmup_epochs": "schedule.warmup_epochs",
+    "warmup_steps": "schedule.warmup_steps",
+    "lr_scaling": "schedule.lr_scaling",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "use_amp": "amp",
+}
+"""Everyday spellings, the guides' among them."""
+
+EVERYDAY = (
+    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume amp "
+    "seed multi_gpu gpu_ids log_every eval_every save_every deterministic"
+).split()
+"""What --help lists, in this order; --print-config shows the rest."""
+
+SWITCHES = ("help", "print_config", "dry_run", "debug")
+
+
+class Asked(NamedTuple):
+    """What the command line says: the resolved config and the switches that are about this call, not about the run."""
+
+    cfg: Any
+    help: bool
+    print_config: bool
+    dry_run: bool
+    debug: bool
+
+
+class Setting(NamedTuple):
+    key: str
+    value: str | list[str] | None  # None: a flag without a value
+    where: str
+
+
+def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
+    """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2."""
+    problems: list[str] = []
+    switches, files, given = _tokens(argv, problems)
+    written = [setting for path in files for setting in _read_yaml(path, problems)]
+    task_name = next((str(s.value) for s in reversed(written + given) if s.key == "task"), Config.task)
+    try:
+        task = load_task(task_name)
+    except LockstepError as error:
+        raise LockstepError("\n".join([*problems, str(error)])) from None
+    cfg = schema(task)()
+    aliases = ALIASES | task.aliases
+    for key, value in task.defaults.items():
+        _assign(cfg, key, value)
+    for layer in (written, given):
+        _apply(cfg, layer, aliases, problems)
+    problems += _contradictions(cfg)
+    if problems and not switches & {"help"}:
+        raise LockstepError("\n".join(problems))
+    return Asked(cfg, **{name: name in switches for name in SWITCHES})
+
+
+def schema(task: type[Task]) -> type:
+    """The dataclass that holds the common config and the task's own sections."""
+    return dataclass(type("Config", (task.Settings, Config), {"__doc__": Config.__doc__}))
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """The resolved tree as plain values, in the order of the schema: what config.yaml and the checkpoints hold."""
+    return dataclasses.asdict(cfg)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def to_yaml(cfg: Any) -> str:
+    return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
+
+
+def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
+    """The text of --help: every everyday flag with the default that it has for this task."""
+    aliases = ALIASES | task.aliases
+    flat, fields = flatten(to_dict(cfg)), _fields(cfg)
+    lines = [
+        f"usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]",
+        "",
+        f"TASK is one of {', '.join(tasks)}, or the path of a .py file with a class Task (now: {cfg.task}).",
+        "",
+    ]
+    for name in [*task.aliases, *EVERYDAY]:
+        key = aliases.get(name, name)
+        value = flat[key]
+        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        lines.append(f"  --{name.replace('_', '-'):<18} {fields[key][1].metadata['help']} [{shown or 'empty'}]")
+        choices = typing.get_args(fields[key][0]) if typing.get_origin(fields[key][0]) is Literal else ()
+        if choices:
+            lines[-1] += f" one of {', '.join(choices)}"
+    lines += [
+        "",
+        "  --config FILE        a YAML file: a delta over the defaults; flags and key=value are a delta over it",
+        "  --print-config       print the resolved tree (every key there is) and stop",
+        "  --dry-run            print the arithmetic of the run and stop",
+        "  --debug              show the traceback of an error",
+        "",
+        "Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50.",
+    ]
+    return "\n".join(lines)
+
+
+# ---- from text to settings ------------------------------------------------------------------------------------------
+
+
+def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], list[Setting]]:
+    """The command line as (switches, config files, settings)."""
+    switches: set[str] = set()
+    files: list[str] = []
+    settings: list[Setting] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            switches.add("help")
+        elif word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in SWITCHES:
+                switches.add(name)
+                continue
+            if not equals and _takes_a_value(name, words):
+                value, equals = words.pop(0), "="
+            if name in ("config", "config_path"):
+                files.append(value) if equals else problems.append("--config needs a file: --config configs/har.yaml")
+            elif name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK says the same
+                settings.append(Setting(name, value if equals else None, "command line"))
+        elif "=" in word:
+            name, _, value = word.partition("=")
+            settings.append(Setting(name.replace("-", "_"), value, "command line"))
+        elif any(setting.key == "task" for setting in settings):
+            problems.append(f"unexpected {word!r} (command line): give settings as --flag value or key=value")
+        else:
+            settings.append(Setting("task", word, "command line"))
+    return switches, files, settings
+
+
+def _takes_a_value(name: str, rest: list[str]) -> bool:
+    """Whether the word after --name is its value; a yes/no flag takes one only if it is a yes or a no."""
+    if not rest or rest[0].startswith("--"):
+        return False
+    key = ALIASES.get(name, name)
+    is_flag = name == "use_amp" or _fields(Config()).get(key, (None,))[0] is bool
+    return rest[0].lower() in _BOOLS if is_flag else "=" not in rest[0]
+
+
+_MAX_LEAVES = 10_000  # aliases in YAML can multiply without end
+
+
+def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
+    """The leaves of a YAML file, as text, each with its file and line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LockstepError(f"no config file {path!r}", todo="give the path of an existing .yaml file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LockstepError(f"cannot read the config file: {error}", where=path, todo="give a UTF-8 text file") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise LockstepError(f"not valid YAML: {what}", where=place, todo="mend that line") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
+    settings: list[Setting] = []
+    for setting in _leaves(root, path, "", 0, problems):
+        settings.append(setting)
+        if len(settings) > _MAX_LEAVES:
+            raise LockstepError(f"more than {_MAX_LEAVES} values", where=path, todo="remove the nested aliases")
+    return settings
+
+
+def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int, problems: list[str]) -> Iterator[Setting]:
+    for key_node, value in node.value:
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        key = prefix + str(key_node.value).replace("-", "_")
+        if value.tag.startswith("tag:yaml.org,2002:python") or depth > 8:
+            problems.append(f"{key!r} has a value that is not plain data ({where}): write a number, a text or a list")
+        elif isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, path, key + ".", depth + 1, problems)
+        elif isinstance(value, yaml.SequenceNode):
+            yield Setting(key, [str(item.value) for item in value.value], where)
+        else:
+            yield Setting(key, value.value, where)
+
+
+# ---- from settings to the tree --------------------------------------------------------------------------------------
+
+
+def _fields(cfg: Any, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
+    """Dotted key -> (type, field) of every leaf of the schema."""
+    hints = typing.get_type_hints(type(cfg))
+    found: dict[str, tuple[Any, dataclasses.Field[Any]]] = {}
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            found |= _fields(value, f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = (hints[f.name], f)
+    return found
+
+
+def _assign(cfg: Any, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for part in sections:
+        cfg = getattr(cfg, part)
+    assert hasattr(cfg, name), f"a task's defaults name {key!r}, which the config does not have"
+    setattr(cfg, name, value)
+
+
+def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: list[str]) -> None:
+    """Set what one layer (a file, the command line) says."""
+    fields = _fields(cfg)
+    said: dict[str, Setting] = {}
+    for setting in layer:
+        key = aliases.get(setting.key, setting.key)
+        if key not in fields:
+            problems.append(_unknown(setting, fields, aliases))
+            continue
+        if key in said and said[key] != setting:
+            problems.append(f"{key!r} is given twice ({said[key].where} and {setting.where}): keep one")
+            continue
+        said[key] = setting
+        kind, f = fields[key]
+        try:
+            value = _coerce(setting.value, kind)
+            _check_range(value, f.metadata)
+        except ValueError as error:
+            shown = ",".join(setting.value) if isinstance(setting.value, list) else setting.value
+            problems.append(f"{setting.key}={'' if shown is None else shown} ({setting.where}): {error}")
+        else:
+            _assign(cfg, key, value)
+
+
+def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) -> str:
+    sections = {key.rpartition(".")[0] for key in fields} - {""}
+    if setting.key in sections:
+        example = next(key for key in fields if key.startswith(setting.key + "."))
+        return f"{setting.key!r} is a section ({setting.where}): set a key in it, such as {example}"
+    known = [*fields, *aliases]
+    leaves = {key.rpartition(".")[2]: key for key in fields}
+    near = difflib.get_close_matches(setting.key, known, n=2, cutoff=0.6)
+    near += [leaves[leaf] for leaf in difflib.get_close_matches(setting.key.rpartition(".")[2], leaves, n=2, cutoff=0.75)]
+    hint = f"did you mean {' or '.join(repr(key) for key in dict.fromkeys(near))}?" if near else "see --print-config"
+    return f"unknown key {setting.key!r} ({setting.where}): {hint}"
+
+
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
+    """Text to the declared type; ValueError in words."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
+        return [_coerce(item, args[0]) for item in items]
+    if origin in (typing.Union, types.UnionType):
+        raise AssertionError("config fields have one type each")
+    if isinstance(raw, list):
+        raise ValueError("give one value, not a list")
+    if raw is None:
+        if kind is bool or (origin is Literal and "auto" in args):
+            raw = "true"
+        else:
+            raise ValueError("a value is missing")
+    text = raw.strip()
+    if kind is str:
+        return "" if text in ("null", "~") else text
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise ValueError("give true or false")
+        return _BOOLS[text.lower()]
+    if origin is Literal:
+        if text not in args and text.lower() in _BOOLS and {"auto", "off"} <= set(args):
+            text = "auto" if _BOOLS[text.lower()] else "off"  # --use_amp, `amp: no`
+        if text not in args:
+            near = difflib.get_close_matches(text, args, n=1)
+            raise ValueError((f"did you mean {near[0]}? " if near else "") + f"choose one of {', '.join(map(str, args))}")
+        return text
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        raise ValueError(f"give {'a whole number' if kind is int else 'a number'}") from None
+    if not math.isfinite(number):
+        raise ValueError("give a finite number")
+    if kind is int:
+        if number != int(number):
+            raise ValueError("give a whole number")
+        return int(number)
+    return number
+
+
+def _check_range(value: Any, limits: typing.Mapping[str, Any]) -> None:
+    low, high, above = limits.get("low"), limits.get("high"), limits.get("above")
+    for item in value if isinstance(value, list) else [value]:
+        if (
+            (low is not None and item < low)
+            or (high is not None and item > high)
+            or (above is not None and item <= above)
+        ):
+            bounds = [
+                f"{word} {bound:g}"
+                for word, bound in (("at least", low), ("above", above), ("at most", high))
+                if bound is not None
+            ]
+            raise ValueError("must be " + " and ".join(bounds))
+
+
+def _contradictions(cfg: Config) -> list[str]:
+    """What no single field can know."""
+    problems = []
+    if not cfg.epochs and not cfg.steps:
+        problems.append("epochs=0 and steps=0 (config): the run would never end; give one of them")
+    if cfg.schedule.lr_scaling != "none" and not cfg.schedule.base_batch_size:
+        problems.append(
+            f"schedule.lr_scaling={cfg.schedule.lr_scaling} without schedule.base_batch_size (config): "
+            "say at which global batch optim.lr was tuned"
+        )
+    if cfg.gpu_ids and len(set(cfg.gpu_ids)) < len(cfg.gpu_ids):
+        problems.append(f"gpu_ids={cfg.gpu_ids} (config): name each GPU once")
+    return problems

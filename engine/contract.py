@@ -28,6 +28,7 @@ class LockstepError(Exception):
     def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):
         super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
         self.exit_code = exit_code
+        self.everywhere = False  # every rank raises it: rank 0 alone prints it
 
 
 class Sums(dict[str, Tensor]):

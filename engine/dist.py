@@ -1,0 +1,294 @@
+"""The processes: who am I, and what do we say to each other. No other file reads RANK or calls a collective.
+
+Without a process group every operation of `World` does nothing, so the loop needs no `if ddp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from engine.config import DDP, Config
+from engine.contract import LockstepError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all; made once, by `join`.
+
+    devices  GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    grouped  whether there is a process group (of one, perhaps)
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    devices: tuple[int, ...] = ()
+    grouped: bool = False
+
+    @property
+    def main(self) -> bool:
+        """Rank 0: the only one that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, *tensors: Tensor) -> None:
+        """Add up over all ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank (pickled: for small things, now and then)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; where one fails in words, all stop with the first such error."""
+        return self._agree(work, self.gather)
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 alone and give its result, or its error, to all."""
+        return self._agree(work if self.main else lambda: None, lambda outcome: [self.broadcast(outcome)], share=True)
+
+    def _agree(self, work: Callable[[], Any], exchange: Callable[[Any], list[Any]], share: bool = False) -> Any:
+        result, problem = None, None
+        try:
+            result = work()
+        except LockstepError as error:
+            problem = (str(error), error.exit_code)
+        outcomes = exchange((problem, result if share else None))
+        failed = next((outcome[0] for outcome in outcomes if outcome[0]), None)
+        if failed:
+            error = LockstepError(failed[0], exit_code=failed[1])
+            error.everywhere = True
+            raise error
+        return outcomes[0][1] if share else result
+
+    def wrap(self, model: nn.Module, cfg: DDP) -> nn.Module:
+        """The `net` of a `model` that is on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
+        if self.grouped and any(p.requires_grad for p in model.parameters()):
+            if cfg.sync_bn:
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            return DistributedDataParallel(
+                model,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                bucket_cap_mb=cfg.bucket_cap_mb,
+                gradient_as_bucket_view=cfg.gradient_as_bucket_view,
+                find_unused_parameters=cfg.find_unused_parameters,
+                # A broadcast per forward otherwise; `equalise_buffers` makes them equal before they are used.
+                broadcast_buffers=False,
+            )
+        if len(self.devices) > 1:
+            return DataParallel(model, device_ids=list(self.devices))
+        return model
+
+    def accumulate(self, net: nn.Module, closes_step: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around forward *and* backward of a micro-batch: gradients meet only in the one that closes the step.
+
+        The forward belongs inside: DDP decides there whether its hooks will all-reduce.
+        """
+        if isinstance(net, DistributedDataParallel) and not closes_step:
+            return net.no_sync()
+        return contextlib.nullcontext()
+
+    def equalise_buffers(self, model: nn.Module) -> None:
+        """Average the running statistics of BatchNorm, the one kind of buffer that training changes per rank."""
+        for module in model.modules():
+            if self.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                for buffer in module.buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        self.sum(buffer)
+                        buffer.div_(self.size)
+
+    def leave(self) -> None:
+        """Tear the group down after success. On failure don't: destroying a group whose peers are gone can hang."""
+        if self.grouped:
+            # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
+            gc.collect()
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher said through the environment."""
+
+    rank: int
+    local_rank: int
+    size: int
+
+
+def environment() -> Launch | None:
+    """RANK, WORLD_SIZE and LOCAL_RANK, checked; None for a plain `python`. A half-set environment is an error."""
+    env = os.environ
+    if "RANK" not in env:
+        if _number("WORLD_SIZE", "1") > 1:
+            raise LockstepError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not",
+                where="environment",
+                todo="start with torchrun, or `unset WORLD_SIZE` to train in one process",
+            )
+        return None
+    if "WORLD_SIZE" not in env:
+        raise LockstepError(
+            f"RANK={env['RANK']} is set but WORLD_SIZE is not",
+            where="environment",
+            todo="start with torchrun, or `unset RANK` to train in one process",
+        )
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    if not 0 <= rank < size:
+        raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", where="environment", todo="RANK counts from 0")
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]
+    if missing:
+        raise LockstepError(
+            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not",
+            where="environment",
+            todo="start with torchrun, which sets them all",
+        )
+    return Launch(rank, _number("LOCAL_RANK", "0"), size)
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise LockstepError(f"{name}={text!r} is no whole number", where="environment", todo=f"unset {name}") from None
+
+
+def speaks() -> bool:
+    """Whether this process prints errors that every process meets, before there is a World: rank 0 or a lone one."""
+    return os.environ.get("RANK", "0") in ("0", "")
+
+
+def forgotten_launch() -> str:
+    """A warning where another launcher clearly wanted several processes but set no RANK; empty otherwise."""
+    env = os.environ
+    if "RANK" in env:
+        return ""
+    if any(name.startswith("ACCELERATE_") for name in env):
+        return (
+            "accelerate started this process without RANK (its --cpu mode starts one process only): training in ONE "
+            "process; use `accelerate launch --multi_gpu --num_processes=N` or torchrun"
+        )
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1:
+            return (
+                f"{name}={env[name]} but RANK is not set: each task would train alone; start one task per node with "
+                "`srun --ntasks-per-node=1 ./train_multigpu.sh`"
+            )
+    return ""
+
+
+def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
+    """Pick this process's device and, if a launcher started it (or `always`), join the process group."""
+    device, devices = _device(cfg, launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
+    if launch is None and not always:
+        return World(0, 0, 1, device, devices)
+    launch = launch or Launch(0, 0, 1)
+    backend = cfg.ddp.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            store=_store(launch, timedelta(seconds=cfg.ddp.init_timeout_s)),
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=cfg.ddp.timeout_s),
+            device_id=device if device.type == "cuda" and backend == "nccl" else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise _cannot_join(error, launch) from error
+    return World(launch.rank, launch.local_rank, launch.size, device, grouped=True)
+
+
+def _store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The key-value store the ranks meet in."""
+    if launch.size == 1 and "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+    # torchrun keeps one store for all attempts (pytorch#167288): a restarted rank would read the addresses of the
+    # dead ones. Over several nodes the count of restarts may differ between them, so there it cannot be a prefix.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
+    text = str(error).splitlines()[0]
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return LockstepError(
+            f"port {os.environ.get('MASTER_PORT')} is in use",
+            where=where,
+            todo="start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
+        )
+    return LockstepError(
+        f"rank {launch.rank} of {launch.size} could not join the others: {text}",
+        where=where,
+        todo="check that all processes start and reach that address; ddp.init_timeout_s is how long they are waited for",
+        exit_code=6,
+    )
+
+
+def _device(cfg: Config, launch: Launch | None) -> tuple[torch.device, tuple[int, ...]]:
+    """(device of this process, devices of DataParallel)."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
+    if cfg.device == "cuda" and not visible:
+        raise LockstepError("device=cuda, but no GPU is visible", where="device", todo="drop it, or check nvidia-smi")
+    if cfg.ddp.backend == "nccl" and not visible:
+        raise LockstepError(
+            "ddp.backend=nccl needs CUDA, and no GPU is visible",
+            where="ddp.backend",
+            todo="leave it at auto: gloo is used on the CPU",
+        )
+    if cfg.multi_gpu == "dp" and launch is not None:
+        raise LockstepError(
+            "--multi-gpu dp is for one process, but torchrun started this one",
+            where="multi_gpu",
+            todo="use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
+        )
+    wrong = [gpu for gpu in cfg.gpu_ids if gpu >= visible]
+    if wrong and visible:
+        raise LockstepError(
+            f"gpu_ids={wrong} asked, {visible} visible", where="gpu_ids", todo=f"choose from 0..{visible - 1}"
+        )
+    if not visible:
+        return torch.device("cpu"), ()
+    if launch is None:
+        devices = tuple(cfg.gpu_ids or range(visible)) if cfg.multi_gpu == "dp" else ()
+        return torch.device("cuda", devices[0] if devices else (cfg.gpu_ids or [0])[0]), devices
+    if launch.local_rank >= visible and cfg.ddp.backend != "gloo":
+        raise LockstepError(
+            f"LOCAL_RANK={launch.local_rank}, but {visible} GPU(s) are visible",
+            where="environment",
+            todo=f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", launch.local_rank % visible), ()

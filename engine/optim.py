@@ -1,0 +1,81 @@
+"""The optimizer, the learning rate as a pure function of the step, and the step itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from engine.config import Optim, Schedule
+
+
+def make_optimizer(model: nn.Module, cfg: Optim) -> torch.optim.AdamW:
+    """AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+
+
+def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
+    """torch's exponential moving average of the weights, or None."""
+    if not cfg.ema_decay:
+        return None
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
+
+
+def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
+    """The peak learning rate: `lr` times the growth of the global batch (linear, Goyal et al. 2017), its root, or 1."""
+    if rule == "none":
+        return lr
+    growth = global_batch / base_batch_size
+    return lr * (growth if rule == "linear" else math.sqrt(growth))
+
+
+def lr_at(step: int, peak: float, warmup_steps: int, horizon: int, cfg: Schedule) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up to `peak`, then cosine, linear or constant
+    down to `final_share * peak` at `horizon`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if cfg.kind == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, horizon - warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.kind == "cosine" else 1 - progress
+    return peak * (cfg.final_share + (1 - cfg.final_share) * share)
+
+
+def step(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, factor: Tensor, grad_clip: float
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step on summed gradients that `factor` turns into the mean's; no host sync.
+
+    Returns (grad_norm before clipping, 1.0 if the step was skipped because it is not finite), both scalars on the
+    device. All ranks hold the same reduced gradients, so they all skip or none does.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scaler.is_enabled():
+        torch._foreach_mul_(grads, factor)  # first, so that unscale_ sees what a bad factor does
+        scaler.unscale_(optimizer)
+        factor = torch.ones_like(factor)
+    grad_norm = factor * torch.nn.utils.get_total_norm(grads)
+    skipped = 1.0 - torch.isfinite(grad_norm).float()
+    scale = factor
+    if grad_clip:
+        scale = factor * (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, scale)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        # The fused kernel itself leaves weights and moments alone where found_inf is 1: GradScaler's own way.
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    return grad_norm, skipped

@@ -1,0 +1,142 @@
+"""The arithmetic of a run, worked out and printed before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from engine.config import Config, Schedule
+from engine.contract import LockstepError
+from engine.dist import World
+from engine.optim import lr_at, scaled_lr
+from engine.precision import Precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in samples, lengths in optimizer steps.
+
+    micro_batch  samples per process and forward pass (over all its devices with DataParallel)
+    dropped      samples of each epoch that are not trained on
+    """
+
+    num_samples: int
+    micro_batch: int
+    processes: int
+    accumulation: int
+    global_batch: int
+    steps_per_epoch: int
+    dropped: int
+    total_steps: int
+    warmup_steps: int
+    horizon: int
+    peak_lr: float
+    schedule: Schedule
+
+    @property
+    def epochs(self) -> int:
+        """Epochs begun."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    def lr(self, step: int) -> float:
+        return lr_at(step, self.peak_lr, self.warmup_steps, self.horizon, self.schedule)
+
+
+def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
+    """The plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
+    devices = max(1, len(world.devices))
+    micro_batch, accumulation = _cut(cfg, world.size * devices)
+    micro_batch *= devices
+    global_batch = micro_batch * world.size * accumulation
+    steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
+    if not steps_per_epoch:
+        raise LockstepError(
+            f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}",
+            where="batch_size",
+            todo="use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
+        )
+    total_steps = cfg.epochs * steps_per_epoch or cfg.steps
+    if cfg.steps:
+        total_steps = min(total_steps, cfg.steps)
+    s = cfg.schedule
+    return Plan(
+        num_samples=num_samples,
+        micro_batch=micro_batch,
+        processes=world.size,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        steps_per_epoch=steps_per_epoch,
+        dropped=num_samples % global_batch if cfg.drop_last else 0,
+        total_steps=total_steps,
+        warmup_steps=s.warmup_steps or round(s.warmup_epochs * steps_per_epoch),
+        horizon=s.horizon or total_steps,
+        peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
+        schedule=s,
+    )
+
+
+def _cut(cfg: Config, parts: int) -> tuple[int, int]:
+    """(samples per part and forward pass, forward passes per step)."""
+    if not cfg.global_batch:
+        return cfg.batch_size, cfg.gradient_accumulation_steps or 1
+    share, rest = divmod(cfg.global_batch, parts)
+    if rest:
+        near = [n for n in range(1, cfg.global_batch + 1) if cfg.global_batch % n == 0 and abs(n - parts) <= parts]
+        raise LockstepError(
+            f"global_batch={cfg.global_batch} does not divide by {parts} processes",
+            where="global_batch",
+            todo=f"start {' or '.join(map(str, near[:6]))} processes, or use global_batch={max(1, share) * parts}",
+        )
+    if cfg.gradient_accumulation_steps:
+        if share % cfg.gradient_accumulation_steps:
+            raise LockstepError(
+                f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
+                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}",
+                where="gradient_accumulation_steps",
+                todo=f"leave it out, or choose a divisor of {share}",
+            )
+        return share // cfg.gradient_accumulation_steps, cfg.gradient_accumulation_steps
+    # The fewest forward passes whose batch is no larger than batch_size.
+    accumulation = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= cfg.batch_size)
+    return share // accumulation, accumulation
+
+
+def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
+    """The arithmetic in words, a line each."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    parts = [("weights", weight_bytes), ("gradients", trained_bytes), ("optimizer", 2 * trained_bytes)]
+    if cfg.optim.ema_decay:
+        parts.append(("EMA", weight_bytes))
+    lr = f"{cfg.optim.lr:g}"
+    if plan.peak_lr != cfg.optim.lr:
+        base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
+        lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
+    spread = f" ({len(world.devices)} GPUs of DataParallel)" if len(world.devices) > 1 else ""
+    last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
+    length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:g} epochs"
+    if cfg.steps > plan.total_steps:
+        length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
+    rows = [
+        ("global batch", f"{plan.micro_batch} per process{spread} x {plan.processes} process(es) x "
+                         f"{plan.accumulation} accumulation = {plan.global_batch}"),
+        ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
+                            f"{plan.dropped} samples dropped"),
+        ("optimizer steps", length),
+        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"),
+        ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
+        ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
+        ("device", f"{world.device}" + (f", {_threads()}" if world.device.type == "cpu" else "")),
+        ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
+                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
+    ]  # fmt: skip
+    return "\n".join(f"  {name:<16} {text}" for name, text in rows)
+
+
+def _threads() -> str:
+    import torch
+
+    return f"{torch.get_num_threads()} thread(s) per process"

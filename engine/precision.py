@@ -1,0 +1,65 @@
+"""Mixed precision by hand: which dtype, the autocast around the forward, the scaler around the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.contract import LockstepError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """name: bf16, fp16 or off; note: why, for the person who reads the log."""
+
+    name: str
+    device: torch.device
+    note: str
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.name == "off":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.name])
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """fp16 alone needs one: its gradients underflow below 6e-8."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.name == "fp16")
+
+
+def choose(amp: str, device: torch.device) -> Precision:
+    """`auto` becomes bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
+
+    By capability and not by a stopwatch: every rank, and a resumed run, must come to the same answer.
+    """
+    asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if amp == "auto" and asked_of_accelerate in DTYPES:
+        return Precision(asked_of_accelerate, device, "as accelerate launch --mixed_precision asks")
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if amp == "bf16" and not has_bf16:
+            raise LockstepError(
+                f"amp=bf16, but {torch.cuda.get_device_name(device)} has no bf16", where="amp", todo="use amp=fp16 or auto"
+            )
+        if amp == "auto":
+            name = "bf16" if has_bf16 else "fp16"
+            return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")
+    elif amp == "auto":
+        if _cpu_has_bf16():
+            return Precision("bf16", device, "the CPU has bf16 instructions")
+        return Precision("off", device, "fp32: this CPU has no bf16 instructions, so bf16 would not be faster")
+    return Precision(amp, device, "as amp asks" if amp != "off" else "fp32, as amp asks")
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
