@@ -74,7 +74,9 @@ class Wandb:
     enable: bool = option(False, "log to Weights & Biases too (`pip install wandb`)")
     project: str = option("lockstep", "the project's name")
     name: str = option("", "the run's name; empty = the run folder's")
-    mode: Literal["online", "offline"] = option("online", "offline writes to the run folder, `wandb sync` sends it later")
+    mode: Literal["online", "offline"] = option(
+        "online", "offline writes to the run folder, `wandb sync` sends it later"
+    )
 
 
 @dataclass
@@ -90,15 +92,20 @@ class Config:
     gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
-    num_workers: int = option(0, "loader processes per training process; 0 = none, right for data one gather away", low=0)
+    num_workers: int = option(
+        0, "loader processes per training process; 0 = none, right for data one gather away", low=0
+    )
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
-    amp: Literal["auto", "bf16", "fp16", "off"] = option("auto", "mixed precision: auto takes what the device is fast at")
+    amp: Literal["auto", "bf16", "fp16", "off"] = option(
+        "auto", "mixed precision: auto takes what the device is fast at"
+    )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
-        "none", "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several"
+        "none",
+        "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
     )
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all")
     log_every: int = option(10, "optimizer steps between log lines", low=1)
@@ -124,8 +131,8 @@ ALIASES = {
 """Everyday spellings, the guides' among them."""
 
 EVERYDAY = (
-    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume amp "
-    "seed multi_gpu gpu_ids log_every eval_every save_every deterministic"
+    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
+    "amp seed multi_gpu gpu_ids log_every eval_every save_every deterministic"
 ).split()
 """What --help lists, in this order; --print-config shows the rest."""
 
@@ -182,7 +189,7 @@ def to_dict(cfg: Any) -> dict[str, Any]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
@@ -276,7 +283,9 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
     except FileNotFoundError:
         raise LockstepError(f"no config file {path!r}", todo="give the path of an existing .yaml file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise LockstepError(f"cannot read the config file: {error}", where=path, todo="give a UTF-8 text file") from None
+        raise LockstepError(
+            f"cannot read the config file: {error}", where=path, todo="give a UTF-8 text file"
+        ) from None
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -364,7 +373,9 @@ def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) 
     known = [*fields, *aliases]
     leaves = {key.rpartition(".")[2]: key for key in fields}
     near = difflib.get_close_matches(setting.key, known, n=2, cutoff=0.6)
-    near += [leaves[leaf] for leaf in difflib.get_close_matches(setting.key.rpartition(".")[2], leaves, n=2, cutoff=0.75)]
+    near += [
+        leaves[leaf] for leaf in difflib.get_close_matches(setting.key.rpartition(".")[2], leaves, n=2, cutoff=0.75)
+    ]
     hint = f"did you mean {' or '.join(repr(key) for key in dict.fromkeys(near))}?" if near else "see --print-config"
     return f"unknown key {setting.key!r} ({setting.where}): {hint}"
 
@@ -399,7 +410,9 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
             text = "auto" if _BOOLS[text.lower()] else "off"  # --use_amp, `amp: no`
         if text not in args:
             near = difflib.get_close_matches(text, args, n=1)
-            raise ValueError((f"did you mean {near[0]}? " if near else "") + f"choose one of {', '.join(map(str, args))}")
+            raise ValueError(
+                (f"did you mean {near[0]}? " if near else "") + f"choose one of {', '.join(map(str, args))}"
+            )
         return text
     try:
         number = float(text.replace("_", ""))

@@ -102,7 +102,7 @@ class Task:
         return ""
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """Pictures of an evaluation for TensorBoard, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
+        """Pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
         return {}
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +24,15 @@ from engine.config import DDP, Config
 from engine.contract import LockstepError
 
 T = TypeVar("T")
+
+# A broadcast per forward otherwise; `equalise_buffers` makes buffers equal before they are used. Torch 2.13 renamed it.
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    name: False
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+}
+if len(_NO_BUFFER_SYNC) > 1:
+    del _NO_BUFFER_SYNC["broadcast_buffers"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,8 @@ class World:
         result, problem = None, None
         try:
             result = work()
-        except LockstepError as error:
-            problem = (str(error), error.exit_code)
+        except LockstepError as raised:
+            problem = (str(raised), raised.exit_code)
         outcomes = exchange((problem, result if share else None))
         failed = next((outcome[0] for outcome in outcomes if outcome[0]), None)
         if failed:
@@ -89,7 +100,7 @@ class World:
         return outcomes[0][1] if share else result
 
     def wrap(self, model: nn.Module, cfg: DDP) -> nn.Module:
-        """The `net` of a `model` that is on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
+        """The `net` of a `model` on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
         if self.grouped and any(p.requires_grad for p in model.parameters()):
             if cfg.sync_bn:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -99,8 +110,7 @@ class World:
                 bucket_cap_mb=cfg.bucket_cap_mb,
                 gradient_as_bucket_view=cfg.gradient_as_bucket_view,
                 find_unused_parameters=cfg.find_unused_parameters,
-                # A broadcast per forward otherwise; `equalise_buffers` makes them equal before they are used.
-                broadcast_buffers=False,
+                **_NO_BUFFER_SYNC,
             )
         if len(self.devices) > 1:
             return DataParallel(model, device_ids=list(self.devices))
@@ -131,6 +141,17 @@ class World:
             gc.collect()
             dist.barrier()
             dist.destroy_process_group()
+
+
+def abandon(exit_code: int) -> None:
+    """Leave at once after a failure inside a process group; returns if there is none.
+
+    An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
+    """
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 @dataclass(frozen=True)
@@ -253,7 +274,7 @@ def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
     return LockstepError(
         f"rank {launch.rank} of {launch.size} could not join the others: {text}",
         where=where,
-        todo="check that all processes start and reach that address; ddp.init_timeout_s is how long they are waited for",
+        todo="check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them",
         exit_code=6,
     )
 

@@ -60,6 +60,7 @@ def step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    factor = factor.to(grads[0].dtype)
     if scaler.is_enabled():
         torch._foreach_mul_(grads, factor)  # first, so that unscale_ sees what a bad factor does
         scaler.unscale_(optimizer)

@@ -45,7 +45,9 @@ def choose(amp: str, device: torch.device) -> Precision:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if amp == "bf16" and not has_bf16:
             raise LockstepError(
-                f"amp=bf16, but {torch.cuda.get_device_name(device)} has no bf16", where="amp", todo="use amp=fp16 or auto"
+                f"amp=bf16, but {torch.cuda.get_device_name(device)} has no bf16",
+                where="amp",
+                todo="use amp=fp16 or auto",
             )
         if amp == "auto":
             name = "bf16" if has_bf16 else "fp16"

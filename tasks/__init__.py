@@ -34,7 +34,9 @@ def load(name: str) -> type[Task]:
         module = importlib.import_module(f"tasks.{name}")
     else:
         raise LockstepError(
-            f"no task {name!r}", where="task", todo=f"choose one of {', '.join(names())}, or give the path of a .py file"
+            f"no task {name!r}",
+            where="task",
+            todo=f"choose one of {', '.join(names())}, or give the path of a .py file",
         )
     task = getattr(module, "Task", None)
     if not (isinstance(task, type) and issubclass(task, Task)):

@@ -1,4 +1,4 @@
-"""What the tasks with one label per sample share: class weights, the weighted loss, the confusion matrix and its metrics."""
+"""What tasks with one label per sample share: class weights, the weighted loss, the confusion matrix, its metrics."""
 
 from __future__ import annotations
 
@@ -152,6 +152,8 @@ def draw_confusion(matrix: np.ndarray, classes: list[str], cell: int = 64) -> np
             x, y = margin + cell * column, margin + cell * row
             shade = tuple(int(255 - share * (255 - full)) for full in (33, 102, 172))
             pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=shade)
-            pen.text((x + 6, y + cell // 2 - 6), str(int(matrix[row, column])), fill="white" if share > 0.5 else "black")
+            pen.text(
+                (x + 6, y + cell // 2 - 6), str(int(matrix[row, column])), fill="white" if share > 0.5 else "black"
+            )
     pen.text((4, 4), "rows: true, columns: predicted", fill="black")
     return np.asarray(picture)

@@ -1,0 +1,218 @@
+"""A dataset becomes this rank's batches: the order, the shard, the position, the copy to the device.
+
+The order of an epoch is a pure function of (seed, epoch). It is cut into global batches, one per optimizer step, and
+each global batch into `[rank::world]` shards and those into micro-batches: whatever the cut, a step sees the same
+samples.
+Where a run stands is one integer, the samples of this epoch that all ranks together have consumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate
+
+from engine.config import Config
+from engine.contract import Batch, LockstepError, sample_seeds
+from engine.dist import World
+from engine.plan import Plan
+
+
+class Micro(NamedTuple):
+    """One forward pass of one rank: which samples, and what they mean for the step.
+
+    positions    place of each sample in the epoch's global order
+    closes_step  the optimizer steps after this one
+    consumed     samples of the epoch that all ranks have seen once that step is done
+    filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
+    """
+
+    indices: list[int]
+    positions: list[int]
+    closes_step: bool
+    consumed: int
+    filler: bool
+
+
+class TrainSampler(DistributedSampler[Any]):
+    """torch's DistributedSampler as a batch sampler that neither pads nor forgets where it stands.
+
+    Torch's own appends the first samples again until the shards are equal; here shards may differ by one sample, and
+    the sums of `engine.loop` make that exact.
+    """
+
+    def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: np.ndarray | None = None):
+        super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
+        self.plan = plan
+        self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
+        self.position = 0
+
+    def set_position(self, consumed: int) -> None:
+        """Start the next epoch's iteration after its first `consumed` samples, counted over all ranks."""
+        self.position = consumed
+
+    def order(self) -> np.ndarray:
+        """(N,) indices: the epoch's global order, the same on every rank."""
+        rng = np.random.default_rng((self.seed, self.epoch))
+        if self.labels is None:
+            return rng.permutation(self.plan.num_samples)
+        return balanced_order(self.labels, rng)
+
+    def micro_batches(self) -> Iterator[Micro]:
+        plan, order = self.plan, self.order()
+        end = plan.num_samples - plan.dropped
+        for start in range(self.position, end, plan.global_batch):
+            places = np.arange(start, min(start + plan.global_batch, end))
+            mine = places[self.rank :: plan.processes]
+            largest = -(-len(places) // plan.processes)  # rank 0's share
+            passes = range(0, largest, plan.micro_batch)
+            for first in passes:
+                share = mine[first : first + plan.micro_batch]
+                filler = not len(share)
+                share = places[:1] if filler else share
+                yield Micro(
+                    indices=order[share].tolist(),
+                    positions=share.tolist(),
+                    closes_step=first == passes[-1],
+                    consumed=int(places[-1]) + 1,
+                    filler=filler,
+                )
+
+    def __iter__(self) -> Iterator[Any]:
+        return (micro.indices for micro in self.micro_batches())
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.left, self.plan.global_batch)
+        largest = math.ceil(rest / self.plan.processes)
+        return full * self.plan.accumulation + math.ceil(largest / self.plan.micro_batch)
+
+    @property
+    def left(self) -> int:
+        """Samples of the epoch still to come, over all ranks."""
+        return self.plan.num_samples - self.plan.dropped - self.position
+
+
+def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(N,) indices in which every class comes equally often (to within one) in random order.
+
+    A class is dealt like a deck of cards, reshuffled when it is through: no sample comes again before all others of
+    its class have come, so common classes never repeat and rare ones repeat as evenly as can be.
+    """
+    num_samples = len(labels)
+    classes = np.unique(labels)
+    draws = rng.permutation(np.resize(rng.permutation(classes), num_samples))  # (N,) the class of each place
+    order = np.empty(num_samples, dtype=np.int64)
+    for c in classes:
+        places, members = np.flatnonzero(draws == c), np.flatnonzero(labels == c)
+        decks = [rng.permutation(members) for _ in range(-(-len(places) // len(members)))]
+        order[places] = np.concatenate(decks)[: len(places)] if decks else []
+    return order
+
+
+class EvalSampler(Sampler[list[int]]):
+    """The exact shard `[rank::world]` in batches: no padding, nothing twice; a rank may have nothing at all."""
+
+    def __init__(self, num_samples: int, world: World, batch_size: int):
+        self.shard, self.batch_size = range(world.rank, num_samples, world.size), batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, len(self.shard), self.batch_size):
+            yield list(self.shard[first : first + self.batch_size])
+
+    def __len__(self) -> int:
+        return -(-len(self.shard) // self.batch_size)
+
+
+class TrainLoader:
+    """Iterating gives `(batch on the device, Micro)` from where `set_epoch` put it."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: TrainSampler, seed: int, device: torch.device):
+        self.loader, self.sampler, self.seed, self.device = loader, sampler, seed, device
+
+    def set_epoch(self, epoch: int, consumed: int = 0) -> None:
+        self.sampler.set_epoch(epoch)
+        self.sampler.set_position(consumed)
+
+    def __len__(self) -> int:
+        """Optimizer steps to come in this epoch."""
+        return -(-self.sampler.left // self.sampler.plan.global_batch)
+
+    def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
+        epoch = self.sampler.epoch
+        # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
+        for micro, batch in zip(self.sampler.micro_batches(), self.loader, strict=True):
+            batch["index"] = torch.tensor(micro.indices)
+            batch["position"] = torch.tensor(micro.positions)
+            batch["seed"] = sample_seeds(self.seed, epoch, batch["position"])
+            yield to_device(batch, self.device), micro
+
+
+class EvalLoader:
+    """Iterating gives batches on the device."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device):
+        self.loader, self.device = loader, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (to_device(batch, self.device) for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch; asynchronously to a GPU, from the pinned memory that the loader gives it in."""
+    if device.type == "cpu":
+        return batch
+    return {
+        name: (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
+        for name, value in batch.items()
+    }
+
+
+def create_data_loaders(
+    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
+) -> tuple[TrainLoader, EvalLoader]:
+    """The loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
+    labels = None
+    if cfg.sampler == "balanced":
+        if not hasattr(train_set, "labels"):
+            raise LockstepError(
+                f"sampler=balanced, but the data of task {cfg.task} have no labels",
+                where="sampler",
+                todo="give the dataset an attribute `labels` (N,), or use sampler=shuffle",
+            )
+        labels = np.asarray(train_set.labels)
+    if not len(val_set):
+        raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
+    sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
+    common = {
+        "num_workers": cfg.num_workers,
+        "persistent_workers": cfg.num_workers > 0,
+        "pin_memory": world.device.type == "cuda",
+    }
+    loaders = [
+        DataLoader(
+            dataset,
+            batch_sampler=cast(Any, batches),
+            collate_fn=_collate,
+            # A generator of its own: the loader draws a seed for its workers at each epoch, which must not come out
+            # of the stream that dropout uses.
+            generator=torch.Generator(),
+            **cast(Any, common),
+        )
+        for dataset, batches in (
+            (train_set, sampler),
+            (val_set, EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)),
+        )
+    ]
+    return TrainLoader(loaders[0], sampler, cfg.seed, world.device), EvalLoader(loaders[1], world.device)
+
+
+def _collate(fetched: Any) -> Batch:
+    """`__getitems__` gives a ready batch; a dataset with only `__getitem__` gives a list of samples."""
+    return fetched if isinstance(fetched, dict) else default_collate(fetched)

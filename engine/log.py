@@ -1,0 +1,224 @@
+"""What a run leaves to read: the terminal, metrics.jsonl, TensorBoard, wandb. Rank 0 alone: others are `Silent`."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from engine import config
+from engine.contract import LockstepError
+from engine.loop import Job
+
+T = TypeVar("T")
+
+SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1"}
+
+
+class Silent:
+    """What every rank but the main one holds: says and writes nothing."""
+
+    def say(self, text: str = "") -> None: ...
+    def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
+        yield from items
+
+    def train(self, job: Job, metrics: dict[str, float]) -> None: ...
+    def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None: ...
+    def save(self, job: Job, path: Path) -> None: ...
+    def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Log(Silent):
+    """Rank 0's. `start` is the step that the run goes on from: what a dead run logged beyond it is taken back."""
+
+    def __init__(self, folder: Path, job: Job):
+        # Imported here: together they take longer than importing the rest of the program but torch.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder, self.began = folder, time.perf_counter()
+        start = job.progress.step
+        self.bars = sys.stderr.isatty()
+        self.bar: Any = None
+        self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
+        self.earlier_s = _take_back(folder / "metrics.jsonl", start)
+        self.lines = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.writer = SummaryWriter(str(folder / "logs"), purge_step=start + 1)
+        self.summaries: Any = self.writer.file_writer  # for what SummaryWriter has no method for
+        self.wandb = _start_wandb(job.cfg, folder) if job.cfg.wandb.enable else None
+        if not start:
+            self.writer.add_text("config", "```yaml\n" + config.to_yaml(job.cfg) + "```", 0)
+
+    def say(self, text: str = "") -> None:
+        from tqdm import tqdm
+
+        if self.bars:
+            tqdm.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+    def _bar(self, **about: Any) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(disable=not self.bars, dynamic_ncols=True, **about)
+
+    def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
+        """Pass `items` through, with a bar of their own on a terminal."""
+        self.bar = self._bar(iterable=items, total=total, desc=name, leave=False)
+        yield from self.bar
+        self.bar.close()
+
+    def _record(self, event: str, job: Job, values: dict[str, Any]) -> None:
+        p = job.progress
+        time_s = round(self.earlier_s + time.perf_counter() - self.began, 3)
+        line = {"event": event, "step": p.step, "epoch": p.epoch, "samples": p.samples, "time_s": time_s}
+        # JSON has no NaN: what is not a number is null.
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.lines.write(json.dumps(line | clean) + "\n")
+        if self.wandb:
+            self.wandb.log({f"{event}/{name}": value for name, value in values.items()}, step=p.step)
+
+    def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(f"{group}/{name}", value, job.progress.step)
+
+    def train(self, job: Job, metrics: dict[str, float]) -> None:
+        p, plan = job.progress, job.plan
+        self._record("train", job, metrics)
+        self._scalars("train", job, metrics | {"memory_mb": _memory_mb(job)})
+        shown = _shown(metrics)
+        if self.bars:
+            self.bar.set_postfix_str(", ".join(f"{k.lower()}={v}" for k, v in shown.items()), refresh=False)
+        else:
+            words = "  ".join(f"{k.lower()} {v}" for k, v in shown.items())
+            self.say(
+                f"step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  {words}  "
+                f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  {metrics['samples_per_s']:.0f} samples/s  "
+                f"data wait {100 * metrics['data_wait_share']:.0f}%"
+            )
+        if metrics["skipped_steps"]:
+            self.say(f"  warning: {metrics['skipped_steps']:.0f} step(s) skipped: the gradient was not finite")
+
+    def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None:
+        p, plan = job.progress, job.plan
+        self._record("eval", job, metrics)
+        self._scalars("val", job, metrics)
+        if self.bars and job.epoch_ended:
+            self.epochs.update()
+        shown = _shown(metrics) | ({} if monitor in SHORT else {monitor: f"{metrics[monitor]:.4f}"})
+        left = ", ".join(f"{k}: {v}" for k, v in _shown(train_means).items())
+        right = ", ".join(f"{k}: {v}" for k, v in shown.items())
+        self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
+
+    def save(self, job: Job, path: Path) -> None:
+        self._record("save", job, {"file": path.name})
+        # A checkpoint says that the log is complete up to its step; so it must be, on the disk.
+        os.fsync(self.lines.fileno())
+        self.writer.flush()
+
+    def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
+        for name, picture in pictures.items():
+            moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
+            if moving:
+                self._add_gif(name, picture, job.progress.step)
+            else:
+                layout = "HW" if picture.ndim == 2 else "HWC"
+                self.writer.add_image(name, picture, job.progress.step, dataformats=layout)
+
+    def _add_gif(self, name: str, clip: np.ndarray, step: int) -> None:
+        """A clip (T, H, W[, 3]) as a GIF in an image summary: `add_video` needs moviepy and drops it silently."""
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        frames = [Image.fromarray(frame) for frame in clip]
+        data = io.BytesIO()
+        frames[0].save(data, format="GIF", save_all=True, append_images=frames[1:], duration=100, loop=0)
+        image = Summary.Image(height=clip.shape[1], width=clip.shape[2], encoded_image_string=data.getvalue())
+        self.summaries.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+
+    def close(self) -> None:
+        self.epochs.close()
+        self.lines.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
+    """The config beside the final metrics, for TensorBoard's HPARAMS tab; in the same folder, not in a sub-run."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flat = config.flatten(config.to_dict(job.cfg))
+    flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
+    results = {f"hparam/{job.task.monitor}": metrics[job.task.monitor], "hparam/loss": metrics["loss"]}
+    for summary in hparams(flat, results):
+        log.summaries.add_summary(summary)
+    for name, value in results.items():
+        log.writer.add_scalar(name, value, job.progress.step)
+
+
+def require_wandb() -> None:
+    """Say that the package is missing before anything has begun."""
+    if not find_spec("wandb"):
+        raise LockstepError("the package wandb is not installed", where="wandb.enable", todo="pip install wandb")
+
+
+def _start_wandb(cfg: Any, folder: Path) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=cfg.wandb.project,
+        name=cfg.wandb.name or folder.name,
+        mode=cfg.wandb.mode,
+        dir=str(folder),
+        config=config.to_dict(cfg),
+    )
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, str]:
+    """The guides' short names and formats of the metrics that have one."""
+    return {
+        short: f"{100 * metrics[name]:.2f}%" if name == "accuracy" else f"{metrics[name]:.4f}"
+        for name, short in SHORT.items()
+        if name in metrics
+    }
+
+
+def _memory_mb(job: Job) -> float:
+    """Peak memory: the GPU's, or this process's on the CPU."""
+    import resource
+
+    import torch
+
+    if job.world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(job.world.device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def _take_back(path: Path, start: int) -> float:
+    """Drop the lines beyond step `start`, and a torn last one; returns the time_s of the last line kept."""
+    if not path.exists():
+        return 0.0
+    kept, time_s = [], 0.0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record["step"] <= start:
+            kept.append(line)
+            time_s = record["time_s"]
+    beside = path.with_name(".metrics.jsonl.tmp")
+    beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
+    return time_s
