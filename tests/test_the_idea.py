@@ -1,0 +1,88 @@
+"""The same global batch, however it is cut, takes the same step: on every task, through real processes, in float64."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+
+import tasks
+
+MANY = str(ROOT / "tests" / "ranks" / "many.py")
+
+CUTS = {"1x12": (1, 12, 1), "2x6": (2, 6, 1), "2x3x2": (2, 3, 2), "3x4": (3, 4, 1)}
+"""processes, samples per process and pass, passes per step: all of them twelve samples per step"""
+
+SMALL = {
+    "har": ["dataset.stride=512", "model.width=8"],
+    "video": ["dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"],
+    TOY: [],
+}
+"""What makes a task quick; a task that is not named here runs at its own size, and is held to the same."""
+
+EVERY_TASK = [*tasks.names(), TOY]
+
+
+def runs_of(cut, folder):
+    _, batch, passes = CUTS[cut]
+    size = [f"batch_size={batch}", f"gradient_accumulation_steps={passes}", "log_every=1"]
+    for task in EVERY_TASK:
+        name = task.rpartition("/")[2]
+        common = [task, *SMALL.get(task, []), *size, "seed=3", "optim.ema_decay=0.9"]
+        # Ten steps and more, the last one of each epoch short: 61 samples are five batches of twelve and one of one.
+        yield [*common, "steps=9", f"save_dir={folder}/{cut}/{name}"]
+        if task != "video":
+            yield [*common, "sampler=balanced", "steps=4", f"save_dir={folder}/{cut}/{name}_balanced"]
+        yield ["naive", *common, "epochs=1", "optim.grad_clip=0", f"save_dir={folder}/{cut}/{name}_naive"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """{cut: {run: checkpoint}}, all trained once."""
+    from conftest import Launcher
+
+    folder, launch = tmp_path_factory.mktemp("cuts"), Launcher(ROOT)
+    for cut, (processes, _, _) in CUTS.items():
+        runs = json.dumps(list(runs_of(cut, folder)))
+        if processes == 1:
+            succeed(launch.python(MANY, runs, timeout=600))
+        else:
+            succeed(launch.torchrun(processes, MANY, runs, timeout=600))
+    return {
+        cut: {path.parent.name: torch.load(path, weights_only=True) for path in sorted((folder / cut).glob("*/last.pt"))}
+        for cut in CUTS
+    }
+
+
+def distance(a, b):
+    """The largest difference of two models, relative to the largest weight."""
+    gaps = [(a[name] - b[name]).abs().max() / b[name].abs().max().clamp(min=1e-3) for name in b]
+    return float(max(gaps))
+
+
+TOLERANCE = 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "1x12"])
+@pytest.mark.parametrize("task", [name.rpartition("/")[2] for name in EVERY_TASK])
+def test_every_cut_ends_in_the_same_weights(weights, task, cut):
+    straight = weights["1x12"]
+    for run in [name for name in straight if name in (task, f"{task}_balanced")]:
+        ours, theirs = weights[cut][run], straight[run]
+        assert ours["progress"]["step"] == theirs["progress"]["step"]
+        assert ours["progress"]["samples"] == theirs["progress"]["samples"]
+        assert ours["global_batch"] == 12
+        assert distance(ours["model"], theirs["model"]) < TOLERANCE
+        assert distance(ours["ema"], theirs["ema"]) < TOLERANCE
+        for key, state in theirs["optimizer"]["state"].items():
+            torch.testing.assert_close(ours["optimizer"]["state"][key]["exp_avg"], state["exp_avg"], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [name.rpartition("/")[2] for name in EVERY_TASK])
+def test_the_tutorials_normalisation_fails_the_same_check(weights, task):
+    """If this passes with a small distance, the test above could not have failed."""
+    straight = weights["1x12"][f"{task}_naive"]["model"]
+    gaps = {cut: distance(weights[cut][f"{task}_naive"]["model"], straight) for cut in CUTS if cut != "1x12"}
+    assert all(gap > 1e6 * TOLERANCE for gap in gaps.values()), gaps

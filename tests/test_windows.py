@@ -1,0 +1,568 @@
+"""Sensor windows: every layout read back exactly, split by person, every fault in one line; the models; the task."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tasks
+from engine import contract
+from engine.contract import LockstepError
+from formats import windows
+from models.conv1d import Conv1d
+from models.mlp import MLP
+from models.transformer1d import Transformer1d
+from tasks.har import SHIPPED, resample, rotate
+from tools import prepare_watch
+
+AXES = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+
+
+def save_recordings(path: Path, steps=(20, 9, 14), **change) -> dict[str, np.ndarray]:
+    """A small file of recordings; `change` replaces an array, or removes it where the value is None."""
+    arrays = {
+        "signal": np.arange(sum(steps) * 2, dtype=np.float32).reshape(-1, 2),
+        "lengths": np.array(steps),
+        "label": np.arange(len(steps)) % 2,
+        "subject": np.arange(len(steps)) + 5,
+        "classes": np.array(["rest", "walk"]),
+    }
+    arrays = {name: value for name, value in (arrays | change).items() if value is not None}
+    np.savez(path, **arrays)
+    return arrays
+
+
+def save_uci(root: Path, steps: int = 8, counts=(5, 3)) -> dict[str, np.ndarray]:
+    """A UCI HAR folder of random windows -> the arrays that went in, by part."""
+    rng = np.random.default_rng(0)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "activity_labels.txt").write_text("1 WALKING\n2 SITTING\n3 LYING DOWN\n")
+    written = {}
+    for part, count, first in zip(("train", "test"), counts, (1, 20), strict=True):
+        folder = root / part / "Inertial Signals"
+        folder.mkdir(parents=True)
+        x = rng.normal(size=(count, steps, 9)).round(6)
+        for c, name in enumerate(AXES):
+            np.savetxt(folder / f"{name}_{part}.txt", x[:, :, c], fmt="%16.7e")
+        y, subject = np.arange(count) % 3 + 1, np.arange(count) // 2 + first
+        np.savetxt(root / part / f"y_{part}.txt", y, fmt="%d")
+        np.savetxt(root / part / f"subject_{part}.txt", subject, fmt="%d")
+        written |= {f"x_{part}": x.astype(np.float32), f"y_{part}": y, f"subject_{part}": subject}
+    return written
+
+
+TS_HEADER = "#note\n@problemName Toy\n@timeStamps false\n@univariate false\n@dimensions 2\n@classLabel true up down\n"
+
+
+def save_ts(root: Path, train: str, test: str | None = None, header: str = TS_HEADER) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "Toy_TRAIN.ts").write_text(f"{header}@data\n{train}")
+    if test is not None:
+        (root / "Toy_TEST.ts").write_text(f"{header}@data\n{test}")
+    return root
+
+
+def sides(recordings: windows.Recordings, **how) -> tuple[windows.Windows, windows.Windows]:
+    val = windows.split(recordings, **how)
+    return windows.Windows(recordings, ~val), windows.Windows(recordings, val)
+
+
+def everything(data: windows.Windows) -> contract.Batch:
+    return data.__getitems__(list(range(len(data))))
+
+
+# ---------------------------------------------------------------------------------------------------- layouts
+
+
+def test_recordings_are_cut_as_a_loop_would(tmp_path):
+    arrays = save_recordings(tmp_path / "a.npz", steps=(20, 9, 14, 8))
+    found = windows.read(tmp_path / "a.npz", length=8, stride=3)
+    expected, labels, begin = [], [], 0
+    for length, label in zip(arrays["lengths"], arrays["label"], strict=True):
+        for start in range(0, length - 8 + 1, 3):
+            expected.append(arrays["signal"][begin + start : begin + start + 8].T)
+            labels.append(label)
+        begin += length
+    data = windows.Windows(found, np.ones(4, dtype=bool))
+    batch = everything(data)
+    assert len(data) == len(expected) == found.windows().sum() == 5 + 1 + 3 + 1
+    assert batch["x"].dtype == torch.float32 and batch["x"].is_contiguous() and batch["y"].dtype == torch.int64
+    assert np.array_equal(batch["x"].numpy(), np.stack(expected))
+    assert np.array_equal(batch["y"].numpy(), labels) and np.array_equal(data.labels, labels)
+    some = data.__getitems__([7, 0, 7])
+    assert torch.equal(some["x"], batch["x"][[7, 0, 7]]) and torch.equal(some["y"], batch["y"][[7, 0, 7]])
+    assert torch.equal(data[3]["x"], batch["x"][3]) and data[3]["y"] == batch["y"][3]
+    assert found.subjects == ["5", "6", "7", "8"] and found.classes == ["rest", "walk"]
+
+
+def test_dataset_travels_to_workers_and_shares_the_signal(tmp_path):
+    save_recordings(tmp_path / "a.npz")
+    train, val = sides(windows.read(tmp_path, length=4, stride=1))
+    assert train.signal.data_ptr() == val.signal.data_ptr()
+    again = pickle.loads(pickle.dumps(train))
+    assert torch.equal(everything(again)["x"], everything(train)["x"])
+
+
+def test_statistics_are_of_the_covered_steps_of_the_chosen_recordings(tmp_path):
+    signal = np.concatenate([np.random.default_rng(1).normal(3, 2, (43, 2)), np.full((43, 1), 7.0)], 1)
+    save_recordings(tmp_path / "a.npz", signal=signal)
+    found = windows.read(tmp_path, length=8, stride=4)
+    mean, std = windows.Windows(found, np.array([True, False, True])).statistics()
+    covered = np.concatenate([signal[:20], signal[29:41]])  # of 14 steps, windows at 0 and 4 cover 12
+    assert mean.numpy() == pytest.approx(covered.mean(0), rel=1e-5)
+    assert std.numpy()[:2] == pytest.approx(covered.std(0)[:2], rel=1e-5)
+    assert std[2] == 1  # a dead channel is not divided by zero
+
+
+@pytest.mark.parametrize("inner", ["", "UCI HAR Dataset"])
+def test_uci_folder(tmp_path, inner):
+    written = save_uci(tmp_path / inner)
+    found = windows.read(tmp_path, length=128, stride=64)  # its windows are taken as they are
+    train, val = sides(found)
+    for data, part in ((train, "train"), (val, "test")):
+        assert np.array_equal(everything(data)["x"].numpy(), written[f"x_{part}"].transpose(0, 2, 1))
+        assert np.array_equal(data.labels, written[f"y_{part}"] - 1)
+    assert found.classes == ["WALKING", "SITTING", "LYING DOWN"]
+    assert found.subjects == ["1", "2", "3", "20", "21"] and found.channels == AXES and found.rate_hz == 50
+    by_name = windows.split(found, val_subjects=["3", "20"])
+    assert np.array_equal(by_name, np.isin(np.r_[written["subject_train"], written["subject_test"]], [3, 20]))
+
+
+def test_ts_of_equal_lengths(tmp_path):
+    root = save_ts(tmp_path, "1,2,3:4,5,6:up\n7,8,9:1,1,1:down\n", "0,0,1:0,1,0:down\n")
+    train, val = sides(windows.read(root))
+    assert everything(train)["x"].tolist() == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [1, 1, 1]]]
+    assert everything(val)["x"].tolist() == [[[0, 0, 1], [0, 1, 0]]]
+    assert train.labels.tolist() == [0, 1] and val.labels.tolist() == [1]
+    assert len(windows.read(root / "Toy_TEST.ts")) == 3  # either file stands for the pair
+
+
+def test_ts_of_other_lengths_is_cut(tmp_path):
+    root = save_ts(tmp_path, "1,2,3,4:5,6,7,8:up\n7,8,9:1,1,1:down\n", "0,1:0,0:up\n")
+    found = windows.read(root, length=2, stride=1)
+    train, val = sides(found)
+    assert everything(train)["x"][:, 0].tolist() == [[1, 2], [2, 3], [3, 4], [7, 8], [8, 9]]
+    assert train.labels.tolist() == [0, 0, 0, 1, 1] and val.labels.tolist() == [0]
+
+
+@pytest.mark.parametrize("layout", ["folder", "parts", "npz"])
+def test_arrays(tmp_path, layout):
+    x, y = np.random.default_rng(0).normal(size=(6, 10, 3)), np.array(["sit", "run", "sit", "run", "sit", "run"])
+    subject = np.array([1, 1, 2, 2, 3, 3])
+    if layout == "folder":
+        for name, array in (("X", x), ("y", y), ("subject", subject)):
+            np.save(tmp_path / f"{name}.npy", array)
+    elif layout == "parts":
+        for suffix, part in (("_train", slice(0, 4)), ("_test", slice(4, 6))):
+            for name, array in (("X", x), ("y", y), ("subject", subject)):
+                np.save(tmp_path / f"{name}{suffix}.npy", array[part])
+    else:
+        np.savez(tmp_path / "mine.npz", X=x, y=np.array([1, 0] * 3), subject=subject, classes=["run", "sit"])
+    found = windows.read(tmp_path)
+    val = windows.split(found, val_subjects=() if layout == "parts" else ["3"])
+    assert val.tolist() == [False] * 4 + [True] * 2
+    data = windows.Windows(found, ~val)
+    assert np.array_equal(everything(data)["x"].numpy(), x[:4].transpose(0, 2, 1).astype(np.float32))
+    assert found.classes == ["run", "sit"] and data.labels.tolist() == [1, 0, 1, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- splits
+
+
+def test_random_split_keeps_people_whole_and_depends_on_the_seed_alone(tmp_path):
+    save_recordings(tmp_path / "a.npz", steps=[9] * 40, subject=np.repeat(np.arange(10), 4))
+    found = windows.read(tmp_path, length=8, stride=1)
+    masks = [windows.split(found, val_share=0.3, seed=seed) for seed in range(8)]
+    for val in masks:
+        assert val.sum() == 12 and not set(found.groups[val]) & set(found.groups[~val])
+    assert np.array_equal(masks[3], windows.split(found, val_share=0.3, seed=3))
+    assert len({val.tobytes() for val in masks}) > 4
+
+
+def test_without_subjects_each_class_gives_its_share_of_recordings(tmp_path):
+    np.savez(tmp_path / "a.npz", X=np.zeros((20, 4, 1)), y=np.arange(20) % 4 // 3)  # 15 of one class, 5 of the other
+    found = windows.read(tmp_path)
+    val = windows.split(found, val_share=0.2)
+    assert np.bincount(found.labels[val]).tolist() == [3, 1] and found.subjects == []
+
+
+def test_the_files_own_split_and_how_to_overrule_it(tmp_path):
+    save_recordings(tmp_path / "a.npz", steps=[9] * 4, subject=np.array([1, 1, 2, 2]), val=np.array([0, 0, 1, 1]) > 0)
+    found = windows.read(tmp_path, length=8)
+    assert windows.split(found).tolist() == [False, False, True, True]
+    assert windows.split(found, val_subjects=["1"]).tolist() == [True, True, False, False]
+    assert {windows.split(found, given=False, seed=s).tolist()[0] for s in range(9)} == {False, True}
+
+
+def test_a_person_on_both_sides_is_an_error(tmp_path):
+    save_recordings(tmp_path / "a.npz", subject=np.array([1, 2, 2]), val=np.array([False, False, True]))
+    fault(r"subject 2 is in both train and test \(.*a.npz\): set dataset.split to random", tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+
+
+def fault(message: str, root: Path, length: int = 8, **how) -> None:
+    with pytest.raises(LockstepError, match=message) as caught:
+        windows.split(windows.read(root, length=length, stride=4), **how)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": None}, r"no array 'label' \(.*a.npz\): data/watch/README.md lists the fields"),
+        ({"signal": np.zeros((43,))}, r"signal is float64 of shape \(43,\), expected numbers \(steps, channels\)"),
+        ({"signal": np.full((43, 2), "x")}, "signal is <U1 of shape"),
+        ({"lengths": np.array([20, 9, 13])}, "lengths add up to 42 steps, signal has 43"),
+        ({"lengths": np.array([20, 16, 7])}, "recording 2 has 7 steps, a window 8.*: set dataset.length to 7 or less"),
+        ({"subject": np.array([1, 2])}, r"subject has shape \(2,\), lengths has \(3,\)"),
+        ({"label": np.array([0, 1, 2])}, r"label 2 is not one of the 2 classes \(counted from 0\)"),
+        ({"label": np.array([0.5, 1, 1])}, "labels are float64, expected integers or strings"),
+        ({"channels": np.array(["ax"])}, "1 channel names for 2 channels"),
+        ({"val": np.ones(3, dtype=bool)}, "0 recordings to train on and 3 to validate on"),
+        ({"signal": np.repeat([0, np.nan], [50, 36]).reshape(43, 2)}, "NaN or infinite value in 18 steps.*recording 1"),
+        ({"subject": np.array([{}, {}, {}])}, "not a plain .npz archive: Object arrays cannot be loaded"),
+        ({"signal": None}, "holds neither 'signal' nor 'X' but lengths, label, subject, classes"),
+    ],
+)
+def test_faults_in_a_file_of_recordings(tmp_path, change, message):
+    save_recordings(tmp_path / "a.npz", **change)
+    fault(message, tmp_path / "a.npz")
+
+
+def test_faults_in_the_names_of_subjects(tmp_path):
+    save_recordings(tmp_path / "a.npz")
+    fault("no subject 9, x .*: dataset.val_subjects may name 5, 6, 7", tmp_path, val_subjects=["9", "5", "x"])
+    fault("0 recordings to train on and 3 to validate on", tmp_path, val_subjects=["5", "6", "7"])
+    root = save_ts(tmp_path / "b", "1:1:up\n", "1:1:up\n")
+    fault("the data name no subjects .*: use dataset.val_share", root, val_subjects=["5"])
+
+
+def test_faults_in_what_is_named(tmp_path):
+    fault(r"no such file or folder \(.*/gone\): give a UCI HAR folder", tmp_path / "gone")
+    fault(r"no sensor data found \(.*\): give a UCI HAR folder, NAME_TRAIN.ts", tmp_path)
+    fault("length 0 and stride 4 must be at least 1", tmp_path, length=0)
+    (tmp_path / "a.csv").write_text("1,2")
+    fault("cannot read files of kind '.csv'", tmp_path / "a.csv")
+    for name in ("a", "b"):
+        save_recordings(tmp_path / f"{name}.npz")
+    fault("2 data sets of kind .npz: a.npz, b.npz .*: name one file", tmp_path)
+    (tmp_path / "a.npz").write_bytes((tmp_path / "b.npz").read_bytes()[:300])
+    fault("not a plain .npz archive: File is not a zip file", tmp_path / "a.npz")
+    (tmp_path / "a.npz").write_bytes(pickle.dumps({"X": 1}))
+    fault("not a plain .npz archive: ", tmp_path / "a.npz")
+    np.save(tmp_path / "c.npy", np.zeros(3))
+    fault("not a plain .npz archive: it is a single array", (tmp_path / "c.npy").rename(tmp_path / "c.npz"))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("activity_labels.txt", "2 SITTING", "3 SITTING", "expected one '1 NAME' per line, numbered from 1"),
+        ("train/y_train.txt", "2\n", "4\n", r"label 4 is not in activity_labels.txt \(.*y_train.txt:2\)"),
+        ("train/y_train.txt", "2\n", "", r"y has shape \(4,\), X has \(5, 8, 9\) \(.*, train\)"),
+        ("train/y_train.txt", "2\n", "2.5\n", "expected one whole number per line .*y_train.txt"),
+        ("test/subject_test.txt", "20\n", "1\n", "subject 1 is in both train and test"),
+        ("test/subject_test.txt", None, None, r"cannot read: No such file or directory \(.*subject_test.txt\)"),
+        ("test/subject_test.txt", None, "\n", r"the file is empty \(.*subject_test.txt\)"),
+    ],
+)
+def test_faults_in_a_uci_folder(tmp_path, file, old, new, message):
+    save_uci(tmp_path)
+    path = tmp_path / file
+    text = path.read_text()
+    path.unlink() if new is None else path.write_text(text.replace(old, new, 1) if old else new)
+    fault(message, tmp_path)
+
+
+def test_faults_in_a_uci_table(tmp_path):
+    save_uci(tmp_path)
+    path = tmp_path / "test" / "Inertial Signals" / "body_gyro_y_test.txt"
+    lines = path.read_text().splitlines()
+    for line, message in (
+        (lines[1].rsplit(None, 1)[0], r"7 numbers, the first line has 8 \(.*body_gyro_y_test.txt:2\)"),
+        (lines[1][:-5] + " x", r"9 numbers, the first line has 8 \(.*:2\)"),
+        (lines[1].rsplit(None, 1)[0] + " x", r"not a number: 'x' \(.*:2\)"),
+        (lines[1].rsplit(None, 1)[0] + " nan", r"a value is NaN or infinite \(.*:2\): fill in missing values first"),
+    ):
+        path.write_text("\n".join([lines[0], line, lines[2]]))
+        fault(message, tmp_path)
+    path.write_text("\n".join(lines[:2]))
+    fault("2 windows of 8 steps, but body_acc_x has 3 of 8 .*body_gyro_y_test.txt", tmp_path)
+    path.write_bytes(b"\xff\xfe\x00")
+    fault(r"not a text file \(.*body_gyro_y_test.txt\)", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("1,2:3,4:left\n", r"label 'left' is not in @classLabel \(.*Toy_TRAIN.ts:8\)"),
+        ("1,2:3,4:up\n1,2:3:up\n", r"channels of different lengths \(1 and 2\) \(.*:9\)"),
+        ("1,2:3,4:5,6:up\n", r"3 channels, @dimensions says 2 \(.*:8\)"),
+        ("1,?:3,4:up\n", r"not a number: .*\(.*:8\): fill in missing values first"),
+        ("1,NaN:3,4:up\n", r"a value is NaN or infinite \(.*:8\)"),
+        ("", r"no recordings after @data \(.*Toy_TRAIN.ts\)"),
+        ("1,2:3,4:up\n1,2,3:3,4,5:down\n", "recording 0 has 2 steps, a window 8"),
+    ],
+)
+def test_faults_in_a_ts_file(tmp_path, train, message):
+    fault(message, save_ts(tmp_path, train, "1,2:3,4:up\n"))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("@classLabel false\n", r"no '@classLabel true NAME NAME ...' in the header \(.*:2\)"),
+        ("@timeStamps true\n@classLabel true up\n", "@timeStamps true is not supported .*: resample"),
+        ("@classLabel true up\n@seriesLength 3\n", r"2 steps, @seriesLength says 3 \(.*:4\)"),
+        ("@classLabel true up\n1,2:up\n", r"a recording before @data \(.*:2\)"),
+    ],
+)
+def test_faults_in_a_ts_header(tmp_path, header, message):
+    fault(message, save_ts(tmp_path, "1,2:3,4:up\n", "1,2:3,4:up\n", header))
+
+
+def test_faults_between_ts_files(tmp_path):
+    fault(r"cannot read: No such file or directory \(.*Toy_TEST.ts\)", save_ts(tmp_path, "1:1:up\n"))
+    root = save_ts(tmp_path, "1:1:up\n", "1:1:up\n")
+    (root / "Toy_TEST.ts").write_text("@classLabel true up\n@data\n1:1:up\n")
+    fault(r"classes up differ from those of Toy_TRAIN.ts \(.*Toy_TEST.ts\)", root)
+    (root / "Toy_TEST.ts").write_text("@classLabel true up down\n@data\n1:up\n")
+    fault("train and test have different numbers of channels", root)
+    (root / "Toy_TRAIN.ts").unlink()
+    fault("0 data sets of kind .ts: only _TEST .*: name one file", root)
+
+
+def test_faults_in_arrays(tmp_path):
+    np.save(tmp_path / "X.npy", np.zeros((4, 10)))
+    np.save(tmp_path / "y.npy", np.zeros(4, dtype=int))
+    fault(r"X is float64 of shape \(4, 10\), expected numbers \(windows, steps, channels\)", tmp_path)
+    np.save(tmp_path / "X.npy", np.zeros((4, 10, 2)))
+    np.save(tmp_path / "y.npy", np.zeros(3, dtype=int))
+    fault(r"y has shape \(3,\), X has \(4, 10, 2\)", tmp_path)
+    np.save(tmp_path / "y.npy", np.array([{}, 1], dtype=object))
+    fault(r"not a plain .npy array: Object arrays cannot be loaded.*y.npy", tmp_path)
+    (tmp_path / "y.npy").unlink()
+    fault("cannot read: No such file or directory .*y.npy", tmp_path)
+    np.savez(tmp_path / "only.npz", X=np.zeros((4, 10, 2)))
+    fault("X has no labels y .*only.npz", tmp_path / "only.npz")
+
+
+# ---------------------------------------------------------------------------------------------------- shipped data
+
+
+def test_shipped_recordings():
+    found = windows.read(SHIPPED, length=128, stride=64)
+    assert (len(found), len(found.classes), len(found.subjects), found.signal.shape) == (140, 7, 10, (244102, 6))
+    assert found.windows().sum() == 3605 and found.rate_hz == 50 and found.lengths.min() == 947
+    assert np.bincount(found.labels).tolist() == [20] * 7 and np.bincount(found.groups).tolist() == [14] * 10
+    val = windows.split(found)
+    assert {found.subjects[g] for g in found.groups[val]} == {"9", "10"}
+    assert np.bincount(found.labels[val]).tolist() == [4] * 7  # both arms of both people
+
+
+def wheel() -> Path:
+    path = Path(os.environ.get("SEGLEARN_WHEEL", "seglearn-1.2.5-py3-none-any.whl"))
+    if not path.is_file():
+        pytest.skip("no wheel of seglearn 1.2.5 here; name it in SEGLEARN_WHEEL to compare the shipped data with it")
+    return path
+
+
+def test_shipped_recordings_equal_the_source(tmp_path, capsys):
+    source, _ = prepare_watch.read_wheel(wheel())
+    found = windows.read(SHIPPED)
+    signal = np.concatenate(source["X"])
+    assert np.abs(found.signal - signal).max() <= 2**-14 * np.abs(signal).max()
+    assert (np.abs(found.signal - signal) <= 6.2e-5 * np.abs(signal)).all()
+    assert np.array_equal(found.lengths, [len(x) for x in source["X"]])
+    assert np.array_equal(found.labels, source["y"]) and found.classes == source["y_labels"]
+    assert np.array_equal(np.array(found.subjects, dtype=int)[found.groups], source["subject"])
+    assert prepare_watch.main([str(wheel()), "--out", str(tmp_path)]) == 0
+    for name in ("README.md", "LICENSE"):
+        assert (tmp_path / name).read_bytes() == (SHIPPED.parent / name).read_bytes()
+    with np.load(tmp_path / "watch.npz") as new, np.load(SHIPPED) as old:
+        assert sorted(new.files) == sorted(old.files) and all(np.array_equal(new[n], old[n]) for n in old.files)
+
+
+def test_conversion_writes_the_same_bytes_twice(tmp_path):
+    rng = np.random.default_rng(0)
+    source = {
+        "X": [rng.normal(size=(n, 6)) for n in (30, 20)],
+        "y": np.array([0, 1]),
+        "subject": np.array([3, 9]),
+        "side": np.array([0.0, 1.0]),
+        "y_labels": ["a", "b"],
+        "X_labels": list("uvwxyz"),
+    }
+    digests = set()
+    for n in range(2):
+        prepare_watch.write_npz(tmp_path / f"{n}.npz", prepare_watch.convert(source))
+        digests.add(hashlib.sha256((tmp_path / f"{n}.npz").read_bytes()).hexdigest())
+        assert b"\x00\x00\x21\x00" in (tmp_path / f"{n}.npz").read_bytes()[:20]  # 1980-01-01 00:00, the zip's epoch
+    assert len(digests) == 1
+    found = windows.read(tmp_path / "0.npz", length=16, stride=4)
+    error = np.abs(found.signal - np.concatenate(source["X"])) / np.abs(np.concatenate(source["X"]))
+    assert 1e-5 < error.max() <= 2**-14 * 1.01 and windows.split(found).tolist() == [False, True]
+
+
+def test_converter_refuses_other_bytes(tmp_path, capsys):
+    other = tmp_path / "seglearn-1.2.5-py3-none-any.whl"
+    other.write_bytes(b"not the wheel")
+    assert prepare_watch.main([str(other), "--out", str(tmp_path)]) == 2
+    assert "error: SHA-256 is " in capsys.readouterr().err and not (tmp_path / "watch.npz").exists()
+    assert prepare_watch.main([str(tmp_path / "gone.whl")]) == 2
+    assert "no such wheel" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+
+def build(mode: str, channels: int, length: int, **sizes) -> torch.nn.Module:
+    torch.manual_seed(0)
+    mean, std = torch.linspace(-1, 1, channels), torch.linspace(1, 2, channels)
+    if mode == "conv":
+        return Conv1d(mean, std, 5, **sizes)
+    return {"flatten": MLP, "transformer": Transformer1d}[mode](mean, std, length, 5, **sizes)
+
+
+MODES = ["conv", "flatten", "transformer"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("channels", "length"), [(1, 8), (3, 9), (6, 128), (9, 131)])
+def test_models_take_any_shape(mode, channels, length):
+    model = build(mode, channels, length).eval()
+    x = torch.randn(3, channels, length)
+    with torch.no_grad():
+        assert model(x).shape == (3, 5) and model(x[:1]).shape == (1, 5)
+        assert torch.allclose(model(x)[1:2], model(x[1:2]), atol=1e-5)  # a sample's logits are its own affair
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_in_float64_normalise_and_reach_every_parameter(mode):
+    model = build(mode, 6, 40, depth=2, width=12).double()
+    x = torch.randn(4, 6, 40)
+    logits = model(x)
+    assert logits.dtype == torch.float64
+    logits.square().sum().backward()
+    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not silent
+    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    assert model.mean.flatten().tolist() == torch.linspace(-1, 1, 6).tolist() and "mean" in model.state_dict()
+    scaled = build(mode, 6, 40, depth=2, width=12).double()
+    scaled.mean, scaled.std = scaled.mean * 8, scaled.std * 8  # the same sensors in another unit
+    assert torch.allclose(scaled(x * 8), model(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_acts_in_training_only(mode):
+    model, x = build(mode, 3, 16, dropout=0.5), torch.randn(2, 3, 16)
+    assert not torch.equal(model(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+
+
+# ---------------------------------------------------------------------------------------------------- the task
+
+
+def make(**change) -> contract.Task:
+    """The task with its own defaults; `change` is section__key=value."""
+    task = tasks.load("har")
+    settings = task.Settings()
+    for name, value in change.items():
+        section, key = name.split("__")
+        setattr(getattr(settings, section), key, value)
+    return task(SimpleNamespace(seed=0, **vars(settings)))
+
+
+def test_task_from_data_to_report():
+    task = make()
+    train, val = task.datasets()
+    assert (len(train), len(val)) == (2832, 773)
+    text = task.summary()
+    assert "Found 140 recordings of 10 subjects with 3605 windows" in text
+    assert "Train windows: 2832, Val windows: 773, held-out subjects: 9, 10" in text
+    assert "Class 5 (TRAP           ):    361 samples (12.75%) -> weight: 1.1207" in text
+    torch.manual_seed(0)
+    model = task.model()
+    batch = train.__getitems__(list(range(0, 2832, 45)))
+    batch["seed"] = contract.sample_seeds(0, 0, torch.arange(63))
+    loss = task.loss(model, batch)
+    assert (loss.total / loss.weight).item() == pytest.approx(np.log(7), rel=0.5) and loss.sums["count"] == 63
+    with torch.no_grad():
+        report = task.report(task.score(model, val.__getitems__([0, 1, 2])))
+    assert task.monitor in report and "f1/ROW" in report
+
+
+def test_class_weights_undo_the_imbalance():
+    task = make()
+    task.datasets()
+    weights = task.weights(torch.zeros(())).numpy()
+    assert weights * task.train_counts == pytest.approx(np.full(7, 2832 / 7), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_task_builds_each_model_at_a_sensible_size(mode):
+    task = make(model__mode=mode)
+    task.datasets()
+    assert 95_000 < sum(p.numel() for p in task.model().parameters()) < 350_000
+
+
+def test_task_refuses_a_width_that_the_heads_do_not_divide():
+    task = make(model__mode="transformer", model__width=30)
+    task.datasets()
+    with pytest.raises(LockstepError, match=r"width 30 is not a multiple of 4 heads \(model.width\)"):
+        task.model()
+
+
+def test_task_reads_other_data_and_names_the_held_out(tmp_path):
+    save_recordings(tmp_path / "a.npz", steps=[30] * 6, subject=np.array(list("aabbcc")))
+    task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__stride=4, dataset__val_subjects=["c", "a"])
+    train, val = task.datasets()
+    assert (len(train), len(val)) == (12, 24)
+    assert "Val windows: 24, held-out subjects: a, c" in task.summary()
+    save_ts(tmp_path / "b", "1,2:3,4:up\n1,2:3,4:down\n", "1,2:3,4:up\n")
+    task = make(dataset__root=str(tmp_path / "b"))
+    task.datasets()
+    assert "Found 3 recordings with 3 windows" in task.summary() and "1 recordings (the data name no" in task.summary()
+
+
+@pytest.mark.parametrize("channels", [6, 4])
+def test_augmentation_does_not_depend_on_the_cut(channels):
+    task = make()
+    task.std = torch.ones(channels)
+    x, seeds = torch.randn(37, channels, 50), contract.sample_seeds(3, 1, torch.arange(37))
+    whole = task.augment(x, seeds)
+    for cut in (1, 5, 16):
+        parts = [task.augment(a, b) for a, b in zip(x.split(cut), seeds.split(cut), strict=True)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(whole, x) and torch.isfinite(whole).all()
+    assert not torch.equal(task.augment(x, seeds + 1), whole)
+    task.cfg.augment.enabled = False
+    assert task.augment(x, seeds) is x
+
+
+def test_rotation_is_one():
+    x, turn = torch.randn(5, 6, 7), torch.rand(5, 3) - 0.5
+    turned = rotate(x, turn)
+    for sensor in (slice(0, 3), slice(3, 6)):
+        assert torch.allclose(turned[:, sensor].norm(dim=1), x[:, sensor].norm(dim=1), atol=1e-5)
+    quarter = rotate(torch.tensor([[[1.0], [0.0], [0.0]]]), torch.tensor([[0.0, 0.0, 1.0]]))  # tan(45 deg) about z
+    assert quarter.flatten().tolist() == [0, 1, 0]
+    axis = torch.tensor([[[0.3], [0.1], [-0.2]]])
+    assert torch.allclose(rotate(axis, axis[:, :, 0]), axis)  # the axis itself stays
+
+
+def test_resampling_moves_and_stretches():
+    x = torch.arange(9.0)[None, None]
+    still, ahead = torch.ones(1, 1), torch.full((1, 1), 2.0)
+    assert torch.equal(resample(x, still, 0 * still), x)
+    assert resample(x, still, ahead).flatten().tolist() == [2, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert resample(x, still / 2, 0 * still).flatten().tolist() == [2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6]
