@@ -121,11 +121,11 @@ def fit(prepared: Prepared) -> dict[str, float]:
                 if world.main:
                     logger.pictures(job, loop.pictures(job, next(iter(prepared.val_loader)), sums))
                 keep_best(job, path, metrics[task.monitor], logger)
+                job.tally.restart_clock()  # the speed of training is without that of evaluation
 
             if job.finished or due(cfg.save_every, progress.step, pause):  # (all ranks) gather; (main only) write
                 save(job, path / checkpoint.LAST, logger)
 
-            job.tally.restart_clock()
             if job.finished:
                 break
         progress.epoch, progress.position, progress.epoch_totals = progress.epoch + 1, 0, {}
@@ -143,10 +143,10 @@ def due(every: int, step: int, epoch_ended: bool) -> bool:
 
 
 def save(job: Job, path: Path, logger: log.Silent) -> None:
-    """(all ranks) gather the state, (main only) write it."""
+    """(all ranks) gather the state, (main only) write it; the log first, so that a checkpoint never is ahead of it."""
     state = checkpoint.capture(job)
-    job.world.on_main(lambda: checkpoint.write(state, path))
     logger.save(job, path)
+    job.world.on_main(lambda: checkpoint.write(state, path))
 
 
 def keep_best(job: Job, path: Path, value: float, logger: log.Silent) -> None:
@@ -188,7 +188,8 @@ def _set_backends(cfg: Any) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(cfg.deterministic)
 
 
 # ---- the door -------------------------------------------------------------------------------------------------------

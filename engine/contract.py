@@ -43,7 +43,7 @@ class Loss(NamedTuple):
 
     total   scalar with a graph: the sum of the samples' weighted losses
     weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
-    sums    totals to watch in training, e.g. `{"correct": ..., "count": ...}`; no graph
+    sums    totals to watch in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over `count`; no graph
     """
 
     total: Tensor

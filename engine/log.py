@@ -122,7 +122,7 @@ class Log(Silent):
 
     def save(self, job: Job, path: Path) -> None:
         self._record("save", job, {"file": path.name})
-        # A checkpoint says that the log is complete up to its step; so it must be, on the disk.
+        # A run that goes on from this checkpoint takes the log to be complete up to it: on the disk, before it.
         os.fsync(self.lines.fileno())
         self.writer.flush()
 

@@ -83,7 +83,7 @@ class Classification(contract.Task):
             logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="sum"
         )
         hits = (logits.argmax(1) == y).sum()
-        return Loss(total, weights[y].sum(), Sums(correct=hits, count=torch.ones_like(y).sum()))
+        return Loss(total, weights[y].sum(), Sums(accuracy=hits, count=torch.ones_like(y).sum()))
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         y = batch["y"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import pickle
 import shutil
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tasks
+from engine.config import schema
 from engine.contract import LockstepError, sample_seeds, uniform
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
@@ -167,6 +170,16 @@ def test_the_writer_refuses_and_leaves_nothing_half_written(tmp_path):
         ClipsWriter(tmp_path / "out", ["rest"])
 
 
+def test_a_full_disk_is_told_in_words(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(LockstepError, match="No space left"), ClipsWriter(tmp_path / "out", ["rest"]) as writer:
+        writer.add(np.zeros((2, 4, 4), np.uint8), "a", "rest")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_folder_appears_only_at_the_end(tmp_path):
     with ClipsWriter(tmp_path / "out", ["rest"]) as writer:
         writer.add(np.zeros((2, 4, 4), np.uint8), "a", "rest")
@@ -278,7 +291,7 @@ def _ensure_there(folder, recipe, together, seen):
 
 
 def test_one_frame_has_the_same_distribution_in_every_class():
-    """Each pose parameter is uniform in each class, and each pair of them uncorrelated: at the start, midway, and late."""
+    """Each pose parameter is uniform in each class, and no two are linked: at the start, midway, and at the end."""
     count = 4000
     poses = {
         name: draw_poses(np.full(count, c), 17, np.random.default_rng(c)) for c, name in enumerate(CLASSES)
@@ -330,8 +343,8 @@ def test_impossible_recipes_are_refused(tmp_path):
 # ---- the model and the augmentation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 16, 16), (1, 17, 64, 64), (2, 1, 8, 8), (1, 4, 33, 21)])
-def test_the_model_takes_any_size(shape):
+@pytest.mark.parametrize("shape", [(2, 5, 16, 16), (1, 17, 64, 64), (1, 4, 33, 21)])
+def test_the_model_takes_any_size_and_type(shape):
     model = CNN3d(5, width=4)
     x = torch.randint(0, 256, shape, dtype=torch.uint8)
     logits = model(x)
@@ -339,6 +352,7 @@ def test_the_model_takes_any_size(shape):
     assert torch.allclose(logits, model(x.float()), atol=1e-6)
     assert model.double()(x).dtype == torch.float64
     assert torch.allclose(logits.double(), model(x), atol=1e-4)
+    assert model(x[:, :2, :3, :3]).shape == (shape[0], 5)
 
 
 def test_the_default_model_has_about_three_million_parameters_and_no_batch_norm():
@@ -367,7 +381,8 @@ def test_augmentation_moves_whole_clips_and_can_be_switched_off():
     same = torch.stack([(turned == y).flatten(1).all(1) for y in eight])  # (8, B)
     assert same.sum(0).eq(1).all() and same.any(1).all()
     late = augment(x, u, Augment(flip="none", shift=0, jitter=1, brightness=0))
-    assert all(torch.equal(late[:, 1:-1][b], x[b, 1 + s : 4 + s]) for b, s in enumerate((torch.floor(3 * u[:, 0]) - 1).int()))
+    steps = (torch.floor(3 * u[:, 0]) - 1).int().tolist()
+    assert all(torch.equal(late[b, 1:-1], x[b, 1 + step : 4 + step]) for b, step in enumerate(steps))
 
 
 def test_sample_clips_are_drawn_under_their_captions():
@@ -376,6 +391,36 @@ def test_sample_clips_are_drawn_under_their_captions():
     zoom = 7
     assert moving.shape == (5, 28 + 16 * zoom, 3 * 20 * zoom) and moving.dtype == np.uint8
     assert np.array_equal(moving[:, 28::zoom, 20 * zoom : 40 * zoom : zoom], clips[1])
+
+
+# ---- the task -------------------------------------------------------------------------------------------------------
+
+
+def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
+    task_class = tasks.load("video")
+    cfg = schema(task_class)()
+    cfg.dataset.trials, cfg.dataset.videos, cfg.dataset.size, cfg.model.width = 100, 10, 16, 4
+    task = task_class(cfg)
+    train, val = task.datasets()
+    summary = task.summary()
+    assert "Found 10 unique videos with 100 total trials\nTrain trials: 80, Val trials: 20\n" in summary
+    assert "paw_withdraw" in summary and task.train_counts.sum() == len(train) == 80
+    assert not set(train.videos) & set(val.videos)
+    model = task.model()
+    batch = train.__getitems__([3, 1, 2]) | {"seed": sample_seeds(0, 0, torch.arange(3))}
+    loss = task.loss(model, batch)
+    loss.total.backward()
+    assert loss.weight > 0 and all(p.grad is not None for p in model.parameters())
+    batch = val.__getitems__(range(len(val)))
+    with torch.no_grad():
+        sums = task.score(model.eval(), batch)
+    assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
+    pictures = task.pictures(model, batch, sums)
+    assert pictures["clips"].shape == (17, 28 + 128, 4 * 128) and pictures["confusion_matrix"].shape[2] == 3
+    cfg.dataset.root = str(tmp_path / "none")
+    with pytest.raises(LockstepError, match="prepare_clips"):
+        task.datasets()
 
 
 @pytest.mark.slow

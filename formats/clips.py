@@ -1,0 +1,342 @@
+"""A packed folder of labelled video clips, read by one gather from a memory map.
+
+    frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, one trial after the other
+    trials.csv   columns trial, video, label, first_frame, num_frames; more columns are kept for people, not read
+    classes.txt  one class name a line; a class's number is its line
+
+The frames may take far more room than the memory: only the pages that a batch touches are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.contract import Batch, LockstepError
+
+FRAMES, TRIALS, CLASSES = "frames.npy", "trials.csv", "classes.txt"
+COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
+
+
+class Clips:
+    """Clips of one length from a packed folder.
+
+    folder    what `ClipsWriter` wrote
+    frames    T: the middle T frames of each trial are taken; 0 = as many as the shortest trial has
+    labels    (N,) int64 class numbers
+    videos    (N,) str: which recording each trial comes from, for `split_by_video`
+    classes   names of the C classes
+    shape     (T, H, W) of one clip
+
+    Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
+    """
+
+    def __init__(self, folder: str | Path, frames: int = 0):
+        self.folder = Path(folder)
+        self.classes = read_classes(self.folder / CLASSES)
+        self._pixels = _open_frames(self.folder / FRAMES)
+        rows = _read_trials(self.folder / TRIALS, self.classes, len(self._pixels))
+        counts = np.array([row["num_frames"] for row in rows], dtype=np.int64)
+        length = frames or int(counts.min())
+        short = int(counts.argmin())
+        if counts[short] < length:
+            raise LockstepError(
+                f"trial {rows[short]['trial']} has {counts[short]} frames, {length} are asked for",
+                where=f"{self.folder / TRIALS}:{rows[short]['line']}",
+                todo="ask for fewer frames or remove the trial",
+            )
+        first = np.array([row["first_frame"] for row in rows], dtype=np.int64)
+        self.first = first + (counts - length) // 2  # (N,)
+        self.labels = np.array([row["label"] for row in rows], dtype=np.int64)
+        self.videos = np.array([row["video"] for row in rows])
+        self.shape = (length, *self._pixels.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """B indices -> {"x": (B, T, H, W) uint8, "y": (B,) int64}."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        rows = self.first[chosen][:, None] + np.arange(self.shape[0])  # (B, T)
+        x = torch.empty((len(chosen), *self.shape), dtype=torch.uint8)
+        # The rows were checked when the folder was opened; mode="raise" would copy everything once more.
+        np.take(self._pixels, rows, axis=0, out=x.numpy(), mode="clip")
+        return {"x": x, "y": torch.from_numpy(self.labels[chosen])}
+
+    def subset(self, indices: np.ndarray) -> Clips:
+        """The clips at `indices`, from the same memory map."""
+        part = object.__new__(Clips)
+        part.__dict__ |= self.__dict__
+        part.first, part.labels, part.videos = self.first[indices], self.labels[indices], self.videos[indices]
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled to a loader worker, a memory map would become a copy of the whole file.
+        return {name: value for name, value in self.__dict__.items() if name != "_pixels"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._pixels = _open_frames(self.folder / FRAMES)
+
+
+class ClipsWriter:
+    """Writes a packed folder trial by trial, into a folder beside it that gets its name only when all is written.
+
+        with ClipsWriter("data/mice", classes=["rest", "walk"]) as writer:
+            writer.add(clip, video="cage1.mp4", label="walk")  # clip (T, H, W) uint8
+
+    Leaving the `with` by an exception removes what was written. Raises LockstepError if the folder exists already.
+    """
+
+    def __init__(self, folder: str | Path, classes: Sequence[str], extra_columns: Sequence[str] = ()):
+        self.folder, self.classes = Path(folder), list(classes)
+        self._number = {name: c for c, name in enumerate(self.classes)}
+        if len(self._number) < len(self.classes) or not self.classes:
+            raise LockstepError(f"classes {self.classes}: each needs a name of its own", where=str(folder))
+        if self.folder.exists():
+            raise LockstepError("the folder exists already", where=str(folder), todo="remove it or choose another")
+        self._columns = (*COLUMNS, *extra_columns)
+        self._partial = self.folder.parent / f".{self.folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
+        self.num_trials = self.num_frames = 0
+        self._size: tuple[int, int] | None = None
+
+    def __enter__(self) -> ClipsWriter:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        try:
+            self._partial.mkdir(parents=True)
+            self._pixels = open(self._partial / FRAMES, "wb")
+            self._pixels.write(_npy_header((0, 0, 0)))
+            self._table = open(self._partial / TRIALS, "w", newline="", encoding="utf-8")
+            (self._partial / CLASSES).write_text("".join(f"{name}\n" for name in self.classes), encoding="utf-8")
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        self._csv = csv.DictWriter(self._table, self._columns)
+        self._csv.writeheader()
+        return self
+
+    def add(self, clip: np.ndarray, video: str, label: str, **extra: object) -> None:
+        """Append one trial: clip (T, H, W) uint8, the recording it comes from, its class, and any extra columns."""
+        if clip.dtype != np.uint8 or clip.ndim != 3 or 0 in clip.shape:
+            raise LockstepError(
+                f"a clip of shape {clip.shape} and type {clip.dtype}", where=video, todo="give (T, H, W) uint8"
+            )
+        if label not in self._number:
+            raise LockstepError(f"unknown class {label!r}", where=video, todo=f"choose of {', '.join(self.classes)}")
+        self._size = self._size or clip.shape[1:]
+        if clip.shape[1:] != self._size:
+            raise LockstepError(
+                f"a clip of {clip.shape[1:]} pixels among clips of {self._size}", where=video, todo="resize them alike"
+            )
+        row = {"trial": self.num_trials, "video": video, "label": label}
+        row |= {"first_frame": self.num_frames, "num_frames": len(clip)} | extra
+        try:
+            self._pixels.write(np.ascontiguousarray(clip).data)
+            self._csv.writerow(row)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        self.num_trials += 1
+        self.num_frames += len(clip)
+
+    def write_text(self, name: str, text: str) -> None:
+        """One more file in the folder, such as where the clips came from."""
+        (self._partial / name).write_text(text, encoding="utf-8")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        finally:
+            for file in (self._pixels, self._table):
+                with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
+                    file.close()
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _finish(self) -> None:
+        if self._size is None:
+            raise LockstepError("no trial was written", where=str(self.folder), todo="give at least one")
+        self._pixels.seek(0)
+        self._pixels.write(_npy_header((self.num_frames, *self._size)))
+        for file in (self._pixels, self._table):
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the contents do
+            file.close()
+        os.rename(self._partial, self.folder)
+
+
+def split_by_video(
+    videos: np.ndarray, labels: np.ndarray, val_share: float, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(train, val) indices, both sorted int64: no video on both sides, the classes' shares as alike as that allows.
+
+    Trials of one video share cage, light and animal; split by trial, the validation score would be of no use.
+    Videos are taken into `val` greedily, then swapped while that brings `val` nearer to `val_share` of all trials
+    and of each class; a class that occurs in two videos or more ends up on both sides where any choice can do that.
+    The same arguments give the same split. Raises LockstepError if there are too few videos.
+    """
+    videos, labels = np.asarray(videos), np.asarray(labels)
+    names, video = np.unique(videos, return_inverse=True)
+    if not 0.0 <= val_share < 1.0:
+        raise LockstepError(f"val_share {val_share} is not a share", where="dataset", todo="give one from 0 to below 1")
+    if val_share == 0.0:
+        return np.arange(len(labels)), np.arange(0)
+    if len(names) < 2:
+        raise LockstepError(
+            f"{len(names)} video cannot be split by video", where="dataset", todo="give trials of at least two videos"
+        )
+    table = np.zeros((len(names), int(labels.max()) + 1))
+    np.add.at(table, (video, labels), 1)
+    table = table[:, table.sum(0) > 0]
+    order = np.random.default_rng(seed).permutation(len(names))
+    inside = np.zeros(len(names), dtype=bool)
+    inside[order] = _choose(table[order], val_share)
+    in_val = inside[video]
+    return np.flatnonzero(~in_val), np.flatnonzero(in_val)
+
+
+def _choose(table: np.ndarray, share: float) -> np.ndarray:
+    """(V, C) trials per video and class -> (V,) bool: the videos to validate on."""
+    everything = table.sum(0)
+    target = everything * share
+    spread = (table > 0).sum(0) > 1  # classes that can be on both sides
+    mean_size = everything.sum() / len(table)
+
+    def cost(taken: np.ndarray) -> np.ndarray:
+        """(..., C) trials in val -> (...): 0 is a perfect split."""
+        size_off = 10 * (taken.sum(-1) - target.sum()) / mean_size
+        class_off = (taken - target) / np.maximum(target, 1)
+        one_sided = ((taken == 0) | (taken == everything)) & spread
+        return size_off**2 + (class_off**2).sum(-1) + 10 * one_sided.sum(-1)
+
+    inside = np.zeros(len(table), dtype=bool)
+    taken, best = np.zeros(table.shape[1]), np.inf
+    while inside.sum() < len(table) - 1:
+        costs = np.where(inside, np.inf, cost(taken + table))
+        pick = int(costs.argmin())
+        if costs[pick] >= best:
+            break
+        inside[pick], best, taken = True, costs[pick], taken + table[pick]
+    for _ in range(10):  # enough in practice; each round only ever improves
+        before = best
+        for out in np.flatnonzero(inside):
+            costs = np.where(inside, np.inf, cost(taken - table[out] + table))
+            pick = int(costs.argmin())
+            if costs[pick] < best - 1e-9:
+                inside[out], inside[pick] = False, True
+                best, taken = costs[pick], taken - table[out] + table[pick]
+        if best == before:
+            break
+    return inside
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def read_classes(path: Path) -> list[str]:
+    """Class names, one a line, in the order of their numbers."""
+    names = [line.strip() for line in _read_text(path).splitlines()]
+    while names and not names[-1]:
+        names.pop()
+    for c, name in enumerate(names):
+        if not name or name in names[:c]:
+            what = f"class {name!r} stands twice" if name else "an empty class name"
+            raise LockstepError(what, where=f"{path}:{c + 1}", todo="write one class a line, each once")
+    if not names:
+        raise LockstepError("no classes", where=str(path), todo="write one class name a line")
+    return names
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise LockstepError(
+            f"no {path.name}", where=str(path.parent), todo="make the folder with tools/prepare_clips.py"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {path.name}: {error}"
+        raise LockstepError(what, where=str(path), todo="give a UTF-8 text file") from None
+
+
+def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
+    """The rows of trials.csv, checked; `label` as the class's number, `line` where the row stands."""
+    reader = csv.DictReader(_read_text(path).splitlines())
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise LockstepError(
+            f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(COLUMNS)}"
+        )
+    number = {name: c for c, name in enumerate(classes)}
+    rows = [_checked(row, number, num_rows, f"{path}:{reader.line_num}") | {"line": reader.line_num} for row in reader]
+    if not rows:
+        raise LockstepError("no trials", where=str(path), todo="make the folder again")
+    return rows
+
+
+def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, where: str) -> dict[str, Any]:
+    try:
+        first, count = int(row["first_frame"]), int(row["num_frames"])
+    except (TypeError, ValueError):
+        raise LockstepError(
+            f"first_frame={row['first_frame']}, num_frames={row['num_frames']}", where=where, todo="give whole numbers"
+        ) from None
+    if row["label"] not in number:
+        raise LockstepError(
+            f"unknown label {row['label']!r}", where=where, todo=f"choose one of {', '.join(number)} ({CLASSES})"
+        )
+    if first < 0 or count < 1 or first + count > num_rows:
+        raise LockstepError(
+            f"trial {row['trial']} takes the frames {first} to {first + count - 1} of {num_rows} in {FRAMES}",
+            where=where,
+            todo="the two files do not belong together: make the folder again",
+        )
+    return {
+        "trial": row["trial"],
+        "video": row["video"],
+        "label": number[row["label"]],
+        "first_frame": first,
+        "num_frames": count,
+    }
+
+
+def _open_frames(path: Path) -> np.ndarray:
+    """A read-only view (rows, H, W) uint8 of the file; nothing is read yet."""
+    todo = "make the folder again with tools/prepare_clips.py"
+    try:
+        pixels = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise LockstepError(f"no {path.name}", where=str(path.parent), todo=todo) from None
+    except (OSError, ValueError, EOFError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LockstepError(f"{path.name} is cut short or no .npy file: {what}", where=str(path), todo=todo) from None
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or not pixels.flags.c_contiguous:
+        raise LockstepError(
+            f"{path.name} holds {pixels.dtype} of shape {pixels.shape}, not uint8 (frames, height, width)",
+            where=str(path),
+            todo=todo,
+        )
+    return np.asarray(pixels)  # plain ndarray: np.memmap's own indexing is slower
+
+
+def _npy_header(shape: tuple[int, ...]) -> bytes:
+    """The 128 bytes in front of the pixels (NPY 1.0); always as long, so that the shape can be filled in at the end."""
+    text = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")
+
+
+def _cannot_write(folder: Path, error: OSError) -> LockstepError:
+    if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        return LockstepError("the folder exists already", where=str(folder), todo="remove it or choose another")
+    what = f"cannot write the clips: {error.strerror or error}"
+    return LockstepError(what, where=str(folder), todo="make room or choose another folder")

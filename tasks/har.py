@@ -1,0 +1,173 @@
+"""Human activity recognition: which exercise is a person doing, from a window of wearable sensor signals.
+
+The people in validation are never in training. The shipped data (data/watch) are 7 shoulder exercises of 10 people with
+a smartwatch; UCI HAR, UEA .ts files and your own arrays are read as well, see `formats/windows.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine import contract
+from engine.config import option, section
+from formats import windows
+from models.conv1d import Conv1d
+from models.mlp import MLP
+from models.transformer1d import Transformer1d
+from tasks._classification import Classification, LossSettings, class_table, class_weights
+
+SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
+SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}  # width and depth where the config says 0
+
+
+@dataclass
+class DatasetSettings:
+    root: str = option("", "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch data")
+    length: int = option(128, "steps of a window; data published as windows keep theirs", low=8)
+    stride: int = option(64, "steps from the start of one window to the next", low=1)
+    split: Literal["given", "random"] = option("given", "the split the data come with if any, or a random one")
+    val_subjects: list[str] = option([], "subjects to validate on, by name, such as 9,10; they overrule split")
+    val_share: float = option(0.2, "random split: share of the subjects to validate on", low=0.0, high=1.0)
+    split_seed: int = option(0, "random split: what it is drawn from; not the common seed, so that runs compare", low=0)
+
+
+@dataclass
+class ModelSettings:
+    mode: Literal["conv", "flatten", "transformer"] = option(
+        "conv", "1D convolutions, a perceptron on the flattened window, or a transformer on patches"
+    )
+    width: int = option(0, "channels or units of a layer; 0: the mode's own (48, 256, 64)", low=0)
+    depth: int = option(0, "stages or layers; 0: the mode's own (3, 3, 4)", low=0)
+    dropout: float = option(0.0, "share of activations dropped in training", low=0.0, high=0.9)
+
+
+@dataclass
+class AugmentSettings:
+    enabled: bool = option(True, "change the training windows at random")
+    speed: float = option(0.3, "play up to this share faster or slower", low=0.0, high=0.9)
+    shift: float = option(0.2, "move by up to this share of the window in time", low=0.0, high=1.0)
+    rotate_deg: float = option(20.0, "turn the 3-axis sensors by up to this angle about each axis", low=0.0, high=90.0)
+    scale: float = option(0.2, "multiply each 3-axis sensor by 1 plus or minus up to this", low=0.0, high=0.9)
+    jitter: float = option(0.05, "add noise of this share of the channel's standard deviation", low=0.0)
+
+
+@dataclass
+class Settings(contract.Settings):
+    dataset: DatasetSettings = section(DatasetSettings)
+    model: ModelSettings = section(ModelSettings)
+    loss: LossSettings = section(LossSettings)
+    augment: AugmentSettings = section(AugmentSettings)
+
+
+class Task(Classification):
+    """Batches of windows x (B, C, T) float32 in sensor units; the model normalises."""
+
+    Settings = Settings
+    aliases = {"mode": "model.mode"}
+    defaults = {
+        "epochs": 12,
+        "batch_size": 64,
+        "optim.lr": 2e-3,
+        "optim.weight_decay": 0.05,
+        "schedule.warmup_epochs": 1,
+    }
+
+    def datasets(self) -> tuple[windows.Windows, windows.Windows]:
+        cfg = self.cfg.dataset
+        self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
+        given = cfg.split == "given"
+        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
+        train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
+        self.classes = self.recordings.classes
+        self.train_counts = np.bincount(train.labels, minlength=len(self.classes))
+        self.mean, self.std = train.statistics()
+        return train, val
+
+    def model(self) -> nn.Module:
+        cfg = self.cfg.model
+        width, depth = (said or own for said, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
+        length, num_classes = self.recordings.length, len(self.classes)
+        if cfg.mode == "conv":
+            return Conv1d(self.mean, self.std, num_classes, width, depth, cfg.dropout)
+        if cfg.mode == "flatten":
+            return MLP(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
+        if width % 4:
+            raise contract.LockstepError(f"width {width} is not a multiple of 4 heads", where="model.width")
+        return Transformer1d(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
+
+    def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """(B, C, T) -> (B, C, T). Only +, -, *, / and gathers of one sample's own values: the same bits for any cut."""
+        cfg = self.cfg.augment
+        if not cfg.enabled:
+            return x
+        _, channels, steps = x.shape
+        sensors = channels // 3 if channels % 3 == 0 else 0  # groups of three axes; else no rotation, one scale for all
+        noise = channels * steps if cfg.jitter else 0
+        draws = contract.uniform(seeds, 5 + max(1, sensors) + noise) * 2 - 1  # (B, ...) in [-1, 1)
+        speed, shift, turn, gain = draws[:, :1], draws[:, 1:2], draws[:, 2:5], draws[:, 5 : 5 + max(1, sensors)]
+        if (cfg.speed or cfg.shift) and steps > 1:
+            x = resample(x, 1 + cfg.speed * speed, cfg.shift * steps * shift)
+        if cfg.rotate_deg and sensors:
+            x = rotate(x, math.tan(math.radians(cfg.rotate_deg) / 2) * turn)
+        if cfg.scale:
+            gains = (1 + cfg.scale * gain).repeat_interleave(channels // gain.shape[1], 1)  # (B, C)
+            x = x * gains[:, :, None]
+        if cfg.jitter:
+            self.std = self.std.to(x.device)  # copied once: a copy is a sync point
+            # Uniform noise on [-sqrt(3), sqrt(3)) has standard deviation 1.
+            size = (cfg.jitter * math.sqrt(3)) * self.std[:, None]  # (C, 1)
+            x = x + size * draws[:, -noise:].view_as(x)
+        return x
+
+    def summary(self) -> str:
+        """Counts, who is held out, and the table of the training classes."""
+        found, val = self.recordings, self.val
+        people = f" of {len(found.subjects)} subjects" if found.subjects else ""
+        counts = found.windows()
+        held_out = [found.subjects[g] for g in np.unique(found.groups[val])] if found.subjects else []
+        out = ", ".join(held_out) if held_out else f"{val.sum()} recordings (the data name no subjects)"
+        rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
+        weights = class_weights(self.train_counts, self.cfg.loss.class_weights)
+        return "\n".join(
+            [
+                f"Found {len(found)} recordings{people} with {counts.sum()} windows"
+                f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {found.where}",
+                f"Train windows: {counts[~val].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}",
+                class_table(self.classes, self.train_counts, weights),
+            ]
+        )
+
+
+def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
+    """x (B, C, T) read at another speed (B, 1) about its middle and shifted by (B, 1) steps: linear, ends held."""
+    steps = x.shape[2]
+    middle = (steps - 1) / 2
+    at = (torch.arange(steps, device=x.device) - middle) * speed + (middle + shift)  # (B, T)
+    at = at.clamp(0, steps - 1)
+    left = at.floor().clamp(max=steps - 2)
+    share = (at - left).to(x.dtype)[:, None]  # (B, 1, T)
+    index = left.long()[:, None].expand_as(x)
+    return x.gather(2, index) * (1 - share) + x.gather(2, index + 1) * share
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """x (B, C, T), C = 3 G: the G sensors of a sample turned alike; turn (B, 3) is axis * tan(angle / 2) (Rodrigues).
+
+    This form of a rotation (Cayley's) needs no sine, whose last bit may depend on a sample's place in the batch.
+    """
+    a, b, c = (turn.to(x.dtype)[:, n, None, None] for n in range(3))  # each (B, 1, 1)
+    u, v, w = x[:, 0::3], x[:, 1::3], x[:, 2::3]  # each (B, G, T)
+    norm = 1 + a * a + b * b + c * c
+    rows = (
+        ((1 + a * a - b * b - c * c) * u + 2 * (a * b - c) * v + 2 * (a * c + b) * w) / norm,
+        (2 * (a * b + c) * u + (1 - a * a + b * b - c * c) * v + 2 * (b * c - a) * w) / norm,
+        (2 * (a * c - b) * u + 2 * (b * c + a) * v + (1 - a * a - b * b + c * c) * w) / norm,
+    )
+    return torch.stack(rows, 2).flatten(1, 2)  # (B, G, 3, T) -> (B, C, T)

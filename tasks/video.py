@@ -1,0 +1,153 @@
+"""Behaviour of a mouse in short gray clips: rest, walk, rear, groom, paw withdrawal; split by video."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine import contract
+from engine.config import option, section
+from engine.contract import Batch, LockstepError, Sums
+from formats.clips import Clips, split_by_video
+from formats.synthetic_clips import Recipe, ensure
+from models.cnn3d import CNN3d
+from tasks._classification import Classification, LossSettings, class_table, class_weights
+
+GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
+
+
+@dataclass
+class Dataset:
+    root: str = option("", "packed folder of clips (tools/prepare_clips.py makes one); empty = synthetic clips")
+    frames: int = option(17, "frames of a clip; a longer trial gives its middle", low=2)
+    size: int = option(64, "height and width of the synthetic clips in pixels", low=8)
+    trials: int = option(980, "number of synthetic trials", low=20)
+    videos: int = option(100, "number of videos that the synthetic trials come from", low=2)
+    data_seed: int = option(0, "of the synthetic clips", low=0, high=2**31 - 1)
+    val_share: float = option(0.2, "share of the trials to validate on, in whole videos", low=0.01, high=0.9)
+    split_seed: int = option(0, "of the choice of these videos", low=0, high=2**31 - 1)
+
+
+@dataclass
+class Model:
+    width: int = option(8, "channels of the stem; 8 gives 0.1 million parameters, 40 gives 2.7 million", low=1)
+    dropout: float = option(0.0, "share of the features dropped before the last layer", low=0.0, high=0.99)
+
+
+@dataclass
+class Augment:
+    flip: Literal["none", "horizontal", "all"] = option(
+        "all", "horizontal = left and right; all = the eight symmetries of a square, for a view from above"
+    )
+    shift: float = option(0.08, "largest shift, as a share of height and width", low=0.0, high=0.5)
+    jitter: int = option(1, "largest shift in time, in frames", low=0)
+    brightness: float = option(0.15, "largest change of gain, and of offset as a share of white", low=0.0, high=1.0)
+
+
+@dataclass
+class VideoSettings(contract.Settings):
+    dataset: Dataset = section(Dataset)
+    model: Model = section(Model)
+    loss: LossSettings = section(LossSettings)
+    augment: Augment = section(Augment)
+
+
+class Task(Classification):
+    Settings = VideoSettings
+    defaults = {
+        "epochs": 20,
+        "batch_size": 32,
+        "optim.lr": 4e-3,
+        "schedule.warmup_epochs": 1.0,
+    }
+    aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
+
+    def datasets(self) -> tuple[Clips, Clips]:
+        wanted = self.cfg.dataset
+        folder = Path(wanted.root)
+        if not wanted.root:
+            recipe = Recipe(wanted.trials, wanted.videos, wanted.frames, wanted.size, wanted.data_seed)
+            folder = ensure(GENERATED / recipe.name, recipe)
+        elif not folder.is_dir():
+            raise LockstepError(
+                f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
+            )
+        clips = Clips(folder, wanted.frames)
+        train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed)
+        self.classes = clips.classes
+        self.train_counts = np.bincount(clips.labels[train], minlength=len(self.classes))
+        self._found = (
+            f"Found {len(np.unique(clips.videos))} unique videos with {len(clips)} total trials\n"
+            f"Train trials: {len(train)}, Val trials: {len(val)}"
+        )
+        return clips.subset(train), clips.subset(val)
+
+    def model(self) -> nn.Module:
+        return CNN3d(len(self.classes), self.cfg.model.width, self.cfg.model.dropout)
+
+    def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """(B, T, H, W) uint8 -> the same: flipped, shifted in space and time, brighter or darker."""
+        return augment(x, contract.uniform(seeds, 8), self.cfg.augment)
+
+    def summary(self) -> str:
+        weights = class_weights(self.train_counts, self.cfg.loss.class_weights)
+        return f"{self._found}\n\n{class_table(self.classes, self.train_counts, weights)}"
+
+    def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
+        x, y = batch["x"][:4], batch["y"][:4]
+        with torch.no_grad():
+            guesses = model(x).argmax(1).tolist()
+        captions = [
+            (f"true {self.classes[truth]}", f"pred {self.classes[guess]}")
+            for truth, guess in zip(y.tolist(), guesses, strict=True)
+        ]
+        return super().pictures(model, batch, sums) | {"clips": draw_clips(x.cpu().numpy(), captions)}
+
+
+def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
+    """x (B, T, H, W) uint8, u (B, 8) in [0, 1) -> (B, T, H, W) uint8; a shift repeats the edge that it uncovers."""
+    _, num_frames, height, width = x.shape
+    times = _moved(num_frames, wanted.jitter, u[:, 0])
+    rows = _moved(height, wanted.shift * height, u[:, 1])
+    columns = _moved(width, wanted.shift * width, u[:, 2])
+    if wanted.flip != "none":
+        columns = torch.where(u[:, 3:4] < 0.5, columns, columns.flip(1))
+    if wanted.flip == "all":
+        rows = torch.where(u[:, 4:5] < 0.5, rows, rows.flip(1))
+    # Time, rows and columns in one gather; the index tensors are broadcast, never spelled out per pixel.
+    sample = torch.arange(len(x), device=x.device)[:, None, None, None]
+    x = x[sample, times[:, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+    if wanted.flip == "all" and height == width:
+        x = torch.where(u[:, 5, None, None, None] < 0.5, x, x.transpose(2, 3))
+    if wanted.brightness:
+        gain, offset = (1 + wanted.brightness * (2 * u[:, 6:8] - 1)).unbind(1)
+        light = x * gain[:, None, None, None] + 255 * (offset - 1)[:, None, None, None]
+        x = light.clamp_(0, 255).to(torch.uint8)
+    return x
+
+
+def _moved(length: int, most: float, u: Tensor) -> Tensor:
+    """(B,) draws -> (B, length) indices moved by up to `most` either way, held at the ends."""
+    steps = torch.floor((2 * int(most) + 1) * u).long() - int(most)  # (B,)
+    return (torch.arange(length, device=u.device) + steps[:, None]).clamp(0, length - 1)
+
+
+def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]]) -> np.ndarray:
+    """(N, T, H, W) uint8 and N captions of two lines -> one clip (T, H', W'), side by side under their captions."""
+    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
+
+    zoom = max(1, -(-128 // clips.shape[3]))
+    clips = clips.repeat(zoom, 2).repeat(zoom, 3)
+    count, frames, height, width = clips.shape
+    strip = Image.new("L", (count * width, 28), 0)
+    pen = ImageDraw.Draw(strip)
+    for n, lines in enumerate(captions):
+        for row, line in enumerate(lines):
+            pen.text((n * width + 3, 2 + 12 * row), line[: width // 6], fill=255)
+    side_by_side = clips.transpose(1, 2, 0, 3).reshape(frames, height, count * width)
+    return np.concatenate([np.repeat(np.asarray(strip)[None], frames, 0), side_by_side], 1)

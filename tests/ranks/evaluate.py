@@ -1,0 +1,78 @@
+"""Run under torchrun (or plain): evaluate N random samples for each N, in float64; rank 0 saves what came out.
+
+    torchrun ... evaluate.py OUT.pt 1 2 7 61 196
+"""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+import data_loader
+from engine import config, dist, loop, optim, plan, precision
+from tasks._classification import Classification
+
+NUM_CLASSES = 7
+
+
+class Random:
+    """Imbalanced classes, so that macro F1 hangs on single samples."""
+
+    def __init__(self, num_samples):
+        rng = np.random.default_rng(num_samples)
+        self.x = torch.from_numpy(rng.normal(size=(num_samples, 10)))
+        shares = [0.5, 0.2, 0.1, 0.1, 0.05, 0.03, 0.02]
+        self.labels = rng.choice(NUM_CLASSES, size=num_samples, p=shares)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        return {"x": self.x[indices], "y": torch.from_numpy(self.labels[indices])}
+
+
+class Task(Classification):
+    classes = [f"class{c}" for c in range(NUM_CLASSES)]
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    out, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]]
+    cfg = config.Config(batch_size=8)
+    world = dist.join(cfg, dist.environment())
+    torch.manual_seed(0)
+    model = nn.Linear(10, NUM_CLASSES)
+    results = {}
+    for size in sizes:
+        data = Random(size)
+        task = Task(SimpleNamespace(loss=SimpleNamespace(class_weights="inverse", label_smoothing=0.1)))
+        task.train_counts = np.array([50, 20, 10, 10, 5, 3, 2])
+        the_plan = plan.make_plan(cfg, world, size)
+        _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
+        job = loop.Job(
+            cfg=cfg,
+            world=world,
+            plan=the_plan,
+            task=task,
+            precision=precision.choose("off", world.device),
+            model=model,
+            net=model,
+            optimizer=optim.make_optimizer(model, cfg.optim),
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            ema=None,
+            progress=loop.Progress(),
+            tally=loop.Tally(world.device),
+        )
+        metrics, sums = loop.evaluate(job, batches)
+        everyone = world.gather(metrics)
+        assert all(theirs == metrics for theirs in everyone), "the ranks report different metrics"
+        results[size] = {"metrics": metrics, "sums": dict(sums)}
+    if world.main:
+        torch.save(results, out)
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()

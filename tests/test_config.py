@@ -1,0 +1,180 @@
+"""One schema: what a person can get wrong is found before anything starts, all of it at once."""
+
+import pytest
+import yaml
+from conftest import ROOT, TOY, succeed
+
+import tasks
+from engine import config
+from engine.contract import LockstepError
+
+
+def parse(*argv):
+    return config.parse(list(argv), tasks.load).cfg
+
+
+def problems(*argv):
+    with pytest.raises(LockstepError) as caught:
+        parse(*argv)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--batch-size", "16"], "batch_size", 16),
+        (["--batch_size=16"], "batch_size", 16),
+        (["batch_size=16"], "batch_size", 16),
+        (["--lr", "1e-4"], "optim.lr", 1e-4),
+        (["optim.lr=3e-4"], "optim.lr", 3e-4),
+        (["--optim.lr", "3e-4"], "optim.lr", 3e-4),
+        (["learning_rate=3e-4"], "optim.lr", 3e-4),
+        (["--warmup-epochs", "2"], "schedule.warmup_epochs", 2.0),
+        (["--weight-decay", "1e-4"], "optim.weight_decay", 1e-4),
+        (["--grad-accum-steps", "4"], "gradient_accumulation_steps", 4),
+        (["gradient_accumulation_steps=4"], "gradient_accumulation_steps", 4),
+        (["--gpu-ids", "0,1,3"], "gpu_ids", [0, 1, 3]),
+        (["--multi-gpu", "ddp"], "multi_gpu", "ddp"),
+        (["--use_amp"], "amp", "auto"),
+        (["--use-amp", "--epochs", "3"], "amp", "auto"),
+        (["use_amp=false"], "amp", "off"),
+        (["amp=no"], "amp", "off"),
+        (["--amp", "bf16"], "amp", "bf16"),
+        (["wandb.enable=true"], "wandb.enable", True),
+        (["wandb.project=my-robot-project"], "wandb.project", "my-robot-project"),
+        (["--deterministic"], "deterministic", True),
+        (["--deterministic", "no"], "deterministic", False),
+        (["steps=1e4"], "steps", 10000),
+        (["--save-dir", "a b;touch x"], "save_dir", "a b;touch x"),
+        (["--mode", "flatten"], "model.mode", "flatten"),
+        (["--local-rank=1"], "epochs", None),
+        (["--local-rank", "1"], "epochs", None),
+    ],
+)
+def test_every_spelling_of_the_guides(argv, key, value):
+    flat = config.flatten(config.to_dict(parse("har", *argv)))
+    assert value is None or flat[key] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["epoch=3"], "unknown key 'epoch' (command line): did you mean 'epochs'?"),
+        (["--optim.learning_rat", "3"], "did you mean 'learning_rate' or 'optim.lr'?"),
+        (["ddp.buket_cap_mb=3"], "did you mean 'ddp.bucket_cap_mb'?"),
+        (["model.widht=3"], "did you mean 'model.width'"),
+        (["nonsense=3"], "unknown key 'nonsense' (command line): see --print-config"),
+        (["optim=3"], "'optim' is a section (command line): set a key in it"),
+        (["batch_size=two"], "batch_size=two (command line): give a whole number"),
+        (["batch_size=2.5"], "give a whole number"),
+        (["batch_size=0"], "must be at least 1"),
+        (["lr=0"], "must be above 0"),
+        (["lr=-1"], "must be above 0"),
+        (["lr=nan"], "give a finite number"),
+        (["lr=abc"], "give a number"),
+        (["optim.ema_decay=1.5"], "must be at least 0 and at most 1"),
+        (["amp=fp61"], "did you mean fp16?"),
+        (["deterministic=perhaps"], "give true or false"),
+        (["gpu_ids=0,x"], "give a whole number"),
+        (["gpu_ids=0,0"], "name each GPU once"),
+        (["lr=1", "optim.lr=2"], "'optim.lr' is given twice"),
+        (["har", "video"], "unexpected 'video'"),
+        (["--epochs"], "a value is missing"),
+        (["epochs=0"], "the run would never end"),
+        (["lr_scaling=linear"], "without schedule.base_batch_size"),
+        (["hra"], "no task 'hra'"),
+        (["nowhere.py"], "no task file 'nowhere.py'"),
+        (["--config", "nowhere.yaml"], "no config file 'nowhere.yaml'"),
+    ],
+)
+def test_what_a_person_can_get_wrong(argv, expected):
+    assert any(expected in line for line in problems(*argv)), problems(*argv)
+
+
+def test_all_problems_are_reported_together(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("batch_siz: 16\nlr: abc\noptim:\n  lr: 3\n  weight_decay: -1\nsteps: 1\nsteps: 2\n")
+    found = problems("--config", str(path), "--epochz", "3", "seed=x")
+    expected = ["batch_siz'", "lr=abc", "'optim.lr' is given twice", "weight_decay=-1", "'steps' is given twice", "epochz", "seed=x"]
+    assert len(found) == len(expected)
+    for line, words in zip(found, expected, strict=True):
+        assert words in line
+    assert f"{path}:1" in found[0], "the place is the file and the line"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "holds no keys"),
+        ("- a\n- b\n", "holds no keys"),
+        ("a: [1\n", "not valid YAML"),
+        ("a:\t- b\n: {", ":1:3): mend that line"),
+        ("lr: !!python/object/apply:os.system ['touch pwned']\n", "not plain data"),
+        ("lr: [1, 2]\n", "give one value, not a list"),
+        ("optim: 3\n", "is a section"),
+        ("lr: {x: 1}\n", "unknown key 'lr.x'"),
+        ("a: &a [x,x]\n" + "".join(f"b{i}: *a\n" for i in range(3)), "unknown key 'b2'"),
+    ],
+)
+def test_bad_yaml_is_named_with_its_place(tmp_path, monkeypatch, text, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    assert any(expected in line for line in problems("--config", "c.yaml")), problems("--config", "c.yaml")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_nested_aliases_do_not_eat_the_memory(tmp_path):
+    levels = ["a: &a0 {k: v, l: w}"] + [f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40)]
+    (tmp_path / "c.yaml").write_text("\n".join(levels))
+    assert any("aliases" in line or "not plain data" in line for line in problems("--config", str(tmp_path / "c.yaml")))
+
+
+def test_yaml_means_what_it_says(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("task: har\nlr: 1e-4\namp: no\nwandb: {enable: yes, project: 'on'}\ngpu_ids: [0, 2]\nbatch-size: 8\n")
+    cfg = parse("--config", str(path), "batch_size=16")
+    assert (cfg.optim.lr, cfg.amp, cfg.wandb.enable, cfg.wandb.project) == (1e-4, "off", True, "on")
+    assert cfg.gpu_ids == [0, 2]
+    assert cfg.batch_size == 16, "the command line is a delta over the file"
+
+
+def test_the_resolved_tree_is_a_config_again(tmp_path):
+    for task in [*tasks.names(), TOY]:
+        cfg = parse(task, "lr=1e-5", "gpu_ids=0,1")
+        path = tmp_path / "resolved.yaml"
+        path.write_text(config.to_yaml(cfg))
+        assert config.to_dict(parse("--config", str(path))) == config.to_dict(cfg)
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_parse(path):
+    assert parse("--config", str(path)).task in tasks.names()
+
+
+def test_help_lists_every_everyday_flag_with_its_default(launch):
+    done = succeed(launch.python("train.py", "har", "--help"))
+    cfg = parse("har")
+    flat = config.flatten(config.to_dict(cfg))
+    for name in [*config.EVERYDAY, "mode"]:
+        key = {**config.ALIASES, **tasks.load("har").aliases}.get(name, name)
+        line = next(line for line in done.out.splitlines() if line.startswith(f"  --{name.replace('_', '-')} "))
+        assert f"[{flat[key] if flat[key] not in ('', []) else 'empty'}]" in line
+
+
+@pytest.mark.parametrize("door", ["train.py", "train_ddp.py"])
+def test_errors_come_before_any_process_group_and_before_any_file(launch, tmp_path, door):
+    done = launch.python(door, "har", "--epochz", "3", "lr=abc", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2
+    assert len(done.errors) == 2 and len(done.err.splitlines()) == 2, done.err
+    assert done.out == "" and not (tmp_path / "run").exists()
+
+
+def test_print_config_and_dry_run_write_nothing(launch, tmp_path):
+    shown = succeed(launch.python("train.py", TOY, "--print-config", "--lr", "3e-4", f"--save-dir={tmp_path / 'run'}"))
+    assert yaml.safe_load(shown.out)["optim"]["lr"] == pytest.approx(3e-4)
+    dry = succeed(launch.python("train.py", TOY, "--dry-run", "global_batch=24", f"--save-dir={tmp_path / 'run'}"))
+    assert "12 per process x 1 process(es) x 2 accumulation = 24" in dry.out
+    assert "3 of 61 samples, the last of 13; 0 samples dropped" in dry.out
+    assert not (tmp_path / "run").exists()

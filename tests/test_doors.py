@@ -1,0 +1,241 @@
+"""Two doors, one loop; a task dropped anywhere; who writes; what precision really runs."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+
+from engine import config, dist
+from engine.contract import LockstepError
+
+SPY = """
+import torch
+from tests_toy import Task as Toy
+
+class Task(Toy):
+    seen = False
+    def loss(self, net, batch):
+        if not Task.seen:
+            Task.seen = True
+            out = net(batch["x"])
+            print("SPY net", type(net).__name__, "out", out.dtype, "weights", next(net.parameters()).dtype, flush=True)
+        return super().loss(net, batch)
+"""
+
+
+@pytest.fixture
+def spy(tmp_path):
+    """A task file outside the repository, which says what it was called with."""
+    shutil.copy(TOY, tmp_path / "tests_toy.py")
+    path = tmp_path / "spy.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + SPY)
+    return str(path)
+
+
+def weights(folder):
+    return torch.load(Path(folder) / "last.pt", weights_only=True)["model"]
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights(launch, tmp_path, spy):
+    plain = succeed(launch.python("train.py", spy, "--save-dir", str(tmp_path / "a")))
+    ddp = succeed(launch.python("train_ddp.py", f"task={spy}", f"save_dir={tmp_path / 'b'}"))
+    assert "SPY net Net out" in plain.out, "no DDP in plain train.py"
+    assert "SPY net DistributedDataParallel out" in ddp.out, "DDP in plain train_ddp.py"
+    assert "Preflight: 1 rank(s) agree" in ddp.out
+    assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_both_doors_are_one_under_torchrun(launch, tmp_path):
+    config_file = tmp_path / "toy.yaml"
+    config_file.write_text(f"task: {TOY}\nbatch_size: 6\nmodel: {{width: 8}}\n")
+    for door in ("train.py", "train_ddp.py"):
+        succeed(launch.torchrun(2, door, "--config", str(config_file), f"save_dir={tmp_path / door[:-3]}"))
+    assert same_bits(weights(tmp_path / "train"), weights(tmp_path / "train_ddp"))
+    alone = succeed(launch.python("train.py", "--config", str(config_file), "global_batch=12", f"save_dir={tmp_path / 'one'}"))
+    assert "1 process(es) x 2 accumulation = 12" in alone.out
+    for name, value in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "train")[name], value, rtol=1e-4, atol=1e-6)
+
+
+WATCHER = """
+import os, sys
+def watch(event, args):
+    # Opening for writing, and everything else that changes a folder.
+    if event == "open" and isinstance(args[0], str) and (args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+        path = args[0]
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink"):
+        path = os.fsdecode(args[0])
+    else:
+        return
+    if "run_folder" in path:
+        line = f"{os.environ.get('RANK')} {event} {os.path.basename(path)}\\n"
+        os.write(int(os.environ["WATCH_FD"]), line.encode())
+if "WATCH" in os.environ:
+    os.environ["WATCH_FD"] = str(os.open(os.environ["WATCH"], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    sys.addaudithook(watch)
+"""
+
+
+def test_rank_0_alone_writes(launch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WATCHER)
+    run, record = tmp_path / "run_folder", tmp_path / "record.txt"
+    done = succeed(
+        launch.torchrun(
+            2, "train.py", TOY, f"--save-dir={run}", PYTHONPATH=f"{tmp_path}:{ROOT}", WATCH=str(record)
+        )
+    )
+    lines = record.read_text().splitlines()
+    assert Counter(line.split()[0] for line in lines).keys() == {"0"}, lines
+    assert any("config.yaml" in line for line in lines), "the watcher saw nothing"
+    names = {path.name for path in run.iterdir()}
+    best = {name for name in names if name.startswith("best_model_epoch")}
+    assert len(best) == 1, "the best checkpoint before it is removed"
+    assert names - best == {"config.yaml", "environment.json", "metrics.jsonl", "logs", "last.pt"}
+    assert len(list((run / "logs").iterdir())) == 1, "one TensorBoard file"
+    assert done.out.count("Starting training...") == 1, "one voice"
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("off", "float32")])
+def test_amp_is_real(launch, tmp_path, spy, amp, dtype):
+    done = succeed(launch.python("train.py", spy, "--amp", amp, "--epochs", "2", f"--save-dir={tmp_path / 'run'}"))
+    assert f"out torch.{dtype} weights torch.float32" in done.out
+    assert f"precision        {'fp32' if amp == 'off' else amp} (" in done.out
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert state["precision"] == amp
+    assert bool(state["scaler"]) == (amp == "fp16"), "fp16 alone has a scaler"
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert losses[-1] < losses[0]
+
+
+def test_accelerates_precision_is_followed(launch, tmp_path, spy):
+    done = launch.python("train.py", spy, f"--save-dir={tmp_path / 'run'}", ACCELERATE_MIXED_PRECISION="bf16")
+    assert "out torch.bfloat16" in succeed(done).out
+
+
+COUNTING = """
+import sys
+import torch
+import tasks, train
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from engine import config, dist, loop
+
+cfg = config.parse(sys.argv[1:], tasks.load).cfg
+world = dist.join(cfg, dist.environment())
+prepared = train.prepare(cfg, world)
+calls = []
+def count(state, bucket):
+    calls.append(1)
+    return allreduce_hook(None, bucket)
+prepared.job.net.register_comm_hook(None, count)
+per_step, before = [], 0
+prepared.train_loader.set_epoch(0)
+for _ in loop.train_epoch(prepared.job, prepared.train_loader):
+    per_step.append(len(calls) - before)
+    before = len(calls)
+print("CALLS", world.rank, per_step, flush=True)
+world.leave()
+"""
+
+
+def test_gradients_meet_once_per_step(launch, tmp_path):
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING)
+    size = ["batch_size=3", "gradient_accumulation_steps=4"]
+    done = succeed(launch.torchrun(2, str(script), TOY, *size))
+    for rank in (0, 1):
+        # 61 samples: two steps of 24 and one of 13, which is three forward passes; one bucket.
+        assert f"CALLS {rank} [1, 1, 1]" in done.out
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK and MASTER_ADDR and MASTER_PORT not"),
+    ],
+)
+def test_a_half_set_environment_is_an_error_in_words(monkeypatch, env, words):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LockstepError, match=words) as caught:
+        dist.environment()
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("door", ["train.py", "train_ddp.py"])
+def test_a_half_set_environment_stops_the_doors(launch, tmp_path, door):
+    done = launch.python(door, TOY, f"--save-dir={tmp_path / 'run'}", RANK="0")
+    assert done.code == 2 and done.err == (
+        "error: RANK=0 is set but WORLD_SIZE is not (environment): start with torchrun, or `unset RANK` to train in one process\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_nccl_without_cuda_is_refused(launch, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    done = launch.python("train_ddp.py", TOY, "ddp.backend=nccl", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "ddp.backend=nccl needs CUDA" in done.errors[0]
+
+
+def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
+    """Without a GPU here, with the number of GPUs that torch would report on a machine with two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(LockstepError, match=r"LOCAL_RANK=2, but 2 GPU\(s\) are visible.*at most 2 processes"):
+        dist._device(config.Config(), dist.Launch(2, 2, 3))
+    assert dist._device(config.Config(), dist.Launch(1, 1, 2))[0] == torch.device("cuda:1")
+    assert dist._device(config.Config(multi_gpu="dp", gpu_ids=[1, 0]), None) == (torch.device("cuda:1"), (1, 0))
+    with pytest.raises(LockstepError, match=r"gpu_ids=\[3\] asked, 2 visible"):
+        dist._device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), None)
+
+
+def test_a_port_in_use_is_named(launch, tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = launch.python("train_ddp.py", TOY, f"save_dir={tmp_path / 'run'}", **env)
+    assert done.code == 2 and done.errors[0].startswith(f"error: port {port} is in use"), done.err
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(launch, tmp_path):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = launch.python("train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}", **env, timeout=60)
+    assert done.code == 6 and "could not join the others" in done.errors[0] and "1/2" in done.errors[0], done.err
+
+
+def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
+    """Rank 1 gets another learning rate, through a wrapper that looks at RANK."""
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, sys, train_ddp\n"
+        "extra = ['lr=0.5'] if os.environ['RANK'] == '1' else []\n"
+        "sys.exit(train_ddp.main(sys.argv[1:] + extra))\n"
+    )
+    done = launch.torchrun(2, str(wrapper), TOY, f"save_dir={tmp_path / 'run'}")
+    assert done.code != 0
+    assert len(done.errors) == 1 and "rank 1 differs from rank 0 in config" in done.errors[0], done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_is_one_message_from_all_ranks(launch, tmp_path):
+    done = launch.torchrun(2, "train.py", "har", f"dataset.root={tmp_path / 'nowhere'}", f"save_dir={tmp_path / 'run'}")
+    assert done.code != 0 and len(done.errors) == 1, done.err
+    assert str(tmp_path / "nowhere") in done.errors[0]

@@ -1,0 +1,189 @@
+"""The order, the shards and the position, as pure functions."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from data_loader import EvalSampler, TrainSampler, balanced_order, create_data_loaders
+from engine import config, contract, plan
+from engine.contract import LockstepError
+from engine.dist import World
+
+
+def world(rank=0, size=1):
+    return World(rank, rank, size, torch.device("cpu"))
+
+
+def make_plan(num_samples, size, *, batch=3, accumulation=1, drop_last=False, global_batch=0):
+    cfg = config.Config(
+        batch_size=batch, gradient_accumulation_steps=accumulation, drop_last=drop_last, global_batch=global_batch
+    )
+    return plan.make_plan(cfg, world(size=size), num_samples)
+
+
+def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
+    """[[Micro, ...] of rank 0, of rank 1, ...]."""
+    ranks = []
+    for rank in range(the_plan.processes):
+        sampler = TrainSampler(range(the_plan.num_samples), the_plan, rank, seed, labels)
+        sampler.set_epoch(epoch)
+        sampler.set_position(position)
+        ranks.append(list(sampler.micro_batches()))
+        assert len(sampler) == len(ranks[-1])
+    return ranks
+
+
+def steps_of(ranks):
+    """The samples of each optimizer step, as sets of (position, index), fillers left out."""
+    steps = []
+    for micros in ranks:
+        assert len(micros) == len(ranks[0]), "ranks that take part a different number of times hang"
+        step = 0
+        for micro in micros:
+            while len(steps) <= step:
+                steps.append([])
+            if not micro.filler:
+                steps[step] += zip(micro.positions, micro.indices, strict=True)
+            step += micro.closes_step
+    return [sorted(step) for step in steps]
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 12, 61, 100])
+def test_every_cut_gives_the_same_steps(num_samples):
+    straight = steps_of(epoch_of(make_plan(num_samples, 1, batch=12)))
+    for size, batch, accumulation in ((2, 6, 1), (2, 3, 2), (3, 4, 1), (3, 2, 2), (4, 3, 1), (12, 1, 1), (1, 1, 12)):
+        cut = make_plan(num_samples, size, batch=batch, accumulation=accumulation)
+        assert steps_of(epoch_of(cut)) == straight
+    everything = [index for step in straight for _, index in step]
+    assert sorted(everything) == list(range(num_samples))
+
+
+def test_drop_last_drops_whole_steps_only():
+    the_plan = make_plan(61, 2, batch=6, drop_last=True)
+    assert (the_plan.steps_per_epoch, the_plan.dropped) == (5, 1)
+    assert [len(step) for step in steps_of(epoch_of(the_plan))] == [12] * 5
+
+
+def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else():
+    the_plan = make_plan(61, 1)
+    base = steps_of(epoch_of(the_plan))
+    assert base == steps_of(epoch_of(the_plan))
+    assert base != steps_of(epoch_of(the_plan, epoch=1))
+    assert base != steps_of(epoch_of(the_plan, seed=6))
+    # (seed, epoch) and not seed + epoch: torch's own sampler gives run 5's second epoch to run 6 as its first.
+    assert steps_of(epoch_of(the_plan, epoch=1, seed=5)) != steps_of(epoch_of(the_plan, epoch=0, seed=6))
+
+
+@pytest.mark.parametrize("done", [1, 3])
+def test_a_position_continues_the_epoch_on_any_number_of_processes(done):
+    straight = steps_of(epoch_of(make_plan(61, 1, batch=12)))
+    for size in (1, 2, 3, 4):
+        rest = steps_of(epoch_of(make_plan(61, size, global_batch=12), position=12 * done))
+        assert rest == straight[done:]
+
+
+def test_balanced_order_is_even_and_deals_each_class_as_a_deck():
+    labels = np.repeat([0, 1, 2], [80, 15, 5])
+    order = balanced_order(labels, np.random.default_rng(0))
+    assert np.bincount(labels[order]).tolist() == [34, 33, 33] or max(np.bincount(labels[order])) == 34
+    common = order[labels[order] == 0]
+    assert len(set(common)) == len(common), "a common class never repeats"
+    rare = np.bincount(order[labels[order] == 2])[95:]
+    assert rare.max() - rare.min() <= 1, "a rare class repeats evenly"
+
+
+def test_balanced_shards_are_one_stream_and_never_overlap():
+    labels = np.repeat([0, 1, 2], [40, 15, 6])
+    straight = steps_of(epoch_of(make_plan(61, 1, batch=12), labels=labels))
+    for size in (2, 3, 4):
+        ranks = epoch_of(make_plan(61, size, global_batch=12), labels=labels)
+        assert steps_of(ranks) == straight
+        places = [p for micros in ranks for micro in micros if not micro.filler for p in micro.positions]
+        assert sorted(places) == list(range(61))
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 61, 196])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_evaluation_shards_are_exact(num_samples, size):
+    shards = [[i for batch in EvalSampler(num_samples, world(r, size), 8) for i in batch] for r in range(size)]
+    assert sorted(sum(shards, [])) == list(range(num_samples))
+    assert [len(EvalSampler(num_samples, world(r, size), 8)) for r in range(size)] == [-(-len(s) // 8) for s in shards]
+
+
+class Table:
+    """With labels and a gather."""
+
+    labels = np.arange(10) % 2
+
+    def __len__(self):
+        return 10
+
+    def __getitems__(self, indices):
+        return {"x": torch.tensor(indices) * 10}
+
+
+class Rows(torch.utils.data.Dataset):
+    """The dataset of the tutorials: one sample at a time, no labels."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"x": torch.tensor(i * 10)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Table, Rows])
+def test_batches_hold_what_augmentation_and_blame_need(dataset, workers):
+    cfg = SimpleNamespace(
+        **vars(config.Config(num_workers=workers, batch_size=4, seed=9)), dataset=SimpleNamespace(root="")
+    )
+    the_plan = make_plan(10, 1, batch=4)
+    loader, val = create_data_loaders(cfg, world(), the_plan, dataset(), dataset())
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        assert len(batches) == len(loader) == 3
+        for batch, micro in batches:
+            assert batch["x"].tolist() == [10 * i for i in micro.indices] == (10 * batch["index"]).tolist()
+            assert batch["seed"].tolist() == contract.sample_seeds(9, epoch, batch["position"]).tolist()
+    assert torch.cat([batch["x"] for batch in val]).tolist() == list(range(0, 100, 10))
+
+
+def test_balanced_without_labels_is_an_error_in_words():
+    cfg = config.Config(sampler="balanced")
+    with pytest.raises(LockstepError, match="have no labels"):
+        create_data_loaders(cfg, world(), make_plan(10, 1), Rows(), Rows())
+
+
+def test_uniform_is_uniform_and_depends_on_nothing_but_the_seed():
+    seeds = contract.sample_seeds(0, 0, torch.arange(20_000))
+    draws = contract.uniform(seeds, 5)
+    assert draws.shape == (20_000, 5) and draws.min() >= 0 and draws.max() < 1
+    # The standard error of a mean of 20,000 uniform numbers is 0.002.
+    assert (draws.mean(0) - 0.5).abs().max() < 0.01 and (draws.var(0) - 1 / 12).abs().max() < 0.005
+    assert torch.corrcoef(draws.T).fill_diagonal_(0).abs().max() < 0.04
+    assert torch.equal(contract.uniform(seeds[[3, 77]], 5), draws[[3, 77]])
+    assert not torch.equal(contract.uniform(contract.sample_seeds(0, 1, torch.arange(20_000)), 5), draws)
+    assert len(set(seeds.tolist())) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "size", "passes", "expected"),
+    [(96, 1, 0, (48, 2)), (96, 2, 0, (48, 1)), (96, 3, 0, (32, 1)), (96, 4, 4, (6, 4)), (12, 12, 0, (1, 1)), (97, 1, 0, (1, 97))],
+)  # fmt: skip
+def test_global_batch_is_kept_by_accumulation(global_batch, size, passes, expected):
+    the_plan = make_plan(1000, size, batch=64, global_batch=global_batch, accumulation=passes)
+    assert (the_plan.micro_batch, the_plan.accumulation) == expected
+    assert the_plan.micro_batch * the_plan.accumulation * size == global_batch
+
+
+def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_can():
+    with pytest.raises(LockstepError, match=r"does not divide by 5 processes.*start .*4.*6 processes"):
+        make_plan(1000, 5, global_batch=12)
+    with pytest.raises(LockstepError, match="0 steps per epoch"):
+        make_plan(0, 1)
+    with pytest.raises(LockstepError, match="0 steps per epoch"):
+        make_plan(5, 2, drop_last=True)

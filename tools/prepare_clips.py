@@ -1,0 +1,305 @@
+"""Videos and a table of annotations -> a packed folder of gray clips that the video task trains on.
+
+    python tools/prepare_clips.py annotations.csv data/mice --videos recordings --size 256 --frames 17
+    python train.py video --root data/mice
+
+The table has a header and one row per trial:
+
+    video                 file name, relative to --videos
+    label                 class of the trial
+    start, center or end  which frame of the video the trial starts, is centred, or ends on, counting from 0;
+                          or start_s, center_s or end_s: the same in seconds, at the video's average frame rate
+
+Exactly one of the six time columns must be there. Frames are turned to gray, cropped, and resized to a square. Nothing
+is invented: a trial that reaches beyond its video is an error. The folder appears only when all is written.
+Needs PyAV: pip install av
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.contract import LockstepError  # noqa: E402
+from formats.clips import ClipsWriter  # noqa: E402
+
+TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
+
+
+@dataclass
+class Trial:
+    """One row of the table: `at` in frames or seconds, `line` where the row stands."""
+
+    label: str
+    at: float
+    line: int
+
+
+@dataclass
+class Plan:
+    """What to cut out of each video.
+
+    column  which of TIMES the table has
+    frames  T; `stride` video frames lie between two of them
+    crop    (x, y, width, height) in pixels of the video, or None for all of it
+    size    height and width of the clips
+    """
+
+    column: str
+    frames: int
+    stride: int
+    crop: tuple[int, int, int, int] | None
+    size: int
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+
+    def numbers(self, trial: Trial, fps: float) -> np.ndarray:
+        """(T,) the numbers of the trial's frames in the video."""
+        at = round(trial.at * fps) if self.column.endswith("_s") else round(trial.at)
+        span = (self.frames - 1) * self.stride
+        before = {"start": 0, "center": span // 2, "end": span}[self.column.removesuffix("_s")]
+        return at - before + self.stride * np.arange(self.frames)
+
+
+def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) -> tuple[Plan, list[str]]:
+    """The plan, its trials by video in the table's order, and the classes: those given, else the labels by name.
+
+    Raises LockstepError, naming the line, for a missing column, a time that is no number, or a label not in `classes`.
+    """
+    try:
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        columns = [name for name in TIMES if name in (reader.fieldnames or ())]
+        missing = [name for name in ("video", "label") if name not in (reader.fieldnames or ())]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LockstepError(f"cannot read the annotations: {error}", where=str(path)) from None
+    if missing or len(columns) != 1:
+        raise LockstepError(
+            f"the header has {', '.join(reader.fieldnames or ['nothing'])}",
+            where=f"{path}:1",
+            todo=f"it needs video, label and exactly one of {', '.join(TIMES)}",
+        )
+    plan = Plan(column=columns[0], **plan_of)
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        trial = _trial(row, columns[0], classes, where, reader.line_num)
+        plan.trials.setdefault(row["video"], []).append(trial)
+    labels = {trial.label for trials in plan.trials.values() for trial in trials}
+    if not labels:
+        raise LockstepError("no trials", where=str(path), todo="write a row for each")
+    return plan, classes or sorted(labels)
+
+
+def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
+    label = (row["label"] or "").strip()
+    if not label or (classes and label not in classes):
+        raise LockstepError(
+            f"label {label!r} is not among the classes" if label else "an empty label",
+            where=where,
+            todo=f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
+        )
+    if not row["video"]:
+        raise LockstepError("an empty video", where=where, todo="name the file")
+    try:
+        at = float(row[column])
+        if not 0 <= at < float("inf"):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise LockstepError(f"{column}={row[column]!r}", where=where, todo="give a number of at least 0") from None
+    if not column.endswith("_s") and at != int(at):
+        raise LockstepError(f"{column}={at}", where=where, todo=f"give a whole frame, or seconds as {column}_s")
+    return Trial(label, at, line)
+
+
+# ---- videos ---------------------------------------------------------------------------------------------------------
+
+
+class BrokenVideo(LockstepError):
+    """A video that cannot be read: what --skip-broken skips."""
+
+
+def import_av() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise LockstepError(f"PyAV is needed to read videos: {error}", todo="pip install av") from None
+    return av
+
+
+Cut = tuple[Trial, int, np.ndarray]  # trial, number of its first frame in the video, (T, size, size) uint8
+
+
+def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cut]:
+    """The trials of one video, in the order they end.
+
+    The video is decoded once from its start: seeking lands on key frames, and where depends on the encoder. Only the
+    frames that some trial still waits for are kept. Raises LockstepError if the video is unreadable or too short.
+    """
+    av = import_av()
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise BrokenVideo("no pictures in the file", where=str(path), todo="give a video or use --skip-broken")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            fps = float(stream.average_rate or stream.guessed_rate or 0)
+            if not fps and plan.column.endswith("_s"):
+                raise LockstepError("the video does not say its frame rate", where=str(path), todo="annotate in frames")
+            yield from _collect(container.decode(stream), plan, trials, fps, path, table)
+    except (av.error.FFmpegError, OSError) as error:  # FileNotFoundError is both
+        what = f"cannot read the video: {error.strerror or error}"
+        raise BrokenVideo(what, where=str(path), todo="mend it or use --skip-broken") from None
+
+
+def _collect(
+    decoded: Iterator[Any], plan: Plan, trials: list[Trial], fps: float, path: Path, table: Path
+) -> Iterator[Cut]:
+    waiting = [(trial, plan.numbers(trial, fps)) for trial in trials]
+    for trial, numbers in waiting:
+        if numbers[0] < 0:
+            raise LockstepError(
+                f"the trial would start at frame {numbers[0]} of {path}",
+                where=f"{table}:{trial.line}",
+                todo="move or remove it, or use fewer --frames or a smaller --stride",
+            )
+    needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
+    waiting.sort(key=lambda item: (item[1][-1], item[0].line))
+    kept: dict[int, np.ndarray] = {}
+    count = 0
+    for number, frame in enumerate(decoded):
+        count = number + 1
+        if number in needed:
+            kept[number] = gray_square(frame, plan.crop, plan.size, path)
+        while waiting and waiting[0][1][-1] == number:
+            trial, numbers = waiting.pop(0)
+            yield trial, int(numbers[0]), np.stack([kept[n] for n in numbers])
+            oldest = min((later[0] for _, later in waiting), default=number + 1)
+            kept = {n: picture for n, picture in kept.items() if n >= oldest}
+        if not waiting:
+            return
+    trial, numbers = waiting[0]
+    raise LockstepError(
+        f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
+        where=f"{table}:{trial.line}",
+        todo="move or remove it, or use fewer --frames or a smaller --stride",
+    )
+
+
+def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path) -> np.ndarray:
+    """A decoded frame -> (size, size) uint8: 0 black, 255 white whatever range the video is coded in."""
+    from PIL import Image  # comes with tensorboard
+
+    picture = frame.to_ndarray(format="gray")
+    if crop is not None:
+        x, y, width, height = crop
+        if x + width > picture.shape[1] or y + height > picture.shape[0]:
+            raise LockstepError(
+                f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels",
+                where=str(path),
+                todo="give a box inside the video",
+            )
+        picture = picture[y : y + height, x : x + width]
+    if picture.shape == (size, size):
+        return picture
+    return np.asarray(Image.fromarray(np.ascontiguousarray(picture)).resize((size, size), Image.Resampling.BOX))
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="prepare_clips.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("annotations", type=Path, help="the table, CSV in UTF-8")
+    add("output", type=Path, help="the packed folder to make; must not exist")
+    add("--videos", type=Path, metavar="FOLDER", help="where the videos are; default: the table's folder")
+    add("--classes", default="", metavar="A,B,…", help="classes in the order of their numbers; default: all, by name")
+    add("--frames", type=_whole(1), default=17, metavar="T", help="frames per trial (default: 17)")
+    add("--stride", type=_whole(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
+    add("--size", type=_whole(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
+    add(
+        "--crop",
+        type=_whole(0),
+        nargs=4,
+        metavar=("X", "Y", "W", "H"),
+        help="keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena",
+    )
+    add("--skip-broken", action="store_true", help="leave out videos that cannot be read, and name them")
+    asked = parser.parse_args(argv)
+    if asked.crop and not (asked.crop[2] and asked.crop[3]):
+        parser.error("argument --crop: width and height must be at least 1")
+    return asked
+
+
+def _whole(low: int) -> Any:
+    def convert(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}")
+        return int(text)
+
+    convert.__name__ = "whole number"
+    return convert
+
+
+def prepare(asked: argparse.Namespace) -> str:
+    """Do what the command line says; returns what to print. Raises LockstepError."""
+    from tqdm import tqdm
+
+    import_av()  # say so before anything is written
+    classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
+    crop = tuple(asked.crop) if asked.crop else None
+    cutting = {"frames": asked.frames, "stride": asked.stride, "crop": crop, "size": asked.size}
+    plan, classes = read_annotations(asked.annotations, cutting, classes)
+    folder = asked.videos or asked.annotations.parent
+    broken: list[str] = []
+    counts = dict.fromkeys(classes, 0)
+    extra = ("source_frame", "source_line")
+    total = sum(len(trials) for trials in plan.trials.values())
+    with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial") as bar:
+        for video, trials in plan.trials.items():
+            bar.set_description(Path(video).name)
+            clips: Iterable[Cut] = cut(folder / video, plan, trials, asked.annotations)
+            try:
+                # A video that breaks half-way is left out whole, so its clips wait in memory; else they need not.
+                for trial, first, clip in list(clips) if asked.skip_broken else clips:
+                    writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line)
+                    counts[trial.label] += 1
+                    bar.update()
+            except BrokenVideo as error:
+                if not asked.skip_broken:
+                    raise
+                broken.append(str(error))
+        if not writer.num_trials:
+            raise LockstepError("not one video could be read", where=str(folder), todo=broken[0])
+        written = writer.num_trials
+    lines = [f"skipped: {line}" for line in broken]
+    if broken:
+        lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
+    shares = ", ".join(f"{name} {count}" for name, count in counts.items())
+    lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv)
+    try:
+        print(prepare(asked))
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
