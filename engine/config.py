@@ -270,7 +270,7 @@ def _takes_a_value(name: str, rest: list[str]) -> bool:
         return False
     key = ALIASES.get(name, name)
     is_flag = name == "use_amp" or _fields(Config()).get(key, (None,))[0] is bool
-    return rest[0].lower() in _BOOLS if is_flag else "=" not in rest[0]
+    return rest[0].lower() in _BOOLS if is_flag else True
 
 
 _MAX_LEAVES = 10_000  # aliases in YAML can multiply without end

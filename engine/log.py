@@ -103,8 +103,8 @@ class Log(Silent):
             words = "  ".join(f"{k.lower()} {v}" for k, v in shown.items())
             self.say(
                 f"step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  {words}  "
-                f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  {metrics['samples_per_s']:.0f} samples/s  "
-                f"data wait {100 * metrics['data_wait_share']:.0f}%"
+                f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
+                f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%"
             )
         if metrics["skipped_steps"]:
             self.say(f"  warning: {metrics['skipped_steps']:.0f} step(s) skipped: the gradient was not finite")

@@ -59,7 +59,7 @@ class Recipe:
         return f"clips_v{VERSION}_{self.trials}of{self.videos}_{self.frames}x{self.size}x{self.size}_seed{self.seed}"
 
 
-def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:  # noqa: B008, frozen
+def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
     """The folder with the recipe's clips; built if it is missing.
 
     Any number of processes of one machine may call it at once: one builds, the others wait for it. The folder gets its

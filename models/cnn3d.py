@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -63,7 +64,7 @@ class CNN3d(nn.Module):
         self.stem = nn.Sequential(conv(2, width, 1, 7, stride=4), conv(width, width, 5, 1))
         self.body = nn.Sequential(
             Block(width, width, 1),
-            *(Block(before, after, 2) for before, after in zip(stages, stages[1:], strict=False)),
+            *(Block(before, after, 2) for before, after in itertools.pairwise(stages)),
             group_norm(stages[-1]),
             nn.ReLU(),
         )

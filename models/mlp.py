@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ class MLP(nn.Module):
         self.register_buffer("std", torch.as_tensor(std, dtype=torch.get_default_dtype())[:, None].clone())
         sizes = [len(mean) * length] + [width] * depth
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in itertools.pairwise(sizes):
             layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.GELU(), nn.Dropout(dropout)]
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(width, num_classes)

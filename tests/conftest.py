@@ -39,7 +39,16 @@ class Launcher:
         self.cwd = cwd
 
     def environment(self, **more: str | None) -> dict[str, str]:
-        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_", "SLURM_", "TORCHELASTIC")
+        dropped = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "ACCELERATE_",
+            "SLURM_",
+            "TORCHELASTIC",
+        )
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         # One thread: two on a busy machine take ten times as long, and the number of threads changes the last bits.
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), self.mark: "1"}

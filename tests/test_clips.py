@@ -457,5 +457,5 @@ def _macro_f1(x: torch.Tensor, y: torch.Tensor, train: np.ndarray, val: np.ndarr
 
 def test_removed_folders_are_named(packed):
     shutil.rmtree(packed)
-    with pytest.raises(LockstepError, match="no classes.txt"):
+    with pytest.raises(LockstepError, match=r"no classes\.txt"):
         Clips(packed)

@@ -47,6 +47,7 @@ def problems(*argv):
         (["--deterministic", "no"], "deterministic", False),
         (["steps=1e4"], "steps", 10000),
         (["--save-dir", "a b;touch x"], "save_dir", "a b;touch x"),
+        (["--save-dir", "runs/lr=1"], "save_dir", "runs/lr=1"),
         (["--mode", "flatten"], "model.mode", "flatten"),
         (["--local-rank=1"], "epochs", None),
         (["--local-rank", "1"], "epochs", None),
@@ -96,7 +97,15 @@ def test_all_problems_are_reported_together(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("batch_siz: 16\nlr: abc\noptim:\n  lr: 3\n  weight_decay: -1\nsteps: 1\nsteps: 2\n")
     found = problems("--config", str(path), "--epochz", "3", "seed=x")
-    expected = ["batch_siz'", "lr=abc", "'optim.lr' is given twice", "weight_decay=-1", "'steps' is given twice", "epochz", "seed=x"]
+    expected = [
+        "batch_siz'",
+        "lr=abc",
+        "'optim.lr' is given twice",
+        "weight_decay=-1",
+        "'steps' is given twice",
+        "epochz",
+        "seed=x",
+    ]
     assert len(found) == len(expected)
     for line, words in zip(found, expected, strict=True):
         assert words in line
@@ -132,7 +141,9 @@ def test_nested_aliases_do_not_eat_the_memory(tmp_path):
 
 def test_yaml_means_what_it_says(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("task: har\nlr: 1e-4\namp: no\nwandb: {enable: yes, project: 'on'}\ngpu_ids: [0, 2]\nbatch-size: 8\n")
+    path.write_text(
+        "task: har\nlr: 1e-4\namp: no\nwandb: {enable: yes, project: 'on'}\ngpu_ids: [0, 2]\nbatch-size: 8\n"
+    )
     cfg = parse("--config", str(path), "batch_size=16")
     assert (cfg.optim.lr, cfg.amp, cfg.wandb.enable, cfg.wandb.project) == (1e-4, "off", True, "on")
     assert cfg.gpu_ids == [0, 2]

@@ -59,7 +59,9 @@ def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     for door in ("train.py", "train_ddp.py"):
         succeed(launch.torchrun(2, door, "--config", str(config_file), f"save_dir={tmp_path / door[:-3]}"))
     assert same_bits(weights(tmp_path / "train"), weights(tmp_path / "train_ddp"))
-    alone = succeed(launch.python("train.py", "--config", str(config_file), "global_batch=12", f"save_dir={tmp_path / 'one'}"))
+    alone = succeed(
+        launch.python("train.py", "--config", str(config_file), "global_batch=12", f"save_dir={tmp_path / 'one'}")
+    )
     assert "1 process(es) x 2 accumulation = 12" in alone.out
     for name, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "train")[name], value, rtol=1e-4, atol=1e-6)
@@ -88,9 +90,7 @@ def test_rank_0_alone_writes(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WATCHER)
     run, record = tmp_path / "run_folder", tmp_path / "record.txt"
     done = succeed(
-        launch.torchrun(
-            2, "train.py", TOY, f"--save-dir={run}", PYTHONPATH=f"{tmp_path}:{ROOT}", WATCH=str(record)
-        )
+        launch.torchrun(2, "train.py", TOY, f"--save-dir={run}", PYTHONPATH=f"{tmp_path}:{ROOT}", WATCH=str(record))
     )
     lines = record.read_text().splitlines()
     assert Counter(line.split()[0] for line in lines).keys() == {"0"}, lines
@@ -111,7 +111,11 @@ def test_amp_is_real(launch, tmp_path, spy, amp, dtype):
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert state["precision"] == amp
     assert bool(state["scaler"]) == (amp == "fp16"), "fp16 alone has a scaler"
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"eval"' in line
+    ]
     assert losses[-1] < losses[0]
 
 
@@ -179,7 +183,8 @@ def test_a_half_set_environment_is_an_error_in_words(monkeypatch, env, words):
 def test_a_half_set_environment_stops_the_doors(launch, tmp_path, door):
     done = launch.python(door, TOY, f"--save-dir={tmp_path / 'run'}", RANK="0")
     assert done.code == 2 and done.err == (
-        "error: RANK=0 is set but WORLD_SIZE is not (environment): start with torchrun, or `unset RANK` to train in one process\n"
+        "error: RANK=0 is set but WORLD_SIZE is not (environment): "
+        "start with torchrun, or `unset RANK` to train in one process\n"
     )
     assert not (tmp_path / "run").exists()
 

@@ -46,7 +46,9 @@ def test_metrics_agree_with_scikit_learn():
     rng = np.random.default_rng(0)
     truth, guess = rng.choice(5, 300, p=[0.6, 0.2, 0.1, 0.07, 0.03]), rng.choice(5, 300)
     matrix = sklearn.confusion_matrix(truth, guess)
-    for ours, theirs in zip(precision_recall_f1(matrix), sklearn.precision_recall_fscore_support(truth, guess), strict=False):
+    for ours, theirs in zip(
+        precision_recall_f1(matrix), sklearn.precision_recall_fscore_support(truth, guess), strict=False
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 

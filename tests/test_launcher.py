@@ -115,6 +115,10 @@ class Home:
     def gpus(self, lines: list[str]) -> None:
         self.tool("nvidia-smi", f"test \"$1\" = -L || exit 9\nprintf '%s\\n' {shlex.join(lines)}")
 
+    def idle_python(self) -> str:
+        """An interpreter that has PyTorch, as far as it says, and leaves a file behind instead of running torchrun."""
+        return str(self.tool("idle-python", 'if test "$1" = -m; then : >"$OUT/started"; else echo True; fi'))
+
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The launcher's outcome, started from a folder that is not its own."""
         return subprocess.run(
@@ -134,7 +138,7 @@ class Home:
 
     def refusal(self, *args: str, **env: str) -> str:
         """The one error line of a launch that must be refused, before anything started."""
-        done = self.run(*args, **env)
+        done = self.run(*args, **{"PYTHON": self.idle_python()} | env)
         assert done.returncode == 2, (done.stdout, done.stderr)
         assert done.stdout == "" and not list(self.out.iterdir())
         (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
@@ -235,9 +239,8 @@ def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None
 
 
 def banner(home: Home, *args: str, **env: str) -> list[str]:
-    """What is printed before torchrun; in its place a stand-in that does nothing."""
-    stub = home.tool("stub", 'test "$1" = -m || echo True')
-    done = home.run(*args, PYTHON=str(stub), **env)
+    """What is printed before torchrun starts."""
+    done = home.run(*args, PYTHON=home.idle_python(), **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -439,7 +442,7 @@ def test_sbatch_without_srun_is_said(home: Home) -> None:
 def test_which_python(home: Home) -> None:
     """$PYTHON, the virtual environment, the first on PATH with PyTorch, .venv beside the script, python3."""
     home.env.pop("PYTHON")
-    assert "no PyTorch" in home.refusal("2")
+    assert "no PyTorch" in home.refusal("2", PYTHON="")
     home.tool("python3", "echo True")
     assert home.words("2")[2] == "python3"
     home.tool("python", "exit 1")

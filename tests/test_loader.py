@@ -1,5 +1,7 @@
 """The order, the shards and the position, as pure functions."""
 
+import functools
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,7 +110,7 @@ def test_balanced_shards_are_one_stream_and_never_overlap():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_evaluation_shards_are_exact(num_samples, size):
     shards = [[i for batch in EvalSampler(num_samples, world(r, size), 8) for i in batch] for r in range(size)]
-    assert sorted(sum(shards, [])) == list(range(num_samples))
+    assert sorted(functools.reduce(operator.iadd, shards, [])) == list(range(num_samples))
     assert [len(EvalSampler(num_samples, world(r, size), 8)) for r in range(size)] == [-(-len(s) // 8) for s in shards]
 
 
@@ -172,7 +174,8 @@ def test_uniform_is_uniform_and_depends_on_nothing_but_the_seed():
 
 @pytest.mark.parametrize(
     ("global_batch", "size", "passes", "expected"),
-    [(96, 1, 0, (48, 2)), (96, 2, 0, (48, 1)), (96, 3, 0, (32, 1)), (96, 4, 4, (6, 4)), (12, 12, 0, (1, 1)), (97, 1, 0, (1, 97))],
+    [(96, 1, 0, (48, 2)), (96, 2, 0, (48, 1)), (96, 3, 0, (32, 1)), (96, 4, 4, (6, 4)), (12, 12, 0, (1, 1)),
+     (97, 1, 0, (1, 97))],
 )  # fmt: skip
 def test_global_batch_is_kept_by_accumulation(global_batch, size, passes, expected):
     the_plan = make_plan(1000, size, batch=64, global_batch=global_batch, accumulation=passes)

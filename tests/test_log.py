@@ -1,5 +1,6 @@
 """What a run leaves to read, as other programs read it."""
 
+import itertools
 import json
 import math
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ def test_metrics_jsonl_has_what_others_rely_on(runs):
     evals = [r for r in records if r["event"] == "eval"]
     assert [r["count"] for r in evals] == [23, 23, 23] and [r["epoch"] for r in evals] == [0, 1, 2]
     assert {r["file"] for r in records if r["event"] == "save"} >= {"last.pt", "best_model_epoch0.pt"}
-    assert all(a["time_s"] <= b["time_s"] for a, b in zip(records, records[1:], strict=False))
+    assert all(a["time_s"] <= b["time_s"] for a, b in itertools.pairwise(records))
 
 
 def test_video_evaluations_hold_the_tasks_metrics(runs):
@@ -65,7 +66,15 @@ def test_a_terminal_gets_bars(launch, tmp_path):
 
     main, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 120))
-    command = [sys.executable, "train.py", "har", "dataset.stride=512", "epochs=1", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "train.py",
+        "har",
+        "dataset.stride=512",
+        "epochs=1",
+        "log_every=1",
+        f"save_dir={tmp_path / 'run'}",
+    ]
     with subprocess.Popen(
         command, cwd=launch.cwd, env=launch.environment(), stdin=terminal, stdout=terminal, stderr=terminal
     ) as process:
@@ -88,7 +97,15 @@ def test_tensorboard_reads_scalars_pictures_and_hparams(runs):
     events = EventAccumulator(str(folder / "video" / "logs"), size_guidance={"images": 0})
     events.Reload()
     tags = events.Tags()
-    scalars = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/memory_mb", "val/macro_f1", "val/loss"}
+    scalars = {
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "train/samples_per_s",
+        "train/memory_mb",
+        "val/macro_f1",
+        "val/loss",
+    }
     assert scalars <= set(tags["scalars"])
     assert any("config" in tag for tag in tags["tensors"])
     assert "confusion_matrix" in tags["images"]
@@ -144,7 +161,10 @@ def test_wandb_logs_offline(launch, tmp_path):
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
-    blocked = "import sys, importlib.util as u; find = u.find_spec; u.find_spec = lambda n, *a: None if n == 'wandb' else find(n, *a)\n"
+    blocked = (
+        "import sys, importlib.util as u\n"
+        "find = u.find_spec; u.find_spec = lambda n, *a: None if n == 'wandb' else find(n, *a)\n"
+    )
     script = blocked + "import train; sys.exit(train.main(sys.argv[1:]))"
     done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
     assert done.code == 2 and done.errors == [

@@ -38,7 +38,14 @@ def logged(path):
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
-HARD = ["model.dropout=0.3", "optim.ema_decay=0.9", "batch_size=3", "gradient_accumulation_steps=2", "seed=4", "log_every=2"]
+HARD = [
+    "model.dropout=0.3",
+    "optim.ema_decay=0.9",
+    "batch_size=3",
+    "gradient_accumulation_steps=2",
+    "seed=4",
+    "log_every=2",
+]
 """Dropout, EMA, accumulation; 61 samples: short last steps, with fillers on two processes."""
 
 
@@ -80,7 +87,10 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(launch, tmp_path):
     succeed(launch.python(*common, f"save_dir={tmp_path / 'straight'}"))
     killed = tmp_path / "killed"
     with subprocess.Popen(
-        [sys.executable, *common, f"save_dir={killed}"], cwd=launch.cwd, env=launch.environment(), stdout=subprocess.DEVNULL
+        [sys.executable, *common, f"save_dir={killed}"],
+        cwd=launch.cwd,
+        env=launch.environment(),
+        stdout=subprocess.DEVNULL,
     ) as process:
         deadline = time.monotonic() + 60
         while not (killed / "last.pt").exists() and time.monotonic() < deadline:

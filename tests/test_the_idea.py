@@ -49,7 +49,9 @@ def weights(tmp_path_factory):
         else:
             succeed(launch.torchrun(processes, MANY, runs, timeout=600))
     return {
-        cut: {path.parent.name: torch.load(path, weights_only=True) for path in sorted((folder / cut).glob("*/last.pt"))}
+        cut: {
+            path.parent.name: torch.load(path, weights_only=True) for path in sorted((folder / cut).glob("*/last.pt"))
+        }
         for cut in CUTS
     }
 
@@ -76,7 +78,9 @@ def test_every_cut_ends_in_the_same_weights(weights, task, cut):
         assert distance(ours["model"], theirs["model"]) < TOLERANCE
         assert distance(ours["ema"], theirs["ema"]) < TOLERANCE
         for key, state in theirs["optimizer"]["state"].items():
-            torch.testing.assert_close(ours["optimizer"]["state"][key]["exp_avg"], state["exp_avg"], rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close(
+                ours["optimizer"]["state"][key]["exp_avg"], state["exp_avg"], rtol=1e-6, atol=1e-12
+            )
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.contract import LockstepError  # noqa: E402
-from formats.clips import ClipsWriter  # noqa: E402
+from engine.contract import LockstepError
+from formats.clips import ClipsWriter
 
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 

@@ -1,6 +1,6 @@
 """Run under torchrun (or plain): evaluate N random samples for each N, in float64; rank 0 saves what came out.
 
-    torchrun ... evaluate.py OUT.pt 1 2 7 61 196
+torchrun ... evaluate.py OUT.pt 1 2 7 61 196
 """
 
 import sys

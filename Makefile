@@ -1,0 +1,29 @@
+# Two commands for a newcomer: `make train` and `make test`. Each makes .venv first; nothing else prepares the machine.
+# ARGS goes through: make train ARGS="2 video", make test ARGS="-k resume"
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+train: $(VENV)/installed
+	PYTHON=$(PYTHON) ./train_multigpu.sh $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(PYTHON) -m pytest $(ARGS)
+
+quick: $(VENV)/installed-dev
+	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(PYTHON) -m pytest tests/test_house.py
+
+$(VENV)/installed: requirements.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/installed-dev: requirements-dev.txt requirements.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@ $(VENV)/installed
+
+.PHONY: train test quick lint

@@ -1,0 +1,150 @@
+"""Every way in that the three guides show, literally; with 2 processes where a guide has 3, 4 or 8.
+
+Names: main.py, main_multi_gpu.py and lerobot_train.py are train.py, lerobot_train_ddp.py is train_ddp.py,
+scripts/train_multi_gpu.sh is train_multigpu.sh. What makes a run short stands behind the guide's own words.
+"""
+
+import shlex
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SHORT_HAR = "dataset.stride=1024 steps=2"
+SHORT_VIDEO = "dataset.size=16 dataset.trials=61 dataset.videos=12 dataset.frames=5 model.width=4 steps=2"
+
+
+def command(words, tmp_path):
+    """The guide's line as an argument list, with this Python for python and torchrun."""
+    python = sys.executable
+    stand_ins = {
+        "python": [python],
+        "torchrun": [python, "-m", "torch.distributed.run"],
+        "accelerate": [python, "-m", "accelerate.commands.accelerate_cli"],
+    }
+    first, *rest = shlex.split(words)
+    return [*stand_ins.get(first, [first]), *rest, f"save_dir={tmp_path / 'run'}"]
+
+
+def assert_trained(done, tmp_path, processes):
+    succeed(done)
+    grouped = f"Distributed training: {processes} CPU process(es)" in done.out
+    assert grouped if processes > 1 else f"{processes} CPU process(es)" in done.out
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["step"] > 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (1, f"python train.py {SHORT_HAR}"),
+        (1, f"python train.py video {SHORT_VIDEO}"),
+        (1, f"python train.py har --epochs 5 --batch-size 32 --lr 1e-3 {SHORT_HAR}"),
+        (1, f"python train.py --config configs/har.yaml batch_size=16 optim.lr=3e-4 {SHORT_HAR}"),
+        (2, f"torchrun --standalone --nproc_per_node=2 train.py {SHORT_HAR}"),
+        (
+            2,
+            "torchrun --standalone --nproc_per_node=2 train.py --multi-gpu ddp --mode flatten --epochs 30 "
+            f"--batch-size 32 --lr 4e-3 --warmup-epochs 3 --weight-decay 1e-4 --num-workers 1 --grad-accum-steps 4 {SHORT_HAR}",
+        ),
+        (
+            2,
+            "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml batch_size=16 "
+            f"gradient_accumulation_steps=2 num_workers=0 {SHORT_HAR}",
+        ),
+        (1, f"python train_ddp.py --use_amp {SHORT_HAR}"),
+        (1, f"python train.py --multi-gpu none --mode transformer {SHORT_HAR}"),
+        (1, f"python train.py --multi-gpu auto {SHORT_HAR}"),
+        (1, f"python train.py --multi-gpu ddp --epochs 20 --batch-size 32 --lr 1e-3 {SHORT_HAR}"),
+        (1, f"python train.py --multi-gpu dp --gpu-ids 0,1,3 --mode flatten {SHORT_HAR}"),
+        (1, f"./train_multigpu.sh {SHORT_HAR}"),
+        (1, f"./train_multigpu.sh 1 {SHORT_HAR}"),
+        (2, f"./train_multigpu.sh 2 {SHORT_HAR}"),
+        (2, f"./train_multigpu.sh 2 --config configs/video_small.yaml {SHORT_VIDEO}"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_the_guides_commands_train(launch, tmp_path, processes, words):
+    if torch.cuda.is_available():
+        pytest.skip("written for a machine without GPUs; the tests below are for one with them")
+    done = launch(*command(words, tmp_path), PYTHON=sys.executable)
+    assert_trained(done, tmp_path, processes)
+    if "--multi-gpu dp" in words:
+        assert "warning: --multi-gpu dp, but no GPU is visible" in done.err
+    if "--multi-gpu ddp" in words and "torchrun" not in words:
+        assert "Starting torchrun --standalone --nproc_per_node=1" in done.out
+    if words.startswith("./train_multigpu.sh 2"):
+        assert "Multi-GPU Training Launcher" in done.out and "warning" in done.err
+
+
+def test_the_deprecated_launch_module(launch, tmp_path):
+    """It passes --local-rank to the script besides setting the variables, and needs a port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = f"python -m torch.distributed.launch --nproc_per_node=2 --master_port={port} train.py {SHORT_HAR}"
+    assert_trained(launch(*command(words, tmp_path)), tmp_path, 2)
+
+
+@pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
+def test_accelerate_launch(launch, tmp_path):
+    words = (
+        "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no "
+        f"train.py --config configs/har.yaml {SHORT_HAR}"
+    )
+    assert_trained(launch(*command(words, tmp_path), HF_HOME=str(tmp_path)), tmp_path, 2)
+
+
+@pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
+def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path):
+    words = f"accelerate launch --cpu --num_processes=2 --num_machines=1 train.py {SHORT_HAR}"
+    done = launch(*command(words, tmp_path), HF_HOME=str(tmp_path))
+    assert_trained(done, tmp_path, 1)
+    assert "warning: accelerate started this process without RANK" in done.err
+
+
+def test_resume_is_automatic_with_the_same_save_dir(launch, tmp_path):
+    line = ["train.py", TOY, "--save-dir", str(tmp_path / "run")]
+    succeed(launch.torchrun(2, *line, "--epochs", "1"))
+    assert (
+        f"Resuming {tmp_path / 'run' / 'last.pt'}: step 3, epoch 1"
+        in succeed(launch.torchrun(2, *line, "--epochs", "2")).out
+    )
+
+
+@NEEDS_GPUS
+def test_data_parallel_over_two_gpus(launch, tmp_path):
+    done = succeed(launch(*command(f"python train.py --multi-gpu dp --gpu-ids 0,1 {SHORT_HAR}", tmp_path)))
+    assert "2 GPU(s) of DataParallel" in done.out
+
+
+@NEEDS_GPUS
+def test_ddp_over_two_gpus(launch, tmp_path):
+    done = succeed(launch(*command(f"python train.py --multi-gpu ddp --gpu-ids 0,1 {SHORT_HAR}", tmp_path)))
+    assert "Distributed training: 2 GPU(s)" in done.out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_gpu_with_amp(launch, tmp_path):
+    done = succeed(launch(*command(f"python train.py {SHORT_HAR}", tmp_path)))
+    assert "Using device: cuda:0" in done.out and "precision        fp32" not in done.out
+
+
+def test_nothing_of_a_guide_is_left_out():
+    """Each launcher and flag that the guides use is in a command above."""
+    text = Path(__file__).read_text()
+    for flag in (
+        (
+            "--mode flatten --epochs --batch-size --lr --warmup-epochs --weight-decay --num-workers --grad-accum-steps "
+            "--save-dir --gpu-ids --multi-gpu --use_amp --config"
+        )
+        .replace("--mode flatten", "--mode")
+        .split()
+    ):
+        assert flag in text
+    assert (ROOT / "train_multigpu.sh").stat().st_mode & 0o111

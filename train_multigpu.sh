@@ -1,0 +1,171 @@
+#!/usr/bin/env bash
+#
+# Multi-GPU training: N processes on this machine, or this node's share of many. Needs bash 4.4.
+#
+#   ./train_multigpu.sh [--print] [N] [arguments of the training script]
+#
+#   ./train_multigpu.sh                                all visible GPUs; without a GPU, one CPU process
+#   ./train_multigpu.sh 3 har --epochs 20              3 processes: train.py har --epochs 20
+#   ./train_multigpu.sh 3 --config configs/har.yaml    with --config or key=value: train_ddp.py
+#   CUDA_VISIBLE_DEVICES= ./train_multigpu.sh 2 har    2 CPU processes, GPU or not
+#   ./train_multigpu.sh --print 3 har                  show the command instead of running it
+#
+# Several nodes, the same line on each:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har    (NODE_RANK=1 on the other)
+#   srun --ntasks-per-node=1 ./train_multigpu.sh har                     (Slurm: all three are known)
+# They meet at MASTER_PORT, 29500 if unset; one node alone takes a free port. Where a node's own name resolves to
+# 127.0.0.1, name its network interface: GLOO_SOCKET_IFNAME=eth0 (CPU), NCCL_SOCKET_IFNAME=eth0 (GPU).
+#
+# Environment:
+#   CUDA_VISIBLE_DEVICES   the GPUs to use, indices or UUIDs; empty = none
+#   PYTHON                 the interpreter; else the first with PyTorch: virtual environment, PATH, .venv/ here
+#   TORCHRUN_ARGS          further options of torchrun, split at blanks: TORCHRUN_ARGS="--max-restarts=3"
+#   OMP_NUM_THREADS        threads per process; if unset, cores / processes
+#
+# SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach every process. Exit code: 2 = bad usage, nothing started; else torchrun's.
+
+set -euo pipefail
+
+self=$(readlink -f -- "${BASH_SOURCE[0]}")
+here=${self%/*}
+
+warn() { printf 'warning: %s\n' "$1" >&2; }
+fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+
+whole() { # NAME VALUE LOW HIGH
+    if [[ ! $2 =~ ^[0-9]{1,6}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then fail "$1=$2: give a number from $3 to $4"; fi
+}
+
+# Sets `gpus`: the lines of `nvidia-smi -L` that CUDA will show, by its rules: it stops at the first invalid entry,
+# sees nothing if one is repeated, and never more than one slice of a GPU in MIG mode.
+find_gpus() {
+    local listing line wanted entry i hits all=() slices=() taken=,
+    gpus=()
+    command -v nvidia-smi >/dev/null || return 0
+    listing=$(nvidia-smi -L 2>&1) || { warn "nvidia-smi failed, no GPU is used: ${listing%%$'\n'*}"; return 0; }
+    while IFS= read -r line; do
+        [[ $line != "GPU "* ]] || all+=("$line")
+        [[ $line != *"MIG "*"(UUID: MIG-"* ]] || slices[${#all[@]} - 1]+=$line$'\n'
+    done <<<"$listing"
+    wanted=${CUDA_VISIBLE_DEVICES-$(IFS=,; echo "${!all[*]}")},
+    while [[ -n $wanted ]]; do
+        entry=${wanted%%,*} wanted=${wanted#*,} hits=()
+        entry=${entry//[[:space:]]/}
+        for i in "${!all[@]}"; do
+            if [[ $entry =~ ^0*([0-9]+) && ${BASH_REMATCH[1]} == "$i" ]] ||
+                [[ $entry =~ ^(GPU|MIG)- && ${all[i]}${slices[i]-} == *"(UUID: $entry"* ]]; then hits+=("$i"); fi
+        done
+        ((${#hits[@]} == 1)) || return 0
+        i=${hits[0]}
+        if [[ -n ${slices[i]-} ]]; then
+            [[ $entry == MIG-* ]] || entry='MIG-'
+            gpus=("$(grep -m1 -F "(UUID: $entry" <<<"${slices[i]}")")
+            return 0
+        fi
+        [[ $taken != *",$i,"* ]] || { gpus=(); return 0; }
+        taken+=$i, gpus+=("${all[i]}")
+    done
+}
+
+# Sets `python`, and `forwards`: whether its torchrun can be told which signals to pass on. Importing torch takes
+# seconds, looking for it does not.
+find_python() {
+    local candidates probe='import importlib.util, pathlib
+torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+print(b"signals_to_handle" in (torch / "distributed" / "run.py").read_bytes())'
+    mapfile -t candidates < <(type -aP python)
+    candidates=(${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "${candidates[@]}" "$here/.venv/bin/python" python3)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for python in "${candidates[@]}"; do
+        if forwards=$("$python" -c "$probe" 2>/dev/null); then return; fi
+    done
+    fail "no PyTorch (tried ${candidates[*]}): \`pip install torch\`, or set PYTHON to an interpreter that has it"
+}
+
+# Sets `rendezvous` and `place`: this node alone, or its share of several.
+find_nodes() {
+    local slurm_nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}} hosts=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+    local nodes=${NNODES:-$slurm_nodes} node=${NODE_RANK:-} master=${MASTER_ADDR:-} port=${MASTER_PORT:-29500}
+    local once="start one launcher per node, \`srun --ntasks-per-node=1 ./train_multigpu.sh\`"
+    [[ ${SLURM_LOCALID:-0} == 0 ]] || fail "Slurm started several tasks on this node: $once"
+    whole NNODES "$nodes" 1 100000
+    if ((10#$nodes == 1)); then
+        [[ ${node:-0} == 0 ]] || fail "NODE_RANK=$node but one node: set NNODES and MASTER_ADDR too, or unset NODE_RANK"
+        rendezvous=(--standalone --nnodes=1) place='' # a free port: with a fixed one a second run here would die
+        return
+    fi
+    if [[ $nodes == "$slurm_nodes" ]]; then
+        [[ -n $node${SLURM_STEP_NODELIST:-} ]] || warn "not inside srun, the other nodes may never come: $once"
+        node=${node:-${SLURM_NODEID:-}}
+        if [[ -z $master ]] && command -v scontrol >/dev/null; then
+            read -r master < <(scontrol show hostnames "$hosts") || true
+        elif [[ -z $master && $hosts =~ ^([^],[]+)(\[([0-9]+)[-,0-9]*\])?(,|$) ]]; then
+            master=${BASH_REMATCH[1]}${BASH_REMATCH[3]}
+        fi
+    fi
+    [[ -n $node ]] || fail "NNODES=$nodes but NODE_RANK is not set: give 0 on the first node, 1 on the next, ..."
+    [[ -n $master ]] || fail "NNODES=$nodes but MASTER_ADDR is not set: give node 0's address, the same on every node"
+    whole NODE_RANK "$node" 0 $((10#$nodes - 1))
+    whole MASTER_PORT "$port" 1 65535
+    rendezvous=("--nnodes=$nodes" "--node_rank=$node" "--master_addr=$master" "--master_port=$port")
+    place="Node $node of $nodes, meeting at $master:$port"
+    [[ -n ${MASTER_PORT:-} ]] || place+=" (the default port; MASTER_PORT sets another)"
+}
+
+asked='' only_print=''
+while (($#)); do
+    case $1 in
+        -h | --help) sed -n '3,/^$/s/^# \{0,1\}//p' "$self"; exit ;;
+        --print) only_print=yes ;;
+        [0-9]* | [-+][0-9]*)
+            [[ -z $asked ]] || break
+            [[ $1 =~ ^0*[1-9][0-9]{0,3}$ ]] || fail "$1 is no number of processes: give 1 or more, or none for all GPUs"
+            asked=$((10#$1)) ;;
+        *) break ;;
+    esac
+    shift
+done
+
+script=$here/train.py
+for argument in "$@"; do
+    [[ ! $argument =~ ^(--config([-_]path)?(=.*)?|[A-Za-z_][A-Za-z0-9_.-]*=.*)$ ]] || script=$here/train_ddp.py
+done
+[[ -f $script ]] || fail "no $script: keep train_multigpu.sh in the folder of the training scripts"
+find_nodes
+find_gpus
+find_python
+
+found=${#gpus[@]} processes=${asked:-$((${#gpus[@]} ? ${#gpus[@]} : 1))}
+visible="$found GPU$( ((found == 1)) || echo s) visible"
+visible+=${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}
+if ((found && processes > found)); then
+    fail "$processes processes asked, $visible: ask for at most $found, or set CUDA_VISIBLE_DEVICES= for CPU processes"
+elif ((!found)) && [[ -n $asked${CUDA_VISIBLE_DEVICES:-} ]]; then
+    warn "$visible: training on the CPU"
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores > 0 ? cores : 1))}
+# With one store for all attempts, restarted ranks read the addresses of dead ones and hang (pytorch#167288).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+# SIGUSR1, Slurm's warning, and SIGUSR2 would kill torchrun and orphan its workers: it passes them on, or ignores them.
+signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
+read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARGS:-}" || true
+command=("$python" -m torch.distributed.run "${rendezvous[@]}" "${options[@]}" "$script" "$@")
+
+if [[ -n $only_print ]]; then
+    printf '%s=%q ' OMP_NUM_THREADS "$OMP_NUM_THREADS" \
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    printf '%q ' "${command[@]}"
+    echo
+    exit
+fi
+
+line='=========================================='
+printf '%s\n' "$line" "Multi-GPU Training Launcher" "$line"
+if ((found)); then echo "Number of GPUs: $processes"; else echo "Number of processes: $processes (CPU, gloo)"; fi
+[[ -z $place ]] || echo "$place"
+((!found)) || printf '%s\n' '' "Available GPUs:" "${gpus[@]:0:processes}"
+printf '\nLaunching distributed training...\n\n'
+# exec: torchrun takes over this process's id, so signals and the exit code are its own, and no shell waits in between.
+exec "${command[@]}"
