@@ -36,8 +36,8 @@ def run(cfg: Any, world: dist.World) -> dict[str, float]:
     return fit(prepare(cfg, world))
 
 
-def prepare(cfg: Any, world: dist.World) -> Prepared:
-    """(all ranks) Everything up to the first step; writes nothing yet."""
+def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
+    """(all ranks) Everything up to the first step; writes nothing yet. `strict` refuses where it would adapt."""
     say = print if world.main else _silence
     say(("Distributed training: " if world.grouped else "") + _processes(world))
     say(f"Using device: {world.device}")
@@ -66,7 +66,7 @@ def prepare(cfg: Any, world: dist.World) -> Prepared:
     model = task.model().to(world.device)
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
     amp = cfg.amp if state is None or cfg.amp != "auto" else state["precision"]
-    the_precision = precision.choose(amp, world.device)
+    the_precision = precision.choose(amp, world.device, strict)
     job = Job(
         cfg=cfg,
         world=world,

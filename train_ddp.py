@@ -34,7 +34,7 @@ def _main(asked: config.Asked) -> int:
     if warning:
         raise LockstepError(warning, where="environment", todo="or use train.py, which adapts")
     world = dist.join(cfg, dist.environment(), always=True)
-    prepared = train.prepare(cfg, world)
+    prepared = train.prepare(cfg, world, strict=True)
     preflight(prepared, world)
     if not asked.dry_run:
         train.fit(prepared)

@@ -33,9 +33,10 @@ class Precision:
         return torch.amp.GradScaler(self.device.type, enabled=self.name == "fp16")
 
 
-def choose(amp: str, device: torch.device) -> Precision:
+def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
     """`auto` becomes bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
 
+    What is asked for but not there becomes the next best thing, or with `strict` an error.
     By capability and not by a stopwatch: every rank, and a resumed run, must come to the same answer.
     """
     asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -44,11 +45,10 @@ def choose(amp: str, device: torch.device) -> Precision:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if amp == "bf16" and not has_bf16:
-            raise LockstepError(
-                f"amp=bf16, but {torch.cuda.get_device_name(device)} has no bf16",
-                where="amp",
-                todo="use amp=fp16 or auto",
-            )
+            lack = f"{torch.cuda.get_device_name(device)} has no bf16"
+            if strict:
+                raise LockstepError(f"amp=bf16, but {lack}", where="amp", todo="use amp=fp16 or auto")
+            return Precision("fp16", device, f"bf16 was asked for, but {lack}")
         if amp == "auto":
             name = "bf16" if has_bf16 else "fp16"
             return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")

@@ -60,7 +60,7 @@ class VideoSettings(contract.Settings):
 class Task(Classification):
     Settings = VideoSettings
     defaults = {
-        "epochs": 20,
+        "epochs": 14,
         "batch_size": 32,
         "optim.lr": 4e-3,
         "schedule.warmup_epochs": 1.0,

@@ -50,7 +50,8 @@ def assert_trained(done, tmp_path, processes):
         (
             2,
             "torchrun --standalone --nproc_per_node=2 train.py --multi-gpu ddp --mode flatten --epochs 30 "
-            f"--batch-size 32 --lr 4e-3 --warmup-epochs 3 --weight-decay 1e-4 --num-workers 1 --grad-accum-steps 4 {SHORT_HAR}",
+            "--batch-size 32 --lr 4e-3 --warmup-epochs 3 --weight-decay 1e-4 --num-workers 1 --grad-accum-steps 4 "
+            f"{SHORT_HAR}",
         ),
         (
             2,

@@ -50,8 +50,7 @@ HARD = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (2, 2)])
 def test_stopped_and_resumed_equals_straight(launch, tmp_path, processes, workers):
     """Stopped mid-epoch, then at the last step of an epoch, then at the first of the next."""
     steps_per_epoch = -(-61 // (6 * processes))

@@ -10,7 +10,7 @@ import tasks
 
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
 
-CUTS = {"1x12": (1, 12, 1), "2x6": (2, 6, 1), "2x3x2": (2, 3, 2), "3x4": (3, 4, 1)}
+CUTS = {"1x12": (1, 12, 1), "1x3x4": (1, 3, 4), "2x6": (2, 6, 1), "2x3x2": (2, 3, 2), "3x4": (3, 4, 1)}
 """processes, samples per process and pass, passes per step: all of them twelve samples per step"""
 
 SMALL = {
