@@ -11,24 +11,28 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tasks
-from data_loader import create_data_loaders
+from data_loader import EvalLoader, TrainLoader, create_data_loaders
 from engine import checkpoint, config, dist, folder, log, loop, optim, plan, precision
 from engine.contract import LockstepError
 from engine.loop import Job, Progress, Tally
 
 
+@dataclass
 class Prepared:
     """A job that is ready for its first step, with the loaders and the folder it will use."""
 
-    def __init__(self, job: Job, loaders: tuple[Any, Any], path: Path, resumed: str):
-        self.job, self.path, self.resumed = job, path, resumed
-        self.train_loader, self.val_loader = loaders
+    job: Job
+    train_loader: TrainLoader
+    val_loader: EvalLoader
+    path: Path
+    resumed: Path | None  # the checkpoint it goes on from
 
 
 def run(cfg: Any, world: dist.World) -> dict[str, float]:
@@ -83,9 +87,9 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
-    job.net = world.wrap(model, cfg.ddp)
+    job.net = world.together(lambda: world.wrap(model, cfg.ddp))
     say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
-    return Prepared(job, loaders, path, str(found or ""))
+    return Prepared(job, *loaders, path, found)
 
 
 def fit(prepared: Prepared) -> dict[str, float]:
@@ -207,6 +211,9 @@ def _main(asked: config.Asked) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if launch is None and _wants_torchrun(cfg):
         _start_torchrun(cfg)
+    idle = torch.cuda.device_count() - 1
+    if launch is None and cfg.multi_gpu == "none" and idle > 0 and cfg.device != "cpu":
+        print(f"note: this run uses one GPU, {idle} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
     if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
         print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
     world = dist.join(cfg, launch)

@@ -102,6 +102,12 @@ class World:
     def wrap(self, model: nn.Module, cfg: DDP) -> nn.Module:
         """The `net` of a `model` on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
         if self.grouped and any(p.requires_grad for p in model.parameters()):
+            if cfg.sync_bn and self.device.type == "cpu":
+                raise LockstepError(
+                    "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
+                    where="ddp.sync_bn",
+                    todo="drop it, or use GroupNorm, which needs no synchronising",
+                )
             if cfg.sync_bn:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
             return DistributedDataParallel(

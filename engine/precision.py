@@ -55,8 +55,8 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
     elif amp == "auto":
         if _cpu_has_bf16():
             return Precision("bf16", device, "the CPU has bf16 instructions")
-        return Precision("off", device, "fp32: this CPU has no bf16 instructions, so bf16 would not be faster")
-    return Precision(amp, device, "as amp asks" if amp != "off" else "fp32, as amp asks")
+        return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")
+    return Precision(amp, device, "as amp asks")
 
 
 def _cpu_has_bf16() -> bool:

@@ -7,6 +7,7 @@ a smartwatch; UCI HAR, UEA .ts files and your own arrays are read as well, see `
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -138,7 +139,7 @@ class Task(Classification):
         return "\n".join(
             [
                 f"Found {len(found)} recordings{people} with {counts.sum()} windows"
-                f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {found.where}",
+                f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
                 f"Train windows: {counts[~val].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}",
                 class_table(self.classes, self.train_counts, weights),
             ]
