@@ -220,6 +220,7 @@ def _main(asked: config.Asked) -> int:
     prepared = prepare(cfg, world)
     if not asked.dry_run:
         fit(prepared)
+    del prepared  # and DDP with it, before its process group
     world.leave()
     return 0
 

@@ -38,6 +38,7 @@ def _main(asked: config.Asked) -> int:
     preflight(prepared, world)
     if not asked.dry_run:
         train.fit(prepared)
+    del prepared  # and DDP with it, before its process group
     world.leave()
     return 0
 

@@ -144,7 +144,9 @@ prepared.train_loader.set_epoch(0)
 for _ in loop.train_epoch(prepared.job, prepared.train_loader):
     per_step.append(len(calls) - before)
     before = len(calls)
-print("CALLS", world.rank, per_step, flush=True)
+# One write: torchrun's workers are unbuffered, and the pieces of two prints would mix.
+print(f"CALLS {world.rank} {per_step}\\n", end="", flush=True)
+del prepared
 world.leave()
 """
 

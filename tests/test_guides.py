@@ -7,6 +7,7 @@ scripts/train_multi_gpu.sh is train_multigpu.sh. What makes a run short stands b
 import shlex
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,11 +84,32 @@ def test_the_guides_commands_train(launch, tmp_path, processes, words):
         assert "Multi-GPU Training Launcher" in done.out and "warning" in done.err
 
 
-def test_the_deprecated_launch_module(launch, tmp_path):
-    """It passes --local-rank to the script besides setting the variables, and needs a port."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def test_two_nodes_as_two_launchers(launch, tmp_path):
+    """One process on the first node, two on the second; here both nodes are this machine."""
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
+    with ThreadPoolExecutor() as nodes:
+        first, second = (
+            nodes.submit(
+                launch, "./train_multigpu.sh", processes, *shlex.split(SHORT_HAR), f"save_dir={tmp_path / 'run'}",
+                NODE_RANK=str(node), **shared,
+            )
+            for node, processes in ((0, "1"), (1, "2"))
+        )  # fmt: skip
+    assert_trained(first.result(), tmp_path, 3)
+    succeed(second.result())
+    assert "Node 0 of 2, meeting at 127.0.0.1" in first.result().out
+    assert "Starting training" not in second.result().out, "rank 0 alone speaks"
+
+
+def test_the_deprecated_launch_module(launch, tmp_path):
+    """It passes --local-rank to the script besides setting the variables, and needs a port."""
+    port = free_port()
     words = f"python -m torch.distributed.launch --nproc_per_node=2 --master_port={port} train.py {SHORT_HAR}"
     assert_trained(launch(*command(words, tmp_path)), tmp_path, 2)
 

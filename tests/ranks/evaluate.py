@@ -69,6 +69,7 @@ def main():
         everyone = world.gather(metrics)
         assert all(theirs == metrics for theirs in everyone), "the ranks report different metrics"
         results[size] = {"metrics": metrics, "sums": dict(sums)}
+    del job
     if world.main:
         torch.save(results, out)
     world.leave()

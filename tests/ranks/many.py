@@ -49,6 +49,7 @@ def main() -> None:
             train.fit(prepared)
         checksums = world.gather(loop.checksum(prepared.job.model))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
+        del prepared
     world.leave()
 
 
