@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from torch import Tensor, nn
 
-
-def group_norm(channels: int) -> nn.GroupNorm:
-    """Eight groups where they divide the channels. No BatchNorm: the step would depend on how the batch is cut."""
-    return nn.GroupNorm(math.gcd(8, channels), channels)
+from models.layers import group_norm
 
 
 def conv(before: int, after: int, time: int, space: int, stride: int = 1) -> nn.Conv3d:

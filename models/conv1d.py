@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-
-def group_norm(channels: int) -> nn.GroupNorm:
-    """Eight groups where they divide the channels. Not BatchNorm: the step would depend on how the batch is cut."""
-    return nn.GroupNorm(math.gcd(8, channels), channels)
+from models.layers import Standardise, group_norm
 
 
 class Block(nn.Module):
@@ -42,9 +37,6 @@ class Conv1d(nn.Module):
     depth      number of stages; each halves the time axis
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(
         self,
         mean: Tensor,
@@ -56,8 +48,7 @@ class Conv1d(nn.Module):
         kernel: int = 5,
     ):
         super().__init__()
-        self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.get_default_dtype())[:, None].clone())  # (C, 1)
-        self.register_buffer("std", torch.as_tensor(std, dtype=torch.get_default_dtype())[:, None].clone())
+        self.standardise = Standardise(mean, std)
         sizes = [width] + [2 * width] * (depth - 1)
         self.stem = nn.Conv1d(len(mean), width, 7, stride=2, padding=3)
         self.body = nn.Sequential(
@@ -68,7 +59,7 @@ class Conv1d(nn.Module):
         self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * sizes[-1], num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (x.to(self.mean.dtype) - self.mean) / self.std  # (B, C, T)
+        x = self.standardise(x)  # (B, C, T)
         x = self.body(self.stem(x))  # (B, W, ceil(T / 2^(depth + 1)))
         # The mean says how much of a motion the window holds, the maximum whether it occurs at all.
         return self.head(torch.cat([x.mean(2), x.amax(2)], 1))  # (B, num_classes)

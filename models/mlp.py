@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 from torch import Tensor, nn
+
+from models.layers import Standardise
 
 
 class MLP(nn.Module):
@@ -15,9 +16,6 @@ class MLP(nn.Module):
     width      units of the hidden layers
     depth      number of hidden layers, at least 1
     """
-
-    mean: Tensor
-    std: Tensor
 
     def __init__(
         self,
@@ -30,8 +28,7 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.get_default_dtype())[:, None].clone())  # (C, 1)
-        self.register_buffer("std", torch.as_tensor(std, dtype=torch.get_default_dtype())[:, None].clone())
+        self.standardise = Standardise(mean, std)
         sizes = [len(mean) * length] + [width] * depth
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(sizes):
@@ -40,5 +37,5 @@ class MLP(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (x.to(self.mean.dtype) - self.mean) / self.std  # (B, C, T)
+        x = self.standardise(x)  # (B, C, T)
         return self.head(self.body(x.flatten(1)))  # (B, num_classes)

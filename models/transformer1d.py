@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.layers import Standardise
+
 
 def sine_positions(count: int, width: int) -> Tensor:
     """(count, width) float32, the fixed sine and cosine code of Vaswani et al. (NeurIPS 2017)."""
@@ -46,8 +48,6 @@ class Transformer1d(nn.Module):
     patch      steps per token; tokens overlap by half
     """
 
-    mean: Tensor
-    std: Tensor
     positions: Tensor
 
     def __init__(
@@ -63,15 +63,14 @@ class Transformer1d(nn.Module):
         patch: int = 8,
     ):
         super().__init__()
-        self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.get_default_dtype())[:, None].clone())  # (C, 1)
-        self.register_buffer("std", torch.as_tensor(std, dtype=torch.get_default_dtype())[:, None].clone())
+        self.standardise = Standardise(mean, std)
         self.patches = nn.Conv1d(len(mean), width, patch, stride=patch // 2, padding=patch // 2)
         self.register_buffer("positions", sine_positions(length // (patch // 2) + 1, width), persistent=False)
         self.body = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)), nn.LayerNorm(width))
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (x.to(self.mean.dtype) - self.mean) / self.std  # (B, C, T)
+        x = self.standardise(x)  # (B, C, T)
         x = self.patches(x).transpose(1, 2)  # (B, L, W)
         x = self.body(x + self.positions[: x.shape[1]])
         return self.head(x.mean(1))  # (B, num_classes)

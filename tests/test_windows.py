@@ -456,9 +456,12 @@ def test_models_in_float64_normalise_and_reach_every_parameter(mode):
     silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not silent
     assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    assert model.mean.flatten().tolist() == torch.linspace(-1, 1, 6).tolist() and "mean" in model.state_dict()
+    layer = model.standardise
+    assert layer.mean.flatten().tolist() == torch.linspace(-1, 1, 6).tolist()
+    assert "standardise.mean" in model.state_dict()
     scaled = build(mode, 6, 40, depth=2, width=12).double()
-    scaled.mean, scaled.std = scaled.mean * 8, scaled.std * 8  # the same sensors in another unit
+    layer = scaled.standardise
+    layer.mean, layer.std = layer.mean * 8, layer.std * 8  # the same sensors in another unit
     assert torch.allclose(scaled(x * 8), model(x))
 
 
