@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.contract import LockstepError, Task
 
 FOLDER = Path(__file__).parent
+REQUIRED = ("datasets", "model", "loss", "score", "report")
 
 
 def names() -> list[str]:
@@ -43,4 +44,7 @@ def load(name: str) -> type[Task]:
         raise LockstepError(
             f"{name} has no class Task", where="task", todo="define `class Task(engine.contract.Task)` in that file"
         )
+    missing = [method for method in REQUIRED if getattr(task, method) is getattr(Task, method)]
+    if missing:
+        raise LockstepError(f"the Task of {name} lacks {', '.join(missing)}", where="task", todo="see engine/contract.py")
     return task
