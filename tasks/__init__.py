@@ -46,5 +46,6 @@ def load(name: str) -> type[Task]:
         )
     missing = [method for method in REQUIRED if getattr(task, method) is getattr(Task, method)]
     if missing:
-        raise LockstepError(f"the Task of {name} lacks {', '.join(missing)}", where="task", todo="see engine/contract.py")
+        lack = f"the Task of {name} lacks {', '.join(missing)}"
+        raise LockstepError(lack, where="task", todo="see engine/contract.py")
     return task

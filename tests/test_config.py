@@ -162,7 +162,8 @@ def test_the_resolved_tree_is_a_config_again(tmp_path):
 def test_a_file_without_a_whole_task_is_refused(tmp_path):
     (tmp_path / "empty.py").write_text("x = 1\n")
     (tmp_path / "half.py").write_text(
-        "from engine import contract\nclass Task(contract.Task):\n    def model(self): ...\n    def loss(self, n, b): ...\n"
+        "from engine import contract\nclass Task(contract.Task):\n"
+        "    def model(self): ...\n    def loss(self, net, batch): ...\n"
     )
     assert "has no class Task" in problems(str(tmp_path / "empty.py"))[0]
     assert "lacks datasets, score, report" in problems(str(tmp_path / "half.py"))[0]
