@@ -87,7 +87,8 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
-    job.net = world.together(lambda: world.wrap(model, cfg.ddp))
+    inner = precision.Autocast(model, the_precision) if world.devices else model
+    job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
     say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
     return Prepared(job, *loaders, path, found)
 

@@ -123,7 +123,8 @@ def train_epoch(job: Job, loader: Any) -> Iterator[None]:
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
             job.scaler.scale(total).backward()
-        seen = Sums(loss=loss.total.detach().double(), **{k: v.double() for k, v in loss.sums.items()})
+        seen = Sums(loss=loss.total.detach(), **loss.sums)
+        seen = Sums({name: total.to(world.device, torch.float64) for name, total in seen.items()})
         if micro.filler:  # zeros, not nothing: the names must be there for the sum over the ranks
             seen = Sums({name: torch.zeros_like(total) for name, total in seen.items()})
         else:
@@ -202,7 +203,8 @@ def reduce_sums(sums: Sums, world: World) -> Sums:
     whole = Sums()
     for name, (shape, dtype) in shapes.items():
         total = sums.get(name)
-        whole[name] = torch.zeros(shape, dtype=dtype, device=world.device) if total is None else total.clone()
+        whole[name] = torch.zeros(shape, dtype=dtype) if total is None else total.clone()
+        whole[name] = whole[name].to(world.device)  # a task may have made it on the CPU
         world.sum(whole[name])
     return whole
 

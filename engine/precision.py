@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.contract import LockstepError
 
@@ -31,6 +32,19 @@ class Precision:
     def scaler(self) -> torch.amp.GradScaler:
         """fp16 alone needs one: its gradients underflow below 6e-8."""
         return torch.amp.GradScaler(self.device.type, enabled=self.name == "fp16")
+
+
+class Autocast(nn.Module):
+    """`model` in its own autocast. DataParallel's threads take over that autocast is on, but not its dtype: bf16 would
+    run as fp16 there, without a scaler."""
+
+    def __init__(self, model: nn.Module, precision: Precision):
+        super().__init__()
+        self.model, self.precision = model, precision
+
+    def forward(self, *inputs: Any) -> Any:
+        with self.precision.autocast():
+            return self.model(*inputs)
 
 
 def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:

@@ -246,3 +246,14 @@ def test_missing_data_is_one_message_from_all_ranks(launch, tmp_path):
     done = launch.torchrun(2, "train.py", "har", f"dataset.root={tmp_path / 'nowhere'}", f"save_dir={tmp_path / 'run'}")
     assert done.code != 0 and len(done.errors) == 1, done.err
     assert str(tmp_path / "nowhere") in done.errors[0]
+
+
+def test_data_parallel_keeps_the_dtype_of_autocast():
+    """Its threads start without it: here a thread stands for one of them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from engine.precision import Autocast, choose
+
+    inner = Autocast(torch.nn.Linear(2, 2), choose("bf16", torch.device("cpu")))
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16

@@ -58,14 +58,16 @@ def test_the_lines_of_the_guide_are_on_the_terminal(runs):
 
 
 def test_a_terminal_gets_bars(launch, tmp_path):
+    import fcntl
     import os
     import pty
+    import struct
     import subprocess
     import sys
     import termios
 
     main, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (24, 120))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # rows, columns, pixels
     command = [
         sys.executable,
         "train.py",
