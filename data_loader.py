@@ -193,6 +193,8 @@ def create_data_loaders(
     common = {
         "num_workers": cfg.num_workers,
         "persistent_workers": cfg.num_workers > 0,
+        # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
+        "multiprocessing_context": "fork" if cfg.num_workers else None,
         "pin_memory": world.device.type == "cuda",
     }
     loaders = [

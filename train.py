@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ class Prepared:
     job: Job
     train_loader: TrainLoader
     val_loader: EvalLoader
-    path: Path
     resumed: Path | None  # the checkpoint it goes on from
+    horizon: int | None  # the length of that checkpoint's schedule
 
 
 def run(cfg: Any, world: dist.World) -> dict[str, float]:
@@ -53,24 +53,25 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
     train_set, val_set = world.together(task.datasets)
     if task.summary():
         say(task.summary() + "\n")
-    the_plan = plan.make_plan(cfg, world, len(train_set))
-    loaders = create_data_loaders(cfg, world, the_plan, train_set, val_set)
+    the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
+    loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
 
-    path = world.on_main(lambda: folder.name_folder(cfg))
-    found = world.on_main(lambda: checkpoint.find(cfg.resume, path))
+    path = Path(cfg.save_dir)
+    found = world.on_main(lambda: checkpoint.find(cfg.resume, path if cfg.save_dir else None))
     state = world.together(lambda: checkpoint.read(found)) if found else None
     if found and state:
         world.together(lambda: checkpoint.check_same_run(state, cfg, the_plan, found))
 
     say("Creating model...")
     torch.manual_seed(cfg.seed)  # the same weights on every rank
-    model = task.model().to(world.device)
+    model = world.together(task.model).to(world.device)
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
-    amp = cfg.amp if state is None or cfg.amp != "auto" else state["precision"]
-    the_precision = precision.choose(amp, world.device, strict)
+    the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
+    if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
+        the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
     job = Job(
         cfg=cfg,
         world=world,
@@ -90,23 +91,28 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
     inner = precision.Autocast(model, the_precision) if world.devices else model
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
     say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
-    return Prepared(job, *loaders, path, found)
+    return Prepared(job, *loaders, found, state["horizon"] if state else None)
 
 
 def fit(prepared: Prepared) -> dict[str, float]:
     """(all ranks) The training itself: epochs, evaluations, checkpoints."""
-    job, path = prepared.job, prepared.path
+    job = prepared.job
     cfg, world, task, progress = job.cfg, job.world, job.task, job.progress
     if job.finished:
         if world.main:
-            stand = f"{path} stands at step {progress.step} of {job.plan.total_steps}"
+            stand = f"{prepared.resumed} stands at step {progress.step} of {job.plan.total_steps}"
             print(f"Already complete: {stand}; raise epochs to go on")
         return {}
-    world.on_main(lambda: folder.make_folder(path, cfg, world))
-    logger = log.Log(path, job) if world.main else log.Silent()
+    path = world.on_main(lambda: folder.make_folder(cfg, world))
+    logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
     if prepared.resumed:
         place = f"step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         logger.say(f"Resuming {prepared.resumed}: {place}")
+        if prepared.horizon not in (None, job.plan.horizon):
+            change = f"{job.plan.horizon} steps instead of {prepared.horizon}"
+            logger.say(
+                f"  note: the schedule now spans {change}; schedule.horizon={prepared.horizon} keeps it as it was"
+            )
     logger.say("Starting training...\n")
 
     metrics: dict[str, float] = {}
@@ -115,11 +121,12 @@ def fit(prepared: Prepared) -> dict[str, float]:
         steps = loop.train_epoch(job, prepared.train_loader)
         for _ in logger.progress(steps, len(prepared.train_loader), "Training"):
             pause = job.epoch_ended or job.finished
+            evaluating = job.finished or due(cfg.eval_every, progress.step, pause)
 
-            if pause or progress.step % cfg.log_every == 0:  # (all ranks) sums meet; (main only) lines are written
+            if pause or evaluating or progress.step % cfg.log_every == 0:  # (all ranks) sums meet; (main only) writes
                 logger.train(job, loop.training_metrics(job))
 
-            if job.finished or due(cfg.eval_every, progress.step, pause):  # (all ranks) each scores its shard
+            if evaluating:  # (all ranks) each scores its shard
                 batches = logger.progress(prepared.val_loader, len(prepared.val_loader), "Validation")
                 metrics, sums = loop.evaluate(job, batches)
                 logger.eval(job, metrics, loop.means(progress.epoch_totals), task.monitor)
@@ -134,6 +141,7 @@ def fit(prepared: Prepared) -> dict[str, float]:
             if job.finished:
                 break
         progress.epoch, progress.position, progress.epoch_totals = progress.epoch + 1, 0, {}
+        logger.end_epoch()
 
     if isinstance(logger, log.Log):
         log.add_hparams(logger, job, metrics)
@@ -190,7 +198,8 @@ def _processes(world: dist.World) -> str:
 def _set_backends(cfg: Any) -> None:
     """Speed, or the same bits every time."""
     torch.backends.cudnn.benchmark = not cfg.deterministic
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not cfg.deterministic
+    tf32 = cfg.amp != "off" and not cfg.deterministic  # amp=off is float32 to the last digit
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
@@ -230,7 +239,7 @@ def guarded(argv: list[str], work: Any) -> int:
     """Parse, answer --help and --print-config, do the work; an error becomes one line and an exit code."""
     debug = "--debug" in argv
     try:
-        asked = config.parse(argv, tasks.load)
+        asked = _parse(argv)
         if asked.help:
             print(config.usage(asked.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(asked.cfg.task)))
             return 0
@@ -248,6 +257,14 @@ def guarded(argv: list[str], work: Any) -> int:
         return error.exit_code
 
 
+def _parse(argv: list[str]) -> config.Asked:
+    try:
+        return config.parse(argv, tasks.load)
+    except LockstepError as error:
+        error.everywhere = True  # every rank reads the same command line
+        raise
+
+
 def _wants_torchrun(cfg: Any) -> bool:
     several = len(cfg.gpu_ids or range(torch.cuda.device_count())) > 1
     return cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and several)
@@ -255,10 +272,12 @@ def _wants_torchrun(cfg: Any) -> bool:
 
 def _start_torchrun(cfg: Any) -> None:
     """Become torchrun with one process per GPU (one on the CPU). Doesn't return."""
-    count = len(cfg.gpu_ids) or torch.cuda.device_count() or 1
-    if cfg.gpu_ids and torch.cuda.is_available():
+    gpus = torch.cuda.device_count()
+    count = (len(cfg.gpu_ids) if gpus else 0) or gpus or 1
+    if cfg.gpu_ids and gpus:
+        dist.check_gpu_ids(cfg.gpu_ids, gpus)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        chosen = [visible[gpu] if len(visible) > gpu and visible[0] else str(gpu) for gpu in cfg.gpu_ids]
+        chosen = [visible[gpu] if visible[0] else str(gpu) for gpu in cfg.gpu_ids]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *sys.argv]
     print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)

@@ -11,7 +11,7 @@ import torch
 
 from engine import config
 from engine.contract import LockstepError
-from engine.loop import Job, Progress
+from engine.loop import Job, Progress, equalise_buffers
 from engine.plan import Plan
 
 FORMAT = 1
@@ -26,9 +26,10 @@ FREE_KEYS = (
 
 def capture(job: Job) -> dict[str, Any]:
     """(all ranks) The state of the run as plain values and tensors: what `weights_only=True` loads again."""
-    rng = {"cpu": torch.get_rng_state()}
+    equalise_buffers(job)
+    rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if job.world.device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(job.world.device)
+        rng["cuda"] = [torch.cuda.get_rng_state(device) for device in job.world.devices or [job.world.device]]
     return {
         "format": FORMAT,
         "config": config.to_dict(job.cfg),
@@ -79,13 +80,13 @@ def _umask() -> int:
     return mask
 
 
-def find(resume: str, folder: Path) -> Path | None:
+def find(resume: str, folder: Path | None) -> Path | None:
     """The checkpoint to go on from: `auto` is the folder's last.pt if there is one, `never` none, else a path."""
-    last = folder / LAST
+    last = folder / LAST if folder else None
     if resume == "auto":
-        return last if last.exists() else None
+        return last if last and last.exists() else None
     if resume == "never":
-        if last.exists():
+        if last and last.exists():
             raise LockstepError(
                 "resume=never, but the folder holds a run",
                 where=str(folder),
@@ -154,7 +155,8 @@ def restore(job: Job, state: dict[str, Any], path: Path) -> None:
         if job.ema is not None:
             job.ema.load_state_dict(state["ema"])
         job.optimizer.load_state_dict(state["optimizer"])
-        job.scaler.load_state_dict(state["scaler"])
+        if state["scaler"] and job.scaler.is_enabled():  # amp may have changed
+            job.scaler.load_state_dict(state["scaler"])
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise LockstepError(
@@ -169,8 +171,10 @@ def restore(job: Job, state: dict[str, Any], path: Path) -> None:
     if len(ranks) == world.size:
         rng = ranks[world.rank]["rng"]
         torch.set_rng_state(rng["cpu"])
-        if world.device.type == "cuda" and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"], world.device)
+        if world.device.type == "cuda":
+            devices: list[Any] = list(world.devices) or [world.device]
+            for device, state_of_device in zip(devices, rng.get("cuda", []), strict=False):
+                torch.cuda.set_rng_state(state_of_device, device)
     else:
         # Dropout, the one thing drawn from here, starts anew; order and augmentation don't depend on this state.
         torch.manual_seed(job.cfg.seed + 1 + world.rank + world.size * job.progress.step)

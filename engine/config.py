@@ -107,7 +107,7 @@ class Config:
         "none",
         "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
     )
-    gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all")
+    gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
     log_every: int = option(10, "optimizer steps between log lines", low=1)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
     save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch", low=0)
@@ -159,8 +159,8 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
     """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2."""
     problems: list[str] = []
     switches, files, given = _tokens(argv, problems)
-    written = [setting for path in files for setting in _read_yaml(path, problems)]
-    task_name = next((str(s.value) for s in reversed(written + given) if s.key == "task"), Config.task)
+    layers = [*(_read_yaml(path, problems) for path in files), given]
+    task_name = next((str(s.value) for layer in reversed(layers) for s in layer if s.key == "task"), Config.task)
     try:
         task = load_task(task_name)
     except LockstepError as error:
@@ -169,7 +169,7 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
     aliases = ALIASES | task.aliases
     for key, value in task.defaults.items():
         _assign(cfg, key, value)
-    for layer in (written, given):
+    for layer in layers:
         _apply(cfg, layer, aliases, problems)
     problems += _contradictions(cfg)
     if problems and not switches & {"help"}:
@@ -293,6 +293,8 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise LockstepError(f"not valid YAML: {what}", where=place, todo="mend that line") from None
+    if root is None:  # comments only: an empty delta
+        return []
     if not isinstance(root, yaml.MappingNode):
         raise LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
     settings: list[Setting] = []

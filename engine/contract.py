@@ -22,7 +22,7 @@ augmentation is drawn from, see `uniform`)."""
 class LockstepError(Exception):
     """Something the person at the keyboard can mend; printed as `error: what (where): what to do`, never a traceback.
 
-    Exit codes: 2 usage, config or data; 3 checkpoint; 4 training diverged; 5 data loading; 6 distributed.
+    Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
     """
 
     def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):

@@ -81,9 +81,10 @@ class World:
         """Run `work` on every rank; where one fails in words, all stop with the first such error."""
         return self._agree(work, self.gather)
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and give its result, or its error, to all."""
-        return self._agree(work if self.main else lambda: None, lambda outcome: [self.broadcast(outcome)], share=True)
+    def on_main(self, work: Callable[[], T], local: bool = False) -> T:
+        """Run `work` on rank 0 alone and give its result, or its error, to all; with `local` the others get None."""
+        work = work if self.main else lambda: None  # type: ignore[assignment, return-value]
+        return self._agree(work, lambda outcome: [self.broadcast(outcome)], share=not local)
 
     def _agree(self, work: Callable[[], Any], exchange: Callable[[Any], list[Any]], share: bool = False) -> Any:
         result, problem = None, None
@@ -238,6 +239,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
     if launch is None and not always:
         return World(0, 0, 1, device, devices)
+    store_of = _store if launch else lambda *_: dist.HashStore()  # started alone: a group of one needs no address
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend
     if backend == "auto":
@@ -245,7 +247,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     try:
         dist.init_process_group(
             backend,
-            store=_store(launch, timedelta(seconds=cfg.ddp.init_timeout_s)),
+            store=store_of(launch, timedelta(seconds=cfg.ddp.init_timeout_s)),
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=cfg.ddp.timeout_s),
@@ -265,6 +267,9 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
     # dead ones. Over several nodes the count of restarts may differ between them, so there it cannot be a prefix.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
+    store.set(f"rank{launch.rank}_is_here", "yes")
+    store.wait([f"rank{rank}_is_here" for rank in range(launch.size)], timeout)
     return store
 
 
@@ -285,6 +290,14 @@ def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
     )
 
 
+def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
+    wrong = [gpu for gpu in gpu_ids if gpu >= visible]
+    if wrong:
+        raise LockstepError(
+            f"gpu_ids={wrong} asked, {visible} visible", where="gpu_ids", todo=f"choose from 0..{visible - 1}"
+        )
+
+
 def _device(cfg: Config, launch: Launch | None) -> tuple[torch.device, tuple[int, ...]]:
     """(device of this process, devices of DataParallel)."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
@@ -302,11 +315,8 @@ def _device(cfg: Config, launch: Launch | None) -> tuple[torch.device, tuple[int
             where="multi_gpu",
             todo="use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
         )
-    wrong = [gpu for gpu in cfg.gpu_ids if gpu >= visible]
-    if wrong and visible:
-        raise LockstepError(
-            f"gpu_ids={wrong} asked, {visible} visible", where="gpu_ids", todo=f"choose from 0..{visible - 1}"
-        )
+    if visible and launch is None:  # under torchrun they were chosen by whoever started it
+        check_gpu_ids(cfg.gpu_ids, visible)
     if not visible:
         return torch.device("cpu"), ()
     if launch is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -19,25 +20,35 @@ from engine.contract import LockstepError
 from engine.dist import World
 
 
-def name_folder(cfg: Any) -> Path:
-    """(main only) `save_dir`, or a new name under checkpoints/. Creates nothing."""
-    if cfg.save_dir:
-        return Path(cfg.save_dir)
-    stem = f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path("checkpoints") / (stem + suffix) for suffix in ["", *(f"-{n}" for n in range(2, 1000))])
-    return next(path for path in candidates if not path.exists())
-
-
-def make_folder(folder: Path, cfg: Any, world: World) -> None:
-    """(main only) Create the folder and write config.yaml and environment.json into it."""
+def make_folder(cfg: Any, world: World) -> Path:
+    """(main only) Create `save_dir`, or a new folder under checkpoints/, with config.yaml and environment.json."""
+    folder = Path(cfg.save_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if cfg.save_dir:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = _new_folder(f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
+        for torn in folder.glob(".*.pt.*"):  # what a process that was killed in the middle of a save left
+            torn.unlink()
         (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise LockstepError(
             f"the run's folder cannot be written: {error.strerror}", where=str(folder), todo="give another save_dir"
         ) from None
+    return folder
+
+
+def _new_folder(stem: str) -> Path:
+    """Made, not only named: two runs may start in the same second."""
+    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
+        folder = Path("checkpoints") / (stem + suffix)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
 
 
 def environment(world: World) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Silent:
     def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None: ...
     def save(self, job: Job, path: Path) -> None: ...
     def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None: ...
+    def end_epoch(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -73,9 +74,15 @@ class Log(Silent):
 
     def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
         """Pass `items` through, with a bar of their own on a terminal."""
-        self.bar = self._bar(iterable=items, total=total, desc=name, leave=False)
-        yield from self.bar
-        self.bar.close()
+        outer, self.bar = self.bar, self._bar(iterable=items, total=total, desc=name, leave=False)
+        try:
+            yield from self.bar
+        finally:
+            self.bar.close()
+            self.bar = outer
+
+    def end_epoch(self) -> None:
+        self.epochs.update()
 
     def _record(self, event: str, job: Job, values: dict[str, Any]) -> None:
         p = job.progress
@@ -113,8 +120,6 @@ class Log(Silent):
         p, plan = job.progress, job.plan
         self._record("eval", job, metrics)
         self._scalars("val", job, metrics)
-        if self.bars and job.epoch_ended:
-            self.epochs.update()
         shown = _shown(metrics) | ({} if monitor in SHORT else {monitor: f"{metrics[monitor]:.4f}"})
         left = ", ".join(f"{k}: {v}" for k, v in _shown(train_means).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
@@ -152,6 +157,17 @@ class Log(Silent):
         self.writer.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def start(folder: Path, job: Job) -> Log:
+    """(main only) Open the log, or say in words why not."""
+    try:
+        return Log(folder, job)
+    except LockstepError:
+        raise
+    except Exception as error:  # wandb and TensorBoard have many kinds of their own
+        what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise LockstepError(what, where=str(folder), todo="mend it, or give another save_dir", exit_code=3) from error
 
 
 def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:

@@ -46,18 +46,16 @@ class Tally:
         self.weight = torch.zeros((), dtype=torch.float64, device=self.device)  # of all ranks
         self.grad_norm = torch.zeros((), device=self.device)  # of the last step
         self.skipped = torch.zeros((), device=self.device)  # steps skipped
-        self.samples = 0
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        self.since, self.waited = time.perf_counter(), 0.0
+        self.since, self.waited, self.timed_samples = time.perf_counter(), 0.0, 0
 
     def state(self) -> dict[str, Any]:
         return {
             "sums": {name: total.cpu() for name, total in self.sums.items()},
             "weight": self.weight.cpu(),
             "skipped": self.skipped.cpu(),
-            "samples": self.samples,
         }
 
     def load(self, states: list[dict[str, Any]], rank: int, size: int) -> None:
@@ -68,9 +66,8 @@ class Tally:
             sums = sum((Sums(state["sums"]) for state in states), Sums())
             sums = sums if rank == 0 else Sums({name: torch.zeros_like(total) for name, total in sums.items()})
         self.sums = Sums({name: total.to(self.device) for name, total in sums.items()})
-        self.weight = states[0]["weight"].to(self.device)  # these three are the same on all ranks
+        self.weight = states[0]["weight"].to(self.device)  # this and the next are the same on all ranks
         self.skipped = states[0]["skipped"].to(self.device)
-        self.samples = states[0]["samples"]
 
 
 @dataclass
@@ -137,10 +134,10 @@ def train_epoch(job: Job, loader: Any) -> Iterator[None]:
             lr = job.plan.lr(progress.step)
             tally.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
             if job.ema is not None:
-                job.ema.update_parameters(job.model)
+                optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay)
             tally.weight += weight
             tally.skipped += skipped
-            tally.samples += micro.consumed - progress.position
+            tally.timed_samples += micro.consumed - progress.position
             progress.samples += micro.consumed - progress.position
             progress.step, progress.position = progress.step + 1, micro.consumed
             yield
@@ -165,7 +162,7 @@ def training_metrics(job: Job) -> dict[str, float]:
         "lr": job.plan.lr(job.progress.step - 1),
         "grad_norm": numbers[-2],
         "skipped_steps": numbers[-1],
-        "samples_per_s": tally.samples / elapsed,
+        "samples_per_s": tally.timed_samples / elapsed,
         "data_wait_share": min(1.0, tally.waited / elapsed),
     }
     tally.clear()
@@ -173,7 +170,9 @@ def training_metrics(job: Job) -> dict[str, float]:
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Training totals to means: the loss over its weight, everything else over `count`."""
+    """Training totals to means: the loss over its weight, everything else over `count`; nothing of nothing."""
+    if not totals:
+        return {}
     rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
     count = totals.get("count", 0.0)
     return {"loss": totals["loss"] / totals["weight"] if totals["weight"] else float("nan")} | {
@@ -187,14 +186,23 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums]:
 
     The bare module runs, so shards may be uneven or empty: only the sums meet.
     """
-    job.world.equalise_buffers(job.model)
+    equalise_buffers(job)
     model = job.evaluated_model.eval()
     sums = Sums()
     for batch in batches:
         with job.precision.autocast():
             sums += job.task.score(model, batch)
     sums = reduce_sums(sums, job.world)
-    return job.task.report(sums) | {"count": int(sums["count"])}, sums
+    # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
+    metrics = {name: float(value) for name, value in job.task.report(sums).items()}
+    return metrics | {"count": int(sums["count"])}, sums
+
+
+def equalise_buffers(job: Job) -> None:
+    """(all ranks) BatchNorm's running statistics, the same on every rank."""
+    job.world.equalise_buffers(job.model)
+    if job.ema is not None:
+        job.world.equalise_buffers(job.ema.module)
 
 
 def reduce_sums(sums: Sums, world: World) -> Sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -27,6 +28,28 @@ def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
     if not cfg.ema_decay:
         return None
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
+
+
+@torch.no_grad()
+def update_ema(ema: AveragedModel, model: nn.Module, decay: float) -> None:
+    """Take one step of the average, as `ema.update_parameters(model)` does, but without its copies between host and
+    device, which are sync points."""
+    first = int(ema.n_averaged) == 0  # it lies on the CPU
+    pairs = [
+        (average, value.detach())
+        for average, value in zip(
+            itertools.chain(ema.module.parameters(), ema.module.buffers()),
+            itertools.chain(model.parameters(), model.buffers()),
+            strict=True,
+        )
+    ]
+    lerped = [] if first else [pair for pair in pairs if pair[0].is_floating_point()]
+    if lerped:
+        get_ema_multi_avg_fn(decay)([a for a, _ in lerped], [v for _, v in lerped], None)
+    for average, value in pairs:
+        if first or not average.is_floating_point():
+            average.copy_(value)
+    ema.n_averaged += 1
 
 
 def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:

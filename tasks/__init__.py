@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from engine.contract import LockstepError, Task
 
@@ -18,19 +20,25 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
+def _from_path(path: Path) -> ModuleType:
+    """Import a file once, under a name of its own in sys.modules, where pickle finds its classes."""
+    name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
 def load(name: str) -> type[Task]:
     """The class `Task` of `tasks/<name>.py`, or of the file that `name` is the path of."""
     if name.endswith(".py"):
         path = Path(name).resolve()
         if not path.is_file():
             raise LockstepError(f"no task file {name!r}", where="task", todo="give the path of an existing .py file")
-        # A name of its own, in sys.modules: loader workers unpickle the dataset class by it.
-        module_name = f"tasks_from_path_{path.stem}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
+        module = _from_path(path)
     elif name in names():
         module = importlib.import_module(f"tasks.{name}")
     else:

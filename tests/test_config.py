@@ -79,6 +79,7 @@ def test_every_spelling_of_the_guides(argv, key, value):
         (["deterministic=perhaps"], "give true or false"),
         (["gpu_ids=0,x"], "give a whole number"),
         (["gpu_ids=0,0"], "name each GPU once"),
+        (["gpu_ids=-1"], "must be at least 0"),
         (["lr=1", "optim.lr=2"], "'optim.lr' is given twice"),
         (["har", "video"], "unexpected 'video'"),
         (["--epochs"], "a value is missing"),
@@ -115,7 +116,6 @@ def test_all_problems_are_reported_together(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "holds no keys"),
         ("- a\n- b\n", "holds no keys"),
         ("a: [1\n", "not valid YAML"),
         ("a:\t- b\n: {", ":1:3): mend that line"),
@@ -148,6 +148,14 @@ def test_yaml_means_what_it_says(tmp_path):
     assert (cfg.optim.lr, cfg.amp, cfg.wandb.enable, cfg.wandb.project) == (1e-4, "off", True, "on")
     assert cfg.gpu_ids == [0, 2]
     assert cfg.batch_size == 16, "the command line is a delta over the file"
+
+
+def test_files_are_layers_and_may_be_empty(tmp_path):
+    (tmp_path / "none.yaml").write_text("# nothing but a remark\n")
+    (tmp_path / "a.yaml").write_text("task: har\nlr: 1e-4\nseed: 3\n")
+    (tmp_path / "b.yaml").write_text("lr: 2e-4\n")
+    cfg = parse(*(word for name in ("none", "a", "b") for word in ("--config", str(tmp_path / f"{name}.yaml"))))
+    assert (cfg.optim.lr, cfg.seed) == (2e-4, 3), "a later file is a delta over an earlier one"
 
 
 def test_the_resolved_tree_is_a_config_again(tmp_path):

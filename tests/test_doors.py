@@ -208,6 +208,8 @@ def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
     assert dist._device(config.Config(multi_gpu="dp", gpu_ids=[1, 0]), None) == (torch.device("cuda:1"), (1, 0))
     with pytest.raises(LockstepError, match=r"gpu_ids=\[3\] asked, 2 visible"):
         dist._device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), None)
+    # `--multi-gpu ddp --gpu-ids 0,1,3`: torchrun's children see only those, counted from 0, and are given the flag too.
+    assert dist._device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), dist.Launch(1, 1, 2))[0].index == 1
 
 
 def test_a_port_in_use_is_named(launch, tmp_path):
@@ -226,6 +228,23 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(launch, tmp_
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = launch.python("train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}", **env, timeout=60)
     assert done.code == 6 and "could not join the others" in done.errors[0] and "1/2" in done.errors[0], done.err
+
+
+def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_path):
+    """Rank 1 goes away before it joins; gloo itself would wait for ddp.timeout_s."""
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import os, signal, sys, train\n"
+        "if os.environ['RANK'] == '1': signal.pause()\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    words = ["ddp.init_timeout_s=2", "ddp.timeout_s=200", f"save_dir={tmp_path / 'run'}"]
+    done = launch.torchrun(2, str(wrapper), TOY, *words, timeout=100)
+    assert done.code != 0 and "rank 0 of 2 could not join the others" in done.errors[0], done.err
+
+
+def test_started_alone_a_group_of_one_needs_no_address(launch, tmp_path):
+    succeed(launch.python("train_ddp.py", TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
 
 
 def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):

@@ -147,6 +147,29 @@ def test_a_new_folder_for_every_run_without_a_name(launch, tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("toy_*/last.pt"))) == 2
 
 
+def test_two_runs_of_the_same_second_have_two_folders(tmp_path, monkeypatch):
+    from engine import folder
+
+    monkeypatch.chdir(tmp_path)
+    assert [folder._new_folder("toy_now").name for _ in range(3)] == ["toy_now", "toy_now-2", "toy_now-3"]
+
+
+def test_evaluations_may_fall_between_log_lines(launch, tmp_path):
+    """And the speed of training is that of training alone; an epoch here has six steps."""
+    words = ["eval_every=3", "log_every=10", "save_every=4", "optim.ema_decay=0.5", "epochs=2"]
+    succeed(launch.python("train.py", TOY, *words, f"save_dir={tmp_path / 'run'}"))
+    records = lines(tmp_path / "run")
+    assert [r["step"] for r in records if r["event"] == "eval"] == [3, 6, 9, 12]
+    assert [r["step"] for r in records if r["event"] == "train"] == [3, 6, 9, 10, 12]
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("in the way")
+    done = launch.torchrun(2, "train.py", TOY, f"save_dir={tmp_path / 'run'}")
+    assert len(done.errors) == 1 and "the log cannot be opened" in done.errors[0], done.err
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'file' / 'run'}")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def finished(launch, tmp_path):
 def test_a_finished_run_started_again_changes_nothing(launch, finished):
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     done = succeed(launch.python("train.py", TOY, "epochs=1", f"save_dir={finished}"))
-    assert f"Already complete: {finished} stands at step 6 of 6" in done.out
+    assert f"Already complete: {finished / 'last.pt'} stands at step 6 of 6" in done.out
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     more = succeed(launch.python("train.py", TOY, "epochs=2", f"save_dir={finished}"))
     assert "Resuming" in more.out and load(finished)["progress"]["step"] == 12
@@ -161,6 +162,30 @@ def test_what_may_change_may(launch, finished):
     changes = ["epochs=2", "batch_size=6", "global_batch=12", "num_workers=1", "log_every=1", "ddp.bucket_cap_mb=1"]
     succeed(launch.python("train_ddp.py", TOY, *changes, f"save_dir={finished}"))
     assert load(finished)["progress"]["step"] == 12
+
+
+NUMPY = """
+import numpy as np
+from tests_toy import Task as Toy
+
+class Task(Toy):
+    def report(self, sums):
+        return {"loss": np.float64(super().report(sums)["loss"])}
+"""
+
+
+def test_numpy_metrics_do_not_spoil_a_checkpoint(launch, tmp_path):
+    """weights_only=True refuses NumPy's scalars: the run would end well and its checkpoints never be read again."""
+    (tmp_path / "tests_toy.py").write_text(Path(TOY).read_text())
+    (tmp_path / "numpy_task.py").write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{NUMPY}")
+    succeed(launch.python("train.py", str(tmp_path / "numpy_task.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"))
+    assert load(tmp_path / "run")["progress"]["best"] > 0
+
+
+def test_amp_may_change_and_a_new_horizon_is_said(launch, finished):
+    done = succeed(launch.python("train.py", TOY, "epochs=2", "amp=fp16", f"save_dir={finished}"))
+    assert "the schedule now spans 12 steps instead of 6; schedule.horizon=6 keeps it as it was" in done.out
+    assert load(finished)["scaler"]["scale"] > 0
 
 
 def damaged(kind, data):

@@ -70,7 +70,9 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize("task", [name.rpartition("/")[2] for name in EVERY_TASK])
 def test_every_cut_ends_in_the_same_weights(weights, task, cut):
     straight = weights["1x12"]
-    for run in [name for name in straight if name in (task, f"{task}_balanced")]:
+    runs = [name for name in straight if name in (task, f"{task}_balanced")]
+    assert task in runs
+    for run in runs:
         ours, theirs = weights[cut][run], straight[run]
         assert ours["progress"]["step"] == theirs["progress"]["step"]
         assert ours["progress"]["samples"] == theirs["progress"]["samples"]
