@@ -33,7 +33,7 @@ def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
 @torch.no_grad()
 def update_ema(ema: AveragedModel, model: nn.Module, decay: float) -> None:
     """Take one step of the average, as `ema.update_parameters(model)` does, but without its copies between host and
-    device, which are sync points."""
+    device, which are sync points; counters, such as BatchNorm's, are copied."""
     first = int(ema.n_averaged) == 0  # it lies on the CPU
     pairs = [
         (average, value.detach())

@@ -1,0 +1,100 @@
+"""The step itself, as functions: groups, schedule, normalising, clipping, skipping, averaging."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from engine import optim
+from engine.config import Optim, Schedule
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
+
+
+def take(model, factor, grad_clip=0.0, lr=0.1):
+    optimizer = optim.make_optimizer(model, Optim())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return optim.step(optimizer, scaler, lr, torch.tensor(factor, dtype=torch.float64), grad_clip), optimizer
+
+
+def with_gradients(scale):
+    model = small()
+    (model(torch.ones(5, 4, dtype=torch.float64)).square().sum() * scale).backward()
+    return model
+
+
+def test_norms_and_biases_do_not_decay():
+    groups = optim.make_optimizer(small(), Optim(weight_decay=0.3)).param_groups
+    assert [(sorted(p.ndim for p in g["params"]), g["weight_decay"]) for g in groups] == [
+        ([2, 2], 0.3),
+        ([1, 1, 1, 1], 0.0),
+    ]
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 0.5])
+def test_the_factor_turns_sums_into_means_before_clipping(grad_clip):
+    summed, mean = with_gradients(100.0), with_gradients(1.0)
+    (norm_a, _), _ = take(summed, 0.01, grad_clip)
+    (norm_b, _), _ = take(mean, 1.0, grad_clip)
+    assert norm_a.item() == pytest.approx(norm_b.item(), rel=1e-12)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0).parameters()])
+    assert norm_b.item() == pytest.approx(expected.item(), rel=1e-12), "the norm before clipping is reported"
+    for a, b in zip(summed.parameters(), mean.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-15)
+    if grad_clip:
+        clipped = torch.nn.utils.get_total_norm([p.grad for p in mean.parameters()])
+        assert clipped.item() == pytest.approx(grad_clip, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad):
+    model = with_gradients(1.0)
+    before = copy.deepcopy(model.state_dict())
+    next(model.parameters()).grad[0, 0] = bad
+    (_, skipped), optimizer = take(model, 1.0, grad_clip=1.0)
+    assert skipped.item() == 1.0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+
+
+def test_a_global_batch_without_weight_is_skipped():
+    (_, skipped), _ = take(with_gradients(0.0), math.inf)
+    assert skipped.item() == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_the_learning_rate_is_a_function_of_the_step(kind):
+    cfg = Schedule(kind=kind, final_share=0.1)
+    lrs = [optim.lr_at(step, 2.0, 10, 110, cfg) for step in range(130)]
+    assert lrs[0] == pytest.approx(0.2) and lrs[9] == lrs[10] == 2.0
+    assert lrs[9:] == sorted(lrs[9:], reverse=True)
+    middle, last = {"cosine": (1.1, 0.2), "linear": (1.1, 0.2), "constant": (2.0, 2.0)}[kind]
+    assert lrs[60] == pytest.approx(middle) and lrs[110] == lrs[129] == pytest.approx(last)
+
+
+def test_learning_rates_scale_as_asked():
+    assert optim.scaled_lr(1e-3, "linear", 128, 32) == pytest.approx(4e-3)  # guide 001: four GPUs, four times
+    assert optim.scaled_lr(1e-3, "sqrt", 128, 32) == pytest.approx(2e-3)
+    assert optim.scaled_lr(1e-3, "none", 128, 32) == 1e-3
+
+
+def test_the_average_is_torchs_own():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    ours, theirs = (optim.make_ema(model, Optim(ema_decay=0.9)) for _ in range(2))
+    for n in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        model(torch.randn(8, 4) + n)
+        optim.update_ema(ours, model, 0.9)
+        theirs.update_parameters(model)
+        for name, value in theirs.state_dict().items():
+            if value.is_floating_point() or name == "n_averaged":
+                assert torch.equal(ours.state_dict()[name], value), name
+        assert ours.module[1].num_batches_tracked == model[1].num_batches_tracked, "a counter has no average"
