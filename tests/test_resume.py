@@ -229,3 +229,16 @@ def test_a_full_disk_keeps_the_older_checkpoint(launch, finished):
     assert done.code == 3 and "the checkpoint could not be written" in done.errors[0], done.err
     assert (finished / "last.pt").read_bytes() == before
     assert not list(finished.glob(".*")), "no temporary file is left"
+
+
+def test_a_checkpoint_is_replaced_never_written_into(tmp_path):
+    """Whoever has the old file open, here through a second name, keeps the old bytes; so would a crash."""
+    from engine import checkpoint
+
+    path, second_name = tmp_path / "last.pt", tmp_path / "second_name"
+    checkpoint.write({"step": 1}, path)
+    second_name.hardlink_to(path)
+    checkpoint.write({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 2}
+    assert torch.load(second_name, weights_only=True) == {"step": 1}
+    assert {p.name for p in tmp_path.iterdir()} == {"last.pt", "second_name"}
