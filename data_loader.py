@@ -8,7 +8,12 @@ Where a run stands is one integer, the samples of this epoch that all ranks toge
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
+import random
+import signal
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -144,7 +149,9 @@ class TrainLoader:
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
         epoch = self.sampler.epoch
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        for micro, batch in zip(self.sampler.micro_batches(), self.loader, strict=True):
+        batches = iter(self.loader)
+        for micro in self.sampler.micro_batches():
+            batch = _next(batches, self.loader.dataset, micro.indices)
             batch["index"] = torch.tensor(micro.indices)
             batch["position"] = torch.tensor(micro.positions)
             batch["seed"] = sample_seeds(self.seed, epoch, batch["position"])
@@ -158,7 +165,9 @@ class EvalLoader:
         self.loader, self.device = loader, device
 
     def __iter__(self) -> Iterator[Batch]:
-        return (to_device(batch, self.device) for batch in self.loader)
+        batches = iter(self.loader)
+        for indices in cast(Any, self.loader.batch_sampler):
+            yield to_device(_next(batches, self.loader.dataset, indices), self.device)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -196,6 +205,8 @@ def create_data_loaders(
         # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
         "multiprocessing_context": "fork" if cfg.num_workers else None,
         "pin_memory": world.device.type == "cuda",
+        "timeout": cfg.loader_timeout_s if cfg.num_workers else 0,
+        "worker_init_fn": _begin_worker,
     }
     loaders = [
         DataLoader(
@@ -218,3 +229,65 @@ def create_data_loaders(
 def _collate(fetched: Any) -> Batch:
     """`__getitems__` gives a ready batch; a dataset with only `__getitem__` gives a list of samples."""
     return fetched if isinstance(fetched, dict) else default_collate(fetched)
+
+
+def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
+    """The next batch, whose samples are `indices`; where the dataset fails, the sample it fails on is named."""
+    try:
+        return next(batches)
+    except Exception as error:
+        # A worker hands on its traceback as text; of that the last line says what happened.
+        text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
+            raise  # the process, not the sample; engine/faults.py has the words
+        sample = next((index for index in indices if _fails(dataset, index)), None)
+        name = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "") if sample is None else sample
+        what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
+        raise LockstepError(
+            f"sample {name} cannot be loaded: {what}",
+            where=type(dataset).__name__,
+            todo="mend or remove it" if sample is not None else "make all samples of one shape; alone each one loads",
+            exit_code=5,
+        ) from error
+
+
+def _fails(dataset: Any, index: int) -> bool:
+    try:
+        _get(dataset, [index])
+    except Exception:
+        return True
+    return False
+
+
+def _get(dataset: Any, indices: list[int]) -> Batch:
+    fetch = getattr(dataset, "__getitems__", None)
+    return _collate(fetch(indices) if fetch else [dataset[index] for index in indices])
+
+
+def fingerprint(*datasets: Any) -> str:
+    """A digest of the datasets' lengths and of the first, the middle and the last sample of each."""
+    digest = hashlib.sha256()
+    drawn = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):  # a dataset should draw nothing at random; one that does gets a fixed start
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        for dataset in datasets:
+            digest.update(str(len(dataset)).encode())
+            for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+                batch = _next((_get(dataset, [i]) for i in [index]), dataset, [index])
+                for name, value in sorted(batch.items()):
+                    content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if len(value) else b""
+                    digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + content)
+    random.setstate(drawn[0])
+    np.random.set_state(drawn[1])
+    return digest.hexdigest()[:12]
+
+
+def _begin_worker(worker: int) -> None:
+    """A loader process leaves signals to the process it works for, and doesn't outlive it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

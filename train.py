@@ -9,8 +9,8 @@ torchrun --standalone --nproc_per_node=2 train.py har        two processes, the 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 import tasks
-from data_loader import EvalLoader, TrainLoader, create_data_loaders
-from engine import checkpoint, config, dist, folder, log, loop, optim, plan, precision
+from data_loader import EvalLoader, TrainLoader, create_data_loaders, fingerprint
+from engine import agree, checkpoint, config, dist, faults, folder, log, loop, optim, plan, precision, status, storage
 from engine.contract import LockstepError
-from engine.loop import Job, Progress, Tally
+from engine.loop import Job, Progress, Stopwatch, Tally
+from engine.stop import Stop, kill_children
+from engine.watch import Watch
 
 
 @dataclass
@@ -40,14 +42,24 @@ def run(cfg: Any, world: dist.World) -> dict[str, float]:
     return fit(prepare(cfg, world))
 
 
-def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
-    """(all ranks) Everything up to the first step; writes nothing yet. `strict` refuses where it would adapt."""
+def prepare(
+    cfg: Any, world: dist.World, stop: Stop | None = None, strict: bool = False, force: bool = False
+) -> Prepared:
+    """(all ranks) Everything up to the first step; writes nothing yet.
+
+    strict  refuse where it would adapt
+    force   go on from a checkpoint although the config is another
+    """
     say = print if world.main else _silence
     say(("Distributed training: " if world.grouped else "") + _processes(world))
     say(f"Using device: {world.device}")
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
+    found, warnings = world.on_main(lambda: folder.look(cfg))
+    for warning in warnings:
+        say(f"warning: {warning}")
+    state = world.together(lambda: storage.read(found)) if found else None
     task = tasks.load(cfg.task)(cfg)
     say("Loading data...\n")
     train_set, val_set = world.together(task.datasets)
@@ -55,15 +67,13 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
     loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set))
+    data = world.together(lambda: fingerprint(train_set, val_set))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
-
-    path = Path(cfg.save_dir)
-    found = world.on_main(lambda: checkpoint.find(cfg.resume, path if cfg.save_dir else None))
-    state = world.together(lambda: checkpoint.read(found)) if found else None
     if found and state:
-        world.together(lambda: checkpoint.check_same_run(state, cfg, the_plan, found))
+        for warning in world.together(lambda: checkpoint.check_same_run(state, cfg, the_plan, data, found, force)):
+            say(f"warning: {warning}")
 
     say("Creating model...")
     torch.manual_seed(cfg.seed)  # the same weights on every rank
@@ -85,26 +95,38 @@ def prepare(cfg: Any, world: dist.World, strict: bool = False) -> Prepared:
         ema=optim.make_ema(model, cfg.optim),
         progress=Progress(),
         tally=Tally(world.device),
+        stop=stop or Stop(cfg.max_time_s),
+        stopwatch=Stopwatch(model, world.device),
+        fingerprint=data,
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
     inner = precision.Autocast(model, the_precision) if world.devices else model
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
+    compared = agree.at_start(job)
     say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
+    if strict:
+        say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)
 
 
 def fit(prepared: Prepared) -> dict[str, float]:
     """(all ranks) The training itself: epochs, evaluations, checkpoints."""
     job = prepared.job
-    cfg, world, task, progress = job.cfg, job.world, job.task, job.progress
-    if job.finished:
+    cfg, world, progress = job.cfg, job.world, job.progress
+    if job.finished and not progress.evaluation_due:
         if world.main:
-            stand = f"{prepared.resumed} stands at step {progress.step} of {job.plan.total_steps}"
-            print(f"Already complete: {stand}; raise epochs to go on")
+            print(f"Already complete: {prepared.resumed} stands at step {progress.step} of {job.plan.total_steps}"
+                  f"{_how_to_extend(job)}")  # fmt: skip
         return {}
-    path = world.on_main(lambda: folder.make_folder(cfg, world))
+    path, checkpoints = world.on_main(lambda: folder.make_folder(cfg, world, prepared.resumed), local=True) or (
+        None,
+        None,
+    )
+    path = world.broadcast(path)
+    status.current.begin(path, cfg.save_dir)
     logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
+    keeper = Keeper(job, logger, checkpoints)
     if prepared.resumed:
         place = f"step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         logger.say(f"Resuming {prepared.resumed}: {place}")
@@ -114,40 +136,143 @@ def fit(prepared: Prepared) -> dict[str, float]:
                 f"  note: the schedule now spans {change}; schedule.horizon={prepared.horizon} keeps it as it was"
             )
     logger.say("Starting training...\n")
+    if world.main:
+        status.current.write("running", step=progress.step)
 
-    metrics: dict[str, float] = {}
-    while not job.finished:
-        prepared.train_loader.set_epoch(progress.epoch, progress.position)
-        steps = loop.train_epoch(job, prepared.train_loader)
-        for _ in logger.progress(steps, len(prepared.train_loader), "Training"):
-            pause = job.epoch_ended or job.finished
-            evaluating = job.finished or due(cfg.eval_every, progress.step, pause)
-
-            if pause or evaluating or progress.step % cfg.log_every == 0:  # (all ranks) sums meet; (main only) writes
-                logger.train(job, loop.training_metrics(job))
-
-            if evaluating:  # (all ranks) each scores its shard
-                batches = logger.progress(prepared.val_loader, len(prepared.val_loader), "Validation")
-                metrics, sums = loop.evaluate(job, batches)
-                logger.eval(job, metrics, loop.means(progress.epoch_totals), task.monitor)
-                if world.main:
-                    logger.pictures(job, loop.pictures(job, next(iter(prepared.val_loader)), sums))
-                keep_best(job, path, metrics[task.monitor], logger)
-                job.tally.restart_clock()  # the speed of training is without that of evaluation
-
-            if job.finished or due(cfg.save_every, progress.step, pause):  # (all ranks) gather; (main only) write
-                save(job, path / checkpoint.LAST, logger)
-
-            if job.finished:
-                break
-        progress.epoch, progress.position, progress.epoch_totals = progress.epoch + 1, 0, {}
-        logger.end_epoch()
-
+    with keeper, job.stop.listen():
+        metrics = train(prepared, logger, keeper)
+        world.on_main(keeper.settle)
     if isinstance(logger, log.Log):
-        log.add_hparams(logger, job, metrics)
-        logger.say(farewell(job, path))
+        if metrics and not job.stopped:
+            log.add_hparams(logger, job, metrics)
+        logger.say(farewell(job, path, keeper))
+        code = status.STOPPED if job.stopped else status.DONE
+        status.current.write("stopped" if job.stopped else "done", code, job.stopped, step=progress.step)
     logger.close()
     return metrics
+
+
+def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, float]:
+    """(all ranks) Steps until the run is finished, or stopped; returns the metrics of the last evaluation."""
+    job, loader = prepared.job, prepared.train_loader
+    cfg, progress = job.cfg, job.progress
+    metrics: dict[str, float] = {}
+    if progress.evaluation_due:  # the run was stopped before it
+        metrics = evaluate(prepared, logger, keeper)
+    while not (job.finished or job.stopped):
+        loader.set_epoch(progress.epoch, progress.position)
+        steps = loop.train_epoch(job, loader)
+        for outcome in logger.progress(steps, len(loader), "Training"):
+            pause = job.epoch_ended or job.finished
+            progress.evaluation_due = job.finished or due(cfg.eval_every, progress.step, pause)
+
+            if outcome.skipped:
+                logger.skipped(job, outcome.skipped)
+                if reason := loop.hopeless(job):
+                    raise diverged(job, reason, keeper)
+
+            if pause or progress.evaluation_due or progress.step % cfg.log_every == 0:
+                logger.slow(job, loop.find_slow(job))  # (all ranks) times meet; (main only) writes
+                logger.train(job, loop.training_metrics(job))
+
+            if cfg.check_every and progress.step % cfg.check_every == 0:
+                agree.weights(job)
+
+            if outcome.stopping:
+                job.stopped = job.stop_reason()
+                keeper.save(checkpoint.capture(job))
+            elif progress.evaluation_due:
+                metrics = evaluate(prepared, logger, keeper)
+            elif due(cfg.save_every, progress.step, pause):
+                keeper.save(checkpoint.capture(job))
+
+            for problem in keeper.problems():
+                logger.say(f"warning: {problem}")
+            if job.finished or job.stopped:
+                break
+        else:
+            progress.epoch, progress.position, progress.epoch_totals = progress.epoch + 1, 0, {}
+            logger.end_epoch()
+    return metrics
+
+
+def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, float]:
+    """(all ranks) Score the model, each rank its shard, and keep the checkpoint if it is the best, or if one is due."""
+    job = prepared.job
+    progress, task = job.progress, job.task
+    state = checkpoint.capture(job)  # now: if the evaluation is broken off, or fails, the training so far is kept
+    try:
+        batches = logger.progress(prepared.val_loader, len(prepared.val_loader), "Validation")
+        scored = loop.evaluate(job, batches)
+    except Exception:
+        keeper.save(state)
+        raise
+    if scored is None:
+        job.stopped = job.stop_reason()
+        keeper.save(state)
+        return {}
+    metrics, sums = scored
+    logger.eval(job, metrics, loop.means(progress.epoch_totals), task.monitor)
+    if job.world.main:
+        logger.pictures(job, loop.pictures(job, next(iter(prepared.val_loader)), sums))
+    value, best = metrics[task.monitor], progress.best
+    better = value == value and (best is None or (value > best if task.higher_is_better else value < best))
+    progress.best, progress.stale = (value, 0) if better else (best, progress.stale + 1)
+    progress.evaluation_due = False
+    state["progress"] = progress.as_dict()
+    if better:
+        file = f"best_model_epoch{progress.epoch}.pt"
+        keeper.save(state, file)
+        logger.say(f"  ✓ Saved best model: {file} ({log.SHORT.get(task.monitor, task.monitor)}: {value:.4f})")
+    elif job.finished or due(job.cfg.save_every, progress.step, job.epoch_ended):
+        keeper.save(state)
+    job.tally.restart_clock()  # the speed of training is without that of evaluation
+    return metrics
+
+
+class Keeper:
+    """Saves while the training goes on; rank 0's does, the others' are empty-handed. `with` waits for the last one."""
+
+    def __init__(self, job: Job, logger: log.Silent, checkpoints: storage.Checkpoints | None):
+        self.job, self.logger = job, logger
+        self.writer = storage.Writer(checkpoints) if checkpoints else None
+
+    def save(self, state: dict[str, Any], best_file: str = "") -> None:
+        """(main only) The log goes to the disk first, so that a checkpoint never is ahead of it."""
+        if self.writer:
+            with self.job.world.pulse.during("waiting for the checkpoint before"):
+                file = best_file or f"step_{state['progress']['step']}.pt"
+                self.writer.submit(state, file, bool(best_file), self.logger.sync, self._saved)
+
+    def _saved(self, path: Path, step: int) -> None:
+        status.current.write("running", step=step, checkpoint=str(path))
+
+    def problems(self) -> list[str]:
+        return self.writer.problems() if self.writer else []
+
+    def settle(self) -> None:
+        if self.writer:
+            with self.job.world.pulse.during("writing the checkpoint"):
+                self.writer.settle()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.writer:
+            self.writer.close()
+
+
+def diverged(job: Job, reason: str, keeper: Keeper) -> LockstepError:
+    error = LockstepError(
+        f"the training has diverged: {reason}",
+        where=f"step {job.progress.step}",
+        todo="the last checkpoint is from before the weights could suffer; lower lr, clip harder (grad_clip), or look at "
+        "the samples named above",
+        exit_code=status.DIVERGED,
+    )
+    error.everywhere = True
+    return error
 
 
 def due(every: int, step: int, epoch_ended: bool) -> bool:
@@ -155,35 +280,30 @@ def due(every: int, step: int, epoch_ended: bool) -> bool:
     return step % every == 0 if every else epoch_ended
 
 
-def save(job: Job, path: Path, logger: log.Silent) -> None:
-    """(all ranks) gather the state, (main only) write it; the log first, so that a checkpoint never is ahead of it."""
-    state = checkpoint.capture(job)
-    logger.save(job, path)
-    job.world.on_main(lambda: checkpoint.write(state, path))
-
-
-def keep_best(job: Job, path: Path, value: float, logger: log.Silent) -> None:
-    """(all ranks) Keep the checkpoint whose `task.monitor` is the best so far; the one before it is removed after."""
-    best, monitor = job.progress.best, job.task.monitor
-    if value != value or (best is not None and (value <= best if job.task.higher_is_better else value >= best)):
-        return
-    before, job.progress.best = job.progress.best_file, value
-    job.progress.best_file = f"best_model_epoch{job.progress.epoch}.pt"
-    save(job, path / job.progress.best_file, logger)
-    if job.world.main and before and before != job.progress.best_file:
-        (path / before).unlink(missing_ok=True)
-    logger.say(f"  ✓ Saved best model: {job.progress.best_file} ({log.SHORT.get(monitor, monitor)}: {value:.4f})")
-
-
-def farewell(job: Job, path: Path) -> str:
+def farewell(job: Job, path: Path, keeper: Keeper) -> str:
     p = job.progress
-    best = "" if p.best is None else f"; best {job.task.monitor} {p.best:.4f} ({path / p.best_file})"
+    assert keeper.writer is not None
+    checkpoints = keeper.writer.checkpoints
+    if job.stopped:
+        return (
+            f"\nStopped after step {p.step} of {job.plan.total_steps}: {job.stopped}\n"
+            f"  checkpoint   {checkpoints.last}\n"
+            f"  go on with   {status.current.resume_command}"
+        )
+    best = "" if p.best is None else f"; best {job.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
     return (
         f"\nDone: {p.step} steps, {p.samples} samples{best}\n"
-        f"  checkpoints  {path / checkpoint.LAST}\n"
+        f"  checkpoints  {path / storage.LAST}\n"
         f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
         f"  metrics      {path / 'metrics.jsonl'}"
     )
+
+
+def _how_to_extend(job: Job) -> str:
+    if job.progress.step < job.plan.total_steps:
+        return f": no better evaluation in the last {job.progress.stale}; raise patience to go on"
+    limit = "steps" if job.cfg.steps == job.plan.total_steps else "epochs"
+    return f"; raise {limit} to go on"
 
 
 def _silence(*words: Any) -> None:
@@ -226,18 +346,26 @@ def _main(asked: config.Asked) -> int:
         print(f"note: this run uses one GPU, {idle} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
     if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
         print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
-    world = dist.join(cfg, launch)
-    prepared = prepare(cfg, world)
-    if not asked.dry_run:
-        fit(prepared)
-    del prepared  # and DDP with it, before its process group
-    world.leave()
-    return 0
+    return work(asked, dist.join(cfg, launch))
+
+
+def work(asked: config.Asked, world: dist.World, strict: bool = False) -> int:
+    """(all ranks) What both doors do in a world: prepare, train, leave. Returns the exit code."""
+    stop = Stop(asked.cfg.max_time_s)
+    with Watch(world, stop, asked.cfg.ddp.timeout_s):
+        prepared = prepare(asked.cfg, world, stop, strict, asked.force)
+        if not asked.dry_run:
+            fit(prepared)
+        stopped = prepared.job.stopped
+        del prepared  # and DDP with it, before its process group
+        world.leave()
+    return status.leave_code(status.STOPPED if stopped else status.DONE)
 
 
 def guarded(argv: list[str], work: Any) -> int:
     """Parse, answer --help and --print-config, do the work; an error becomes one line and an exit code."""
     debug = "--debug" in argv
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
     try:
         asked = _parse(argv)
         if asked.help:
@@ -247,14 +375,11 @@ def guarded(argv: list[str], work: Any) -> int:
             print(config.to_yaml(asked.cfg), end="")
             return 0
         return int(work(asked))
-    except LockstepError as error:
-        if debug:
-            traceback.print_exc()
-        if dist.speaks() or not error.everywhere:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
-        dist.abandon(error.exit_code)
-        return error.exit_code
+    except BaseException as error:
+        return faults.end(error, debug)
+    finally:
+        kill_children()
+        signal.signal(signal.SIGINT, before)
 
 
 def _parse(argv: list[str]) -> config.Asked:

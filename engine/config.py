@@ -111,6 +111,16 @@ class Config:
     log_every: int = option(10, "optimizer steps between log lines", low=1)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
     save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch", low=0)
+    patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
+    max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
+    max_skipped_steps: int = option(
+        20, "steps in a row without a finite gradient before the run ends (exit code 4); 0 = never", low=0
+    )
+    check_every: int = option(
+        500, "optimizer steps between checks that all ranks hold the same weights; 0 = never", low=0
+    )
+    keep_checkpoints: int = option(1, "older checkpoints to keep beside the last and the best", low=0)
+    loader_timeout_s: float = option(180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0)
     optim: Optim = section(Optim)
     schedule: Schedule = section(Schedule)
     ddp: DDP = section(DDP)
@@ -127,16 +137,17 @@ ALIASES = {
     "lr_scaling": "schedule.lr_scaling",
     "grad_accum_steps": "gradient_accumulation_steps",
     "use_amp": "amp",
+    "max_time": "max_time_s",
 }
 """Everyday spellings, the guides' among them."""
 
 EVERYDAY = (
     "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
-    "amp seed multi_gpu gpu_ids log_every eval_every save_every deterministic"
+    "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
 ).split()
 """What --help lists, in this order; --print-config shows the rest."""
 
-SWITCHES = ("help", "print_config", "dry_run", "debug")
+SWITCHES = ("help", "print_config", "dry_run", "debug", "force")
 
 
 class Asked(NamedTuple):
@@ -147,6 +158,7 @@ class Asked(NamedTuple):
     print_config: bool
     dry_run: bool
     debug: bool
+    force: bool
 
 
 class Setting(NamedTuple):
@@ -223,6 +235,7 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
         "  --print-config       print the resolved tree (every key there is) and stop",
         "  --dry-run            print the arithmetic of the run and stop",
         "  --debug              show the traceback of an error",
+        "  --force              go on from a checkpoint although the config is another",
         "",
         "Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50.",
     ]

@@ -9,9 +9,8 @@ import contextlib
 import gc
 import inspect
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from engine.config import DDP, Config
 from engine.contract import LockstepError
+from engine.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ class World:
 
     devices  GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
     grouped  whether there is a process group (of one, perhaps)
+    store    what the ranks leave notes for each other in; None without a process group
+    pulse    what this rank is doing
     """
 
     rank: int
@@ -49,6 +51,8 @@ class World:
     device: torch.device
     devices: tuple[int, ...] = ()
     grouped: bool = False
+    store: Any = None
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def main(self) -> bool:
@@ -58,15 +62,17 @@ class World:
     def sum(self, *tensors: Tensor) -> None:
         """Add up over all ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            with self.pulse.during("all_reduce", waits=True):
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank (pickled: for small things, now and then)."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.pulse.during("all_gather", waits=True):
+            dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -74,7 +80,8 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with self.pulse.during("broadcast", waits=not self.main):
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -141,24 +148,29 @@ class World:
                         self.sum(buffer)
                         buffer.div_(self.size)
 
+    def own_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
+        """What is drawn inside doesn't move the stream of the training."""
+        gpus = list(self.devices) or ([self.device.index] if self.device.type == "cuda" else [])
+        return torch.random.fork_rng(devices=gpus)
+
     def leave(self) -> None:
         """Tear the group down after success. On failure don't: destroying a group whose peers are gone can hang."""
         if self.grouped:
             # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
             gc.collect()
-            dist.barrier()
+            with self.pulse.during("barrier", waits=True):
+                dist.barrier()
             dist.destroy_process_group()
+            global _joined
+            _joined = None
 
 
-def abandon(exit_code: int) -> None:
-    """Leave at once after a failure inside a process group; returns if there is none.
+def joined() -> World | None:
+    """The world this process is in, if it has come that far: for whoever must say what went wrong."""
+    return _joined
 
-    An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
-    """
-    if dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+
+_joined: World | None = None
 
 
 @dataclass(frozen=True)
@@ -234,28 +246,35 @@ def forgotten_launch() -> str:
 
 def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     """Pick this process's device and, if a launcher started it (or `always`), join the process group."""
+    global _joined
     device, devices = _device(cfg, launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
     if launch is None and not always:
-        return World(0, 0, 1, device, devices)
-    store_of = _store if launch else lambda *_: dist.HashStore()  # started alone: a group of one needs no address
+        _joined = World(0, 0, 1, device, devices)
+        return _joined
+    alone = launch is None  # a group of one needs no address
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     try:
+        store = dist.HashStore() if alone else _store(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
         dist.init_process_group(
             backend,
-            store=store_of(launch, timedelta(seconds=cfg.ddp.init_timeout_s)),
+            store=store,
             rank=launch.rank,
             world_size=launch.size,
-            timeout=timedelta(seconds=cfg.ddp.timeout_s),
+            # A backstop: watch.py notices first, and knows whom to name.
+            timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),
             device_id=device if device.type == "cuda" and backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError) as error:
         raise _cannot_join(error, launch) from error
-    return World(launch.rank, launch.local_rank, launch.size, device, grouped=True)
+    # A name space of our own: the group's keys are none of our business.
+    notes = dist.PrefixStore("lockstep", store)
+    _joined = World(launch.rank, launch.local_rank, launch.size, device, grouped=True, store=notes)
+    return _joined
 
 
 def _store(launch: Launch, timeout: timedelta) -> dist.Store:

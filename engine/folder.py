@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import platform
 import subprocess
@@ -15,28 +14,63 @@ from typing import Any
 
 import torch
 
-from engine import config
+from engine import config, storage
 from engine.contract import LockstepError
 from engine.dist import World
 
 
-def make_folder(cfg: Any, world: World) -> Path:
-    """(main only) Create `save_dir`, or a new folder under checkpoints/, with config.yaml and environment.json."""
+def look(cfg: Any) -> tuple[Path | None, list[str]]:
+    """(main only) Before anything is loaded or written: can the run's folder be used, and which checkpoint is there to
+    go on from? Returns (its path or None, warnings)."""
+    folder = Path(cfg.save_dir or "checkpoints")
+    there = next(path for path in [folder, *folder.absolute().parents] if path.exists() or path.is_symlink())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not a folder" if not there.is_dir() else "is not writable"
+        raise LockstepError(f"{there} {why}", where=f"save_dir={folder}", todo="give another save_dir")
+    if not cfg.save_dir:
+        return storage.find(cfg.resume, None)
+    storage.lock(folder, only_look=True)
+    found, warnings = storage.find(cfg.resume, folder)
+    if cfg.resume not in ("auto", "never") and found and found.parent != folder.resolve():
+        if storage.find("auto", folder)[0]:
+            raise LockstepError(
+                f"resume={cfg.resume} goes on from another folder, but this one holds a run",
+                where=f"save_dir={folder}",
+                todo="give a new save_dir",
+            )
+    return found, warnings
+
+
+def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, storage.Checkpoints]:
+    """(main only) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this process, and write
+    config.yaml and environment.json."""
     folder = Path(cfg.save_dir)
     try:
         if cfg.save_dir:
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = _new_folder(f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
-        for torn in folder.glob(".*.pt.*"):  # what a process that was killed in the middle of a save left
+        _owned.append(storage.lock(folder))
+        for torn in folder.glob(".*.tmp"):  # what a process that was killed in the middle of a write left
             torn.unlink()
-        (folder / "config.yaml").write_text(config.to_yaml(cfg), encoding="utf-8")
-        (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n", encoding="utf-8")
+        storage.write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
+        storage.write_json(folder / "environment.json", environment(world))
     except OSError as error:
         raise LockstepError(
             f"the run's folder cannot be written: {error.strerror}", where=str(folder), todo="give another save_dir"
         ) from None
-    return folder
+    checkpoints = storage.Checkpoints(folder, cfg.keep_checkpoints)
+    if cfg.resume == "auto" and checkpoints.last and storage.find("auto", folder)[0] != resumed:
+        raise LockstepError(
+            "another run has written here meanwhile", where=str(folder), todo="start the same command again"
+        )
+    if resumed:
+        checkpoints.forget_after(resumed)
+    return folder, checkpoints
+
+
+_owned: list[Any] = []
+"""The lock files of this process, open until it ends."""
 
 
 def _new_folder(stem: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -17,7 +18,7 @@ import numpy as np
 
 from engine import config
 from engine.contract import LockstepError
-from engine.loop import Job
+from engine.loop import Job, Skipped, Slow
 
 T = TypeVar("T")
 
@@ -33,7 +34,9 @@ class Silent:
 
     def train(self, job: Job, metrics: dict[str, float]) -> None: ...
     def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None: ...
-    def save(self, job: Job, path: Path) -> None: ...
+    def slow(self, job: Job, slow: Slow | None) -> None: ...
+    def skipped(self, job: Job, skipped: Skipped) -> None: ...
+    def sync(self) -> None: ...
     def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None: ...
     def end_epoch(self) -> None: ...
     def close(self) -> None: ...
@@ -48,6 +51,9 @@ class Log(Silent):
 
         self.folder, self.began = folder, time.perf_counter()
         start = job.progress.step
+        self.lost: set[str] = set()  # what can no longer be written
+        self.torn = False  # the last line of metrics.jsonl may be half there
+        self.slow_rank, self.slow_for = -1, 0
         self.bars = sys.stderr.isatty()
         self.bar: Any = None
         self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
@@ -90,14 +96,18 @@ class Log(Silent):
         line = {"event": event, "step": p.step, "epoch": p.epoch, "samples": p.samples, "time_s": time_s}
         # JSON has no NaN: what is not a number is null.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.lines.write(json.dumps(line | clean) + "\n")
+        with self._no_matter("metrics.jsonl"):
+            torn, self.torn = self.torn, True
+            self.lines.write("\n" * torn + json.dumps(line | clean) + "\n")
+            self.torn = False
         if self.wandb:
             self.wandb.log({f"{event}/{name}": value for name, value in values.items()}, step=p.step)
 
     def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.writer.add_scalar(f"{group}/{name}", value, job.progress.step)
+        with self._no_matter("TensorBoard"):
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.writer.add_scalar(f"{group}/{name}", value, job.progress.step)
 
     def train(self, job: Job, metrics: dict[str, float]) -> None:
         p, plan = job.progress, job.plan
@@ -113,8 +123,6 @@ class Log(Silent):
                 f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
                 f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%"
             )
-        if metrics["skipped_steps"]:
-            self.say(f"  warning: {metrics['skipped_steps']:.0f} step(s) skipped: the gradient was not finite")
 
     def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None:
         p, plan = job.progress, job.plan
@@ -125,13 +133,44 @@ class Log(Silent):
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
 
-    def save(self, job: Job, path: Path) -> None:
-        self._record("save", job, {"file": path.name})
-        # A run that goes on from this checkpoint takes the log to be complete up to it: on the disk, before it.
-        os.fsync(self.lines.fileno())
-        self.writer.flush()
+    def slow(self, job: Job, slow: Slow | None) -> None:
+        """Say it when the same rank is slow twice running, and not again until it no longer is."""
+        rank = slow.rank if slow else -1
+        self.slow_for = self.slow_for + 1 if rank == self.slow_rank else 1
+        self.slow_rank = rank
+        if slow and self.slow_for == 2:
+            self.say(f"  warning: rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
+
+    def skipped(self, job: Job, skipped: Skipped) -> None:
+        ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
+        self._record("skipped", job, {"skipped_step": skipped.step, "ranks": ranks})
+        where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
+        self.say(
+            f"  warning: step {skipped.step} skipped: "
+            + (f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is")
+        )
+
+    def sync(self) -> None:
+        """A run that goes on from a checkpoint takes the log to be complete up to it: on the disk, before it."""
+        with self._no_matter("the log"):
+            os.fsync(self.lines.fileno())
+            self.writer.flush()
+
+    @contextlib.contextmanager
+    def _no_matter(self, what: str) -> Iterator[None]:
+        """A log that cannot be written costs one warning, and not the training."""
+        try:
+            yield
+        except Exception as error:  # TensorBoard hands on whatever its own thread has met
+            if what not in self.lost:
+                self.lost.add(what)
+                print(f"warning: {what} cannot be written ({self.folder}): {error}: training goes on", file=sys.stderr)
 
     def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
+        with self._no_matter("TensorBoard"):
+            self._add_pictures(job, pictures)
+
+    def _add_pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
         for name, picture in pictures.items():
             moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
             if moving:
@@ -153,8 +192,9 @@ class Log(Silent):
 
     def close(self) -> None:
         self.epochs.close()
-        self.lines.close()
-        self.writer.close()
+        with self._no_matter("the log"):
+            self.lines.close()
+            self.writer.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -199,6 +239,10 @@ def _start_wandb(cfg: Any, folder: Path) -> Any:
         dir=str(folder),
         config=config.to_dict(cfg),
     )
+
+
+def _few(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from engine.contract import Batch, Sums, Task
 from engine.dist import World
 from engine.plan import Plan
 from engine.precision import Precision
+from engine.stop import Stop
 
 
 @dataclass
@@ -27,7 +30,9 @@ class Progress:
     position: int = 0  # samples of this epoch consumed by all ranks together
     samples: int = 0  # samples consumed since the start
     best: float | None = None  # best value of the task's monitor
-    best_file: str = ""
+    stale: int = 0  # evaluations since the best one
+    evaluation_due: bool = False  # this step is to be evaluated, and was not yet
+    skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,8 +47,9 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        self.sums = Sums()  # of this rank
-        self.weight = torch.zeros((), dtype=torch.float64, device=self.device)  # of all ranks
+        self.totals: dict[
+            str, Tensor
+        ] = {}  # of all ranks, without skipped steps: the loss, its weight, the task's sums
         self.grad_norm = torch.zeros((), device=self.device)  # of the last step
         self.skipped = torch.zeros((), device=self.device)  # steps skipped
         self.restart_clock()
@@ -51,23 +57,90 @@ class Tally:
     def restart_clock(self) -> None:
         self.since, self.waited, self.timed_samples = time.perf_counter(), 0.0, 0
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "sums": {name: total.cpu() for name, total in self.sums.items()},
-            "weight": self.weight.cpu(),
-            "skipped": self.skipped.cpu(),
-        }
+    def add(self, names: list[str], sums: Tensor, skipped: Tensor) -> None:
+        """One step's totals (len(names),); of a skipped step they may be NaN, and don't count."""
+        sums = torch.where(skipped > 0, torch.zeros_like(sums), sums)
+        for name, total in zip(names, sums.unbind(), strict=True):
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        self.skipped += skipped
 
-    def load(self, states: list[dict[str, Any]], rank: int, size: int) -> None:
-        """Take over what the ranks had: each its own, or, after a change of their number, rank 0 the whole."""
-        if len(states) == size:
-            sums = Sums(states[rank]["sums"])
-        else:
-            sums = sum((Sums(state["sums"]) for state in states), Sums())
-            sums = sums if rank == 0 else Sums({name: torch.zeros_like(total) for name, total in sums.items()})
-        self.sums = Sums({name: total.to(self.device) for name, total in sums.items()})
-        self.weight = states[0]["weight"].to(self.device)  # this and the next are the same on all ranks
-        self.skipped = states[0]["skipped"].to(self.device)
+    def state(self) -> dict[str, Any]:
+        return {"totals": {name: total.cpu() for name, total in self.totals.items()}, "skipped": self.skipped.cpu()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.totals = {name: total.to(self.device) for name, total in state["totals"].items()}
+        self.skipped = state["skipped"].to(self.device)
+
+
+class Stopwatch:
+    """How long a forward and backward pass computes: until its last gradient is ready. After that a rank only waits for
+    the others, which is why the wall time of a step doesn't show who is slow."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.total, self.passes = 0.0, 0
+        self.began = self.ready = 0.0
+        if self.on_gpu:
+            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first = next((p for p in model.parameters() if p.requires_grad), None)
+        if first is not None:  # used first in the forward pass, so the last to get its gradient
+            first.register_post_accumulate_grad_hook(self._ready)
+
+    def start(self) -> None:
+        self.began, self.ready = time.perf_counter(), 0.0
+        if self.on_gpu:
+            self.events[0].record()
+
+    def _ready(self, _: Tensor) -> None:
+        self.ready = time.perf_counter()
+        if self.on_gpu:
+            self.events[1].record()
+
+    def stop(self) -> None:
+        self.total += (self.ready or time.perf_counter()) - self.began
+        self.passes += 1
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for the GPU, where the last pass stands for all of them."""
+        total, passes, self.total, self.passes = self.total, self.passes, 0.0, 0
+        if self.on_gpu and self.ready:
+            self.events[1].synchronize()
+            return passes * self.events[0].elapsed_time(self.events[1]) / 1e3
+        return total
+
+
+class Mailbox:
+    """A few numbers from the device to the host without making either wait: from a GPU they come one step late."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.posted: tuple[Tensor, Any, torch.cuda.Event] | None = None
+
+    def exchange(self, values: Tensor, note: Any) -> tuple[list[float], Any] | None:
+        """Post `values`; returns the latest that have arrived, with their note: the same step's on every rank."""
+        if not self.on_gpu:
+            return values.tolist(), note
+        before, event = self.posted, torch.cuda.Event()
+        self.posted = values.to("cpu", non_blocking=True), note, event
+        event.record()
+        if before is None:
+            return None
+        before[2].synchronize()  # of the step before: long over, or the host is a whole step ahead
+        return before[0].tolist(), before[1]
+
+
+class Skipped(NamedTuple):
+    """A step that was not taken, because the gradient was not finite."""
+
+    step: int
+    samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
+
+
+class Outcome(NamedTuple):
+    """What all ranks know after a step. On a GPU it is about the step before."""
+
+    stopping: bool
+    skipped: Skipped | None
 
 
 @dataclass
@@ -86,6 +159,11 @@ class Job:
     ema: AveragedModel | None
     progress: Progress
     tally: Tally
+    stop: Stop
+    stopwatch: Stopwatch
+    fingerprint: str = ""  # of the data
+    first_step: int = 0  # where this process began
+    stopped: str = ""  # why the run ended early, once all ranks have agreed to
 
     @property
     def epoch_ended(self) -> bool:
@@ -93,69 +171,111 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return self.progress.step >= self.plan.total_steps
+        p, patience = self.progress, self.cfg.patience
+        return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
+
+    def stop_reason(self) -> str:
+        """(all ranks) Whoever asked for it first, by rank."""
+        return next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
 
     @property
     def evaluated_model(self) -> nn.Module:
         return self.model if self.ema is None else self.ema.module
 
 
-def train_epoch(job: Job, loader: Any) -> Iterator[None]:
+def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     """Train on what is left of the epoch; yields after every optimizer step, with `job.progress` moved on.
 
     loader  iterates `(batch, Micro)`; see data_loader.py
     """
-    world, progress, tally = job.world, job.progress, job.tally
+    world, progress, tally, pulse = job.world, job.progress, job.tally, job.world.pulse
     # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `factor` below.
     share = world.size / job.plan.global_batch
-    weight = torch.zeros((), dtype=torch.float64, device=world.device)
+    buffers = optim.running_statistics(job.model)
+    mailbox, stopwatch = Mailbox(world.device), job.stopwatch
     job.net.train()
     job.optimizer.zero_grad(set_to_none=True)
+    sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
+    pulse.set("data loading")
     asked = time.perf_counter()
     for batch, micro in loader:
         tally.waited += time.perf_counter() - asked
+        stopwatch.start()
         with world.accumulate(job.net, micro.closes_step):
+            pulse.set("forward")
             with job.precision.autocast():
                 loss = job.task.loss(job.net, batch)
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
+            pulse.set("backward", waits=world.size > 1 and micro.closes_step)
             job.scaler.scale(total).backward()
-        seen = Sums(loss=loss.total.detach(), **loss.sums)
-        seen = Sums({name: total.to(world.device, torch.float64) for name, total in seen.items()})
+        stopwatch.stop()
+        seen = Sums(loss=loss.total.detach(), weight=torch.as_tensor(loss.weight).detach(), **loss.sums)
+        seen = Sums({name: value.to(world.device, torch.float64) for name, value in seen.items()})
         if micro.filler:  # zeros, not nothing: the names must be there for the sum over the ranks
-            seen = Sums({name: torch.zeros_like(total) for name, total in seen.items()})
+            seen = Sums({name: torch.zeros_like(value) for name, value in seen.items()})
         else:
-            weight += loss.weight.detach()
-        tally.sums += seen
+            passes.append((micro.indices, seen["loss"]))
+        sums += seen
         if micro.closes_step:
-            world.sum(weight)
+            pulse.set("optimizer step")
+            if progress.step == job.first_step:
+                optim.require_gradients(job.model, world.grouped and not job.cfg.ddp.find_unused_parameters)
+            # The one all-reduce of a step beside DDP's own: (stop votes, loss, weight, the task's sums).
+            everything = torch.stack([torch.full_like(sums["loss"], float(job.stop.asked)), *sums.values()])
+            world.sum(everything)
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
-            factor = job.plan.global_batch / weight
+            factor = job.plan.global_batch / everything[2]
             lr = job.plan.lr(progress.step)
             tally.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
+            for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
+                buffer.copy_(torch.where(skipped > 0, before, buffer))
             if job.ema is not None:
                 optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay)
-            tally.weight += weight
-            tally.skipped += skipped
+            tally.add(list(sums), everything[1:], skipped)
             tally.timed_samples += micro.consumed - progress.position
             progress.samples += micro.consumed - progress.position
             progress.step, progress.position = progress.step + 1, micro.consumed
-            yield
+            pulse.step = progress.step
+            yield _outcome(
+                job, mailbox.exchange(torch.stack([everything[0], skipped.double()]), (progress.step, passes))
+            )
             job.net.train()  # the caller may have evaluated
             job.optimizer.zero_grad(set_to_none=True)
-            weight = torch.zeros_like(weight)
+            sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
+        pulse.set("data loading")
         asked = time.perf_counter()
 
 
+def _outcome(job: Job, news: tuple[list[float], Any] | None) -> Outcome:
+    """(all ranks) What the numbers of a step mean."""
+    if news is None:
+        return Outcome(False, None)
+    (votes, skipped), (step, passes) = news
+    job.progress.skipped_in_a_row = job.progress.skipped_in_a_row + 1 if skipped else 0
+    if not skipped:
+        return Outcome(votes > 0, None)
+    mine = [index for indices, loss in passes if not torch.isfinite(loss) for index in indices]
+    return Outcome(votes > 0, Skipped(step, {rank: ids for rank, ids in enumerate(job.world.gather(mine)) if ids}))
+
+
+def hopeless(job: Job) -> str:
+    """Why it makes no sense to go on, in words; empty while it does."""
+    progress, limit = job.progress, job.cfg.max_skipped_steps
+    if limit and progress.skipped_in_a_row >= limit:
+        return f"{limit} steps in a row had a gradient that is not finite"
+    if progress.skipped_in_a_row and job.scaler.is_enabled() and job.scaler.get_scale() < 1e-3:
+        return f"the loss scale of fp16 has fallen to {job.scaler.get_scale():g}"
+    return ""
+
+
 def training_metrics(job: Job) -> dict[str, float]:
-    """(all ranks) The metrics since the last log point, on every rank: the one host sync of the training loop."""
-    tally, world = job.tally, job.world
-    names = list(tally.sums)
-    local = torch.stack([tally.sums[name] for name in names])
-    world.sum(local)
-    numbers = torch.cat([local, torch.stack([tally.weight, tally.grad_norm.double(), tally.skipped.double()])]).tolist()
+    """The metrics since the last log point, on every rank: the one host sync of the training loop."""
+    tally = job.tally
+    names = list(tally.totals)
+    numbers = torch.stack([*tally.totals.values(), tally.grad_norm.double(), tally.skipped.double()]).tolist()
     elapsed = time.perf_counter() - tally.since  # after the sync: the device has finished too
-    totals = dict(zip(names, numbers, strict=False)) | {"weight": numbers[-3]}
+    totals = dict(zip(names, numbers, strict=False))
     for name, value in totals.items():
         job.progress.epoch_totals[name] = job.progress.epoch_totals.get(name, 0.0) + value
     metrics = means(totals) | {
@@ -167,6 +287,33 @@ def training_metrics(job: Job) -> dict[str, float]:
     }
     tally.clear()
     return metrics
+
+
+class Slow(NamedTuple):
+    """A rank that all others wait for: how many times the others' median it takes, and in what."""
+
+    rank: int
+    ratio: float
+    phase: str
+
+
+def find_slow(job: Job, ratio: float = 1.5) -> Slow | None:
+    """(all ranks) Whether one rank was clearly slower than the others since the last log point; before
+    `training_metrics`, which starts the clocks anew."""
+    world, computed = job.world, job.stopwatch.take()
+    if world.size == 1:
+        return None
+    times = torch.zeros(world.size, 2, device=world.device)
+    times[world.rank] = torch.tensor([job.tally.waited, computed], device=world.device)
+    world.sum(times)
+    rows = times.tolist()
+    slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
+    others = [rows[rank] for rank in range(world.size) if rank != slowest]
+    usual = statistics.median(sum(row) for row in others)
+    if sum(rows[slowest]) < ratio * usual:
+        return None
+    data, computing = (rows[slowest][k] - statistics.median(row[k] for row in others) for k in (0, 1))
+    return Slow(slowest, sum(rows[slowest]) / usual, "data loading" if data > computing else "computing")
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
@@ -181,17 +328,30 @@ def means(totals: dict[str, float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums]:
-    """(all ranks) Score every sample of the split once; the metrics are the same on every rank.
+def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
+    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. None where the run is
+    to stop before that is done.
 
     The bare module runs, so shards may be uneven or empty: only the sums meet.
     """
     equalise_buffers(job)
-    model = job.evaluated_model.eval()
-    sums = Sums()
+    model, pulse = job.evaluated_model.eval(), job.world.pulse
+    sums, broken_off = Sums(), 0.0
+    pulse.set("loading validation data")
     for batch in batches:
-        with job.precision.autocast():
+        if job.stop.asked:
+            broken_off = 1.0
+            break
+        pulse.set("validation")
+        # A task that draws random numbers here must not change the training that follows.
+        with job.world.own_random_numbers(), job.precision.autocast():
             sums += job.task.score(model, batch)
+        pulse.set("loading validation data")
+    pulse.set("validation")
+    vote = torch.full((), broken_off, device=job.world.device)
+    job.world.sum(vote)
+    if vote.item():
+        return None
     sums = reduce_sums(sums, job.world)
     # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
     metrics = {name: float(value) for name, value in job.task.report(sums).items()}
@@ -220,17 +380,20 @@ def reduce_sums(sums: Sums, world: World) -> Sums:
 @torch.no_grad()
 def pictures(job: Job, batch: Batch, sums: Sums) -> dict[str, Any]:
     """(main only) The task's pictures of an evaluation."""
-    with job.precision.autocast():
+    with job.world.own_random_numbers(), job.precision.autocast():
         return job.task.pictures(job.evaluated_model.eval(), batch, sums)
 
 
 def checksum(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and bytes of all parameters and buffers: equal on all ranks, or something is wrong."""
-    import hashlib
+    """SHA-256 over names, shapes and bytes of all parameters: equal on all ranks, or something is wrong."""
+    return hashlib.sha256(repr(checksums(model)).encode()).hexdigest()
 
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """The same for each parameter, by name. Buffers may differ between the ranks until they are used."""
+    found = {}
+    for name, tensor in model.named_parameters():
         flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+        found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim, Schedule
+from engine.contract import LockstepError
 
 
 def make_optimizer(model: nn.Module, cfg: Optim) -> torch.optim.AdamW:
@@ -50,6 +51,23 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float) -> None:
         if first or not average.is_floating_point():
             average.copy_(value)
     ema.n_averaged += 1
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that a forward pass in training changes: BatchNorm's and its kin's."""
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+    return [buffer for module in norms for buffer in module.buffers(recurse=False)]
+
+
+def require_gradients(model: nn.Module, needed: bool) -> None:
+    """After a first backward: DDP needs a gradient for every parameter, or it leaves others unsynchronised."""
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if needed and without:
+        raise LockstepError(
+            f"{len(without)} parameter(s) got no gradient: {', '.join(without[:5])}",
+            where="the first backward pass",
+            todo="use them in the loss, set requires_grad=False, or set ddp.find_unused_parameters=true",
+        )
 
 
 def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
