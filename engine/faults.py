@@ -1,0 +1,132 @@
+"""What went wrong, in one line: every exception becomes `error: what (where): what to do` and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from engine import dist, status, watch
+from engine.contract import LockstepError
+
+HERE = Path(__file__).resolve().parent.parent
+
+
+def end(error: BaseException, debug: bool) -> int:
+    """Say what happened, once for all ranks, and return the exit code; inside a group of several it doesn't return.
+
+    An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
+    """
+    world, details = dist.joined(), "".join(traceback.format_exception(error))
+    mine = explain(error, world)
+    secondary = lost_connection(error)
+    if debug and not secondary:
+        os.write(2, details.encode())
+    details = "" if isinstance(error, LockstepError) else details
+    if world is None:
+        if dist.speaks() or not mine.everywhere:
+            watch.say_error(str(mine))
+        return status.leave_code(mine.exit_code)
+    if not status.current.ended.acquire(blocking=False):
+        time.sleep(60)  # the watch is ending this process
+    if mine.everywhere or world.size == 1:
+        cause, claimed = watch.Cause(0, str(mine), mine.exit_code, details), world.main
+    else:
+        cause, claimed = watch.first_cause(world, mine, details, secondary)
+    if claimed:
+        watch.say_error(cause.text)
+    if not world.grouped:
+        status.current.write("failed", cause.exit_code, cause.text)
+        if details and status.current.folder:
+            (status.current.folder / "error.txt").write_text(details, encoding="utf-8")
+        return status.leave_code(cause.exit_code)
+    watch.leave(world, cause, claimed)
+    raise AssertionError("unreachable")
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one has failed: gloo's and NCCL's errors have no class of their own."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def explain(error: BaseException, world: dist.World | None) -> LockstepError:
+    """The same in words. Exit code 1 where it is an error in the code, or memory has run out."""
+    if isinstance(error, LockstepError):
+        return error
+    place = [_frame(error)]
+    if world is not None:
+        place += [f"rank {world.rank}"] if world.size > 1 else []
+        place += [f"{world.pulse.phase} at step {world.pulse.step}"]
+    where = ", ".join(words for words in place if words)
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        return LockstepError(
+            f"out of memory: {text or 'no words'}",
+            where=where,
+            todo="a smaller batch_size with global_batch set takes the same steps with less memory",
+            exit_code=1,
+        )
+    if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
+        return LockstepError(
+            f"a loader process failed: {error.__cause__ or text}",
+            where=where,
+            todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed out "
+            "has hung, or needs a longer loader_timeout_s",
+            exit_code=status.DATA,
+        )
+    if "unable to allocate shared memory" in text:
+        return LockstepError(
+            "/dev/shm is full",
+            where=where,
+            todo="give it more (docker run --shm-size=8g), or num_workers=0",
+            exit_code=status.DATA,
+        )
+    if lost_connection(error):
+        return LockstepError(
+            f"the connection to the other ranks is lost: {text}",
+            where=where,
+            todo="see what the other processes and machines say; start the same command again to go on",
+            exit_code=status.DISTRIBUTED,
+        )
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        return LockstepError(
+            f"some parameters got no gradient in this step: {_unused(str(error))}",
+            where=where,
+            todo="set ddp.find_unused_parameters=true, or use every parameter in every step",
+        )
+    if isinstance(error, SystemExit):
+        return LockstepError(
+            f"sys.exit({error.code}) in the middle of the training", where=where, todo="remove that call", exit_code=1
+        )
+    folder = status.current.folder
+    return LockstepError(
+        f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        where=where,
+        todo=f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback",
+        exit_code=1,
+    )
+
+
+def _frame(error: BaseException) -> str:
+    """The innermost line that is not a library's: file:line in function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(torch.__file__).parent), sys.base_prefix + os.sep, os.sep + "site-packages" + os.sep)
+    own = [f for f in frames if not any(part in f.filename for part in libraries)]
+    if not own:
+        return ""
+    path = Path(own[-1].filename)
+    shown = path.relative_to(HERE) if path.is_relative_to(HERE) else path
+    return f"{shown}:{own[-1].lineno} in {own[-1].name}"
+
+
+def _unused(text: str) -> str:
+    found = re.search(r"(Parameter indices|Parameters) which did not receive grad for rank \d+: (.*)", text)
+    return f"{found[1].lower()} {found[2]}" if found else "torch does not say which"

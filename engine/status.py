@@ -1,0 +1,80 @@
+"""How a run stands and how it ended, for programs: status.json in its folder, and the exit code torchrun would hide."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from engine import storage
+
+DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
+"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command goes on."""
+
+EXIT_FILE = "LOCKSTEP_EXIT_FILE"
+"""Environment variable: where engine/agent.py reads the exit code that its processes agreed on."""
+
+COMMAND = "LOCKSTEP_COMMAND"
+"""Environment variable: what the person typed, where a launcher stands in between."""
+
+
+class Status:
+    """The state of the run that this process takes part in. Every rank has one, rank 0's is written."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.fields: dict[str, Any] = {}
+        self.resume_command = ""
+        self.writing = threading.Lock()  # the checkpoint thread writes, too
+        self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
+
+    def begin(self, folder: Path, save_dir: str) -> None:
+        """(all ranks) The run's folder exists: from here on status.json can be written."""
+        self.folder, self.fields = folder, {"step": 0, "checkpoint": None}
+        command = os.environ.get(COMMAND) or _command()
+        self.resume_command = command if save_dir else f"{command} save_dir={shlex.quote(str(folder))}"
+
+    def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
+        """Say where the run stands. Failing to say so is a warning: the training matters more."""
+        if self.folder is None:
+            return
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        try:
+            with self.writing:
+                self.fields |= {"state": state, "exit_code": exit_code, "reason": reason} | more
+                about = self.fields | {"resume_command": self.resume_command} | process
+                storage.write_json(self.folder / "status.json", about)
+        except OSError as error:
+            print(f"warning: status.json was not written: {error.strerror}", file=sys.stderr)
+
+
+current = Status()
+
+
+def leave_code(exit_code: int) -> int:
+    """Tell the launcher, if there is one that asks, and return the code to exit with.
+
+    torchrun restarts whatever does not exit with 0, and flattens every code to 1. Where starting again would end the
+    same way, or where somebody wanted the run to stop, the process says 0 to torchrun and the truth to the launcher.
+    """
+    path = os.environ.get(EXIT_FILE)
+    if not path:
+        return exit_code
+    with contextlib.suppress(OSError):
+        Path(path).write_text(str(exit_code))
+    return 0 if exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
+
+
+def _command() -> str:
+    """The command line as far as a process knows it."""
+    script = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return shlex.join(["torchrun", "--standalone", f"--nproc_per_node={size}", *script])
+    return shlex.join(["python", *script])

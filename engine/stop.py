@@ -1,0 +1,70 @@
+"""Reasons to end a run early, in good order: after the step that it is in, with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+
+
+class Stop:
+    """Whether this process wants to stop, and why. The ranks vote in every step's all-reduce, see loop.py."""
+
+    def __init__(self, max_time_s: float = 0.0):
+        self.reason = ""
+        self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
+        self.deadline = time.monotonic() + max_time_s if max_time_s else float("inf")
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    @property
+    def asked(self) -> bool:
+        if time.monotonic() > self.deadline:
+            self.ask("max_time_s is over")
+        return bool(self.reason)
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
+        this process with SIGINT ignored, as it does after `&`."""
+        before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            # On a terminal one Ctrl-C reaches a worker twice: from the terminal, and a moment later from torchrun.
+            echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+            if self.interrupted and now - self.interrupted > echo:
+                quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
+            if not self.interrupted and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nstopping after this step; Ctrl-C again quits at once\n")
+            self.interrupted = self.interrupted or now
+        self.ask(signal.Signals(number).name)
+
+
+def quit_at_once(exit_code: int, why: str) -> None:
+    """Leave without another line of Python: from a signal handler, or a thread."""
+    kill_children()
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{why}\n".encode())
+    os._exit(exit_code)
+
+
+def kill_children() -> None:
+    """The loader's worker processes: they would end by themselves only after seconds, and a hung one never."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -1,0 +1,336 @@
+"""A thread beside the training: this rank's heartbeat, an eye on the others, and a way out where none is left.
+
+The main thread may be stuck in a collective, in a disk or in user code; this thread is not. Once a second it tells the
+store what the main thread is doing. When a wait gets long it reads what all ranks do, and says who is to blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine import status, storage
+from engine.contract import LockstepError
+from engine.dist import World
+from engine.stop import Stop, kill_children
+
+BEAT_S = 1.0
+GRACE_S = 6.0
+"""What a rank gets, once another has failed, to notice by itself and say nothing."""
+
+ORPHAN_S = 20.0
+"""What a rank gets to stop in good order, once the torchrun that started it is dead."""
+
+
+@dataclass
+class Cause:
+    """The first thing that went wrong, as all ranks agree on it."""
+
+    rank: int  # whose failure it is
+    text: str
+    exit_code: int
+    details: str = ""  # a traceback, or stacks
+
+
+class Watch:
+    """One per process; `with` starts and ends it."""
+
+    def __init__(self, world: World, stop: Stop, timeout_s: float):
+        self.world, self.stop, self.timeout_s = world, stop, timeout_s
+        self.notes = _Notes(world)
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.orphaned = self.heard = 0.0
+        self.beats = 0
+        self.said = self.dumped = False
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while not self.over.wait(BEAT_S):
+            self._mind_the_parent()
+            if self.world.size > 1:
+                self._beat()
+                self._mind_the_stop()
+                self._mind_the_failed()
+            self._mind_the_time()
+
+    # ---- what this rank tells ----
+
+    def _beat(self) -> None:
+        pulse = self.world.pulse
+        self.beats += 1
+        beat = {
+            "beats": self.beats,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "step": pulse.step,
+            "phase": pulse.phase,
+            "waits": pulse.waits,
+            "for_s": time.monotonic() - pulse.since,
+        }
+        self.notes.put(f"beat{self.world.rank}", beat)
+        if not self.dumped and self.notes.has("dump"):
+            self.dumped = True
+            self.notes.put(f"stacks{self.world.rank}", stacks())
+
+    def _mind_the_stop(self) -> None:
+        """A stop asked of one rank is known to all within a beat; the step it happens after is voted on in the loop."""
+        if self.stop.asked:
+            self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
+        elif note := self.notes.get("stop"):
+            self.stop.ask(f"{note['reason']} on rank {note['rank']}")
+
+    # ---- what it does about the others ----
+
+    def _mind_the_parent(self) -> None:
+        if self.parent is None or os.getppid() == self.parent:
+            return
+        now = time.monotonic()
+        self.orphaned = self.orphaned or now
+        self.stop.ask("torchrun is gone")
+        if now - self.orphaned > ORPHAN_S:
+            self._end(Cause(self.world.rank, "torchrun is gone, and this run could not stop by itself", 6))
+
+    def _mind_the_failed(self) -> None:
+        """Another rank has failed: the main thread meets that in its next collective, unless it never gets there."""
+        cause = self.notes.cause()
+        if cause is None:
+            return
+        self.heard = self.heard or time.monotonic()
+        if time.monotonic() - self.heard > GRACE_S:
+            self._end(cause)
+
+    def _mind_the_time(self) -> None:
+        pulse = self.world.pulse
+        took = time.monotonic() - pulse.since
+        if self.world.size == 1:
+            if took > self.timeout_s / 2 and pulse.step and not self.said:
+                self.said = True
+                self._say(f"{pulse.phase} has taken {took:.0f} s (step {pulse.step})", {0: stacks()})
+            return
+        if pulse.waits and took > self.timeout_s / 2 and not self.said:
+            self.said = True
+            if self.notes.put_first("dump", True):
+                blamed, text = self._verdict()
+                self._say(text, self._stacks_of_all())
+        if pulse.waits and took > self.timeout_s:
+            blamed, text = self._verdict()
+            text += f": ended after ddp.timeout_s={self.timeout_s:g} (step {pulse.step}): see what that rank was doing"
+            cause = Cause(blamed, text, status.DISTRIBUTED)
+            claimed = self.notes.claim(cause)
+            if claimed:
+                say_error(text)
+            self._end(self.notes.cause() or cause, claimed)
+
+    def _verdict(self) -> tuple[int, str]:
+        """(the rank to blame, one line about what all ranks do)."""
+        before = self.notes.beats()
+        for _ in range(3):  # a heart that doesn't beat meanwhile has stopped
+            time.sleep(BEAT_S)
+            self._beat()
+        return verdict(before, self.notes.beats(), self.world.size)
+
+    def _stacks_of_all(self) -> dict[int, str]:
+        self.dumped = True
+        found = {self.world.rank: stacks()}
+        for rank in range(self.world.size):
+            note = self.notes.get(f"stacks{rank}")
+            if note:
+                found[rank] = note
+        return found
+
+    def _say(self, text: str, dumps: dict[int, str]) -> None:
+        """A warning, and what every rank was executing in a file beside the log."""
+        folder = status.current.folder
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                words = "".join(f"==== rank {rank}\n{dump}\n" for rank, dump in sorted(dumps.items()))
+                storage.write_atomically(folder / "stacks.txt", lambda file: file.write(words.encode()))
+                text += f"; stacks: {folder / 'stacks.txt'}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _end(self, cause: Cause, claimed: bool = False) -> None:
+        """Leave from this thread: the main one may never come back."""
+        if status.current.ended.acquire(blocking=False):  # else the main thread is at it
+            leave(self.world, cause, claimed)
+
+
+def verdict(before: dict[int, Any], now: dict[int, Any], size: int) -> tuple[int, str]:
+    """(the rank to blame, a sentence) from two looks at the heartbeats, some beats apart."""
+    silent = [
+        rank for rank in range(size) if rank not in now or now[rank]["beats"] == before.get(rank, now[rank])["beats"]
+    ]
+    busy = [rank for rank in now if rank not in silent and not now[rank]["waits"]]
+    waiting: dict[str, list[int]] = {}
+    for rank in sorted(now):
+        if rank not in silent and rank not in busy:
+            waiting.setdefault(now[rank]["phase"], []).append(rank)
+    blamed = []
+    for rank in silent:
+        about = (
+            f"process {now[rank]['pid']} on {now[rank]['host']}, last in {now[rank]['phase']}"
+            if rank in now
+            else "never heard of"
+        )
+        blamed.append(f"rank {rank} gives no sign of life ({about})")
+    for rank in sorted(busy, key=lambda rank: -now[rank]["for_s"]):
+        blamed.append(f"rank {rank} has been in {now[rank]['phase']} for {now[rank]['for_s']:.0f} s")
+    rest = [f"{_ranks(ranks)} in {phase}" for phase, ranks in waiting.items()]
+    culprit = (silent or sorted(busy, key=lambda rank: -now[rank]["for_s"]) or [0])[0]
+    return culprit, "; ".join([*blamed, *(rest and ["waiting: " + ", ".join(rest)])])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def stacks() -> str:
+    """What every thread of this process is executing."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+# ---- the first cause ------------------------------------------------------------------------------------------------
+
+
+class _Notes:
+    """What the ranks leave for each other in the store; a store that is gone answers nothing."""
+
+    def __init__(self, world: World):
+        self.world, self.store = world, world.store
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # its server lives in torchrun or in rank 0, and may be dead
+            self.store = None
+
+    def has(self, key: str) -> bool:
+        with self._reachable():
+            return bool(self.store is not None and self.store.check([key]))
+        return False
+
+    def get(self, key: str) -> Any:
+        if self.has(key):
+            with self._reachable():
+                return json.loads(self.store.get(key))
+        return None
+
+    def put(self, key: str, value: Any) -> None:
+        with self._reachable():
+            if self.store is not None:
+                self.store.set(key, json.dumps(value))
+
+    def put_first(self, key: str, value: Any) -> bool:
+        """Whether this call was the first for this key on any rank."""
+        text = json.dumps(value)
+        mine = f"{self.world.rank} {text}"
+        with self._reachable():
+            if self.store is not None:
+                first = self.store.compare_set(f"{key}/first", "", mine).decode() == mine
+                if first:
+                    self.store.set(key, text)
+                return first
+        return False
+
+    def beats(self) -> dict[int, Any]:
+        found = {rank: self.get(f"beat{rank}") for rank in range(self.world.size)}
+        return {rank: beat for rank, beat in found.items() if beat}
+
+    def claim(self, cause: Cause) -> bool:
+        """Whether this is the first cause; without a store everyone speaks for himself."""
+        first = self.put_first("failure", cause.__dict__)
+        return first or self.store is None
+
+    def cause(self) -> Cause | None:
+        note = self.get("failure")
+        return Cause(**note) if note else None
+
+
+def first_cause(world: World, mine: LockstepError, details: str, secondary: bool) -> tuple[Cause, bool]:
+    """(what ended the run, whether this rank is the one to say so).
+
+    secondary  this rank only lost its connection: somebody else's failure is the cause, or somebody was killed
+    """
+    notes = _Notes(world)
+    cause = Cause(world.rank, str(mine), mine.exit_code, details)
+    if secondary:
+        for _ in range(
+            30
+        ):  # a peer that fails has said so, or is about to; one that was killed is gone from the machine
+            if known := notes.cause():
+                return known, False
+            if dead := _dead_peer(notes, world):
+                cause = dead
+                break
+            time.sleep(0.1)
+    if notes.claim(cause):
+        return cause, True
+    return notes.cause() or cause, False
+
+
+def _dead_peer(notes: _Notes, world: World) -> Cause | None:
+    for rank, beat in notes.beats().items():
+        if rank != world.rank and beat["host"] == socket.gethostname() and not _alive(beat["pid"]):
+            text = (
+                f"rank {rank} is gone without a word (process {beat['pid']}, last in {beat['phase']} at step "
+                f"{beat['step']}): killed from outside, perhaps because memory ran out, or it left early; "
+                "start the same command again to go on from the last checkpoint"
+            )
+            return Cause(rank, text, status.DISTRIBUTED)
+    return None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # a zombie answers signals
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+def say_error(text: str) -> None:
+    """One write per error, so that the lines of several processes don't mix."""
+    os.write(2, "".join(f"error: {line}\n" for line in text.splitlines()).encode())
+
+
+def leave(world: World, cause: Cause, claimed: bool) -> None:
+    """Record the cause and end this process at once. Rank 0 keeps the run's status; if it is the dead one, then the
+    rank that has noticed."""
+    if world.main or (claimed and cause.rank == 0):
+        if cause.details and status.current.folder:
+            with contextlib.suppress(OSError):
+                (status.current.folder / "error.txt").write_text(cause.details, encoding="utf-8")
+        status.current.write("failed", cause.exit_code, cause.text)
+    kill_children()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status.leave_code(cause.exit_code))
