@@ -9,6 +9,7 @@ torchrun --standalone --nproc_per_node=2 train.py har        two processes, the 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -19,7 +20,22 @@ import torch
 
 import tasks
 from data_loader import EvalLoader, TrainLoader, create_data_loaders, fingerprint
-from engine import agree, checkpoint, config, dist, faults, folder, log, loop, optim, plan, precision, status, storage
+from engine import (
+    agent,
+    agree,
+    checkpoint,
+    config,
+    dist,
+    faults,
+    folder,
+    log,
+    loop,
+    optim,
+    plan,
+    precision,
+    status,
+    storage,
+)
 from engine.contract import LockstepError
 from engine.loop import Job, Progress, Stopwatch, Tally
 from engine.stop import Stop, kill_children
@@ -51,6 +67,9 @@ def prepare(
     force   go on from a checkpoint although the config is another
     """
     say = print if world.main else _silence
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0":
+        say(f"Started again by torchrun: restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     say(("Distributed training: " if world.grouped else "") + _processes(world))
     say(f"Using device: {world.device}")
     if cfg.wandb.enable:
@@ -169,7 +188,7 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
             if outcome.skipped:
                 logger.skipped(job, outcome.skipped)
                 if reason := loop.hopeless(job):
-                    raise diverged(job, reason, keeper)
+                    raise diverged(job, reason)
 
             if pause or progress.evaluation_due or progress.step % cfg.log_every == 0:
                 logger.slow(job, loop.find_slow(job))  # (all ranks) times meet; (main only) writes
@@ -263,12 +282,11 @@ class Keeper:
             self.writer.close()
 
 
-def diverged(job: Job, reason: str, keeper: Keeper) -> LockstepError:
+def diverged(job: Job, reason: str) -> LockstepError:
     error = LockstepError(
         f"the training has diverged: {reason}",
         where=f"step {job.progress.step}",
-        todo="the last checkpoint is from before the weights could suffer; lower lr, clip harder (grad_clip), or look at "
-        "the samples named above",
+        todo="the last checkpoint holds finite weights; lower lr or grad_clip, or mend the samples named above",
         exit_code=status.DIVERGED,
     )
     error.everywhere = True
@@ -404,7 +422,8 @@ def _start_torchrun(cfg: Any) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         chosen = [visible[gpu] if visible[0] else str(gpu) for gpu in cfg.gpu_ids]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *sys.argv]
+    os.environ[agent.COMMAND] = shlex.join(["python", *sys.argv])
+    words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
     print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
     os.execv(sys.executable, [sys.executable, *words])
 

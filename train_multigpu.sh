@@ -22,7 +22,8 @@
 #   TORCHRUN_ARGS          further options of torchrun, split at blanks: TORCHRUN_ARGS="--max-restarts=3"
 #   OMP_NUM_THREADS        threads per process; if unset, cores / processes
 #
-# SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach every process. Exit code: 2 = bad usage, nothing started; else torchrun's.
+# SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach every process, which stop together with a checkpoint. Exit code: the run's:
+# 0 done, 2 usage or data, 3 checkpoint, 4 diverged, 5 data loading, 6 distributed, 75 stopped (the same line goes on).
 
 set -euo pipefail
 
@@ -112,7 +113,7 @@ find_nodes() {
     [[ -n ${MASTER_PORT:-} ]] || place+=" (the default port; MASTER_PORT sets another)"
 }
 
-asked='' only_print=''
+asked='' only_print='' words=("$@")
 while (($#)); do
     case $1 in
         -h | --help) sed -n '3,/^$/s/^# \{0,1\}//p' "$self"; exit ;;
@@ -126,6 +127,8 @@ while (($#)); do
     shift
 done
 
+printf -v LOCKSTEP_COMMAND '%q ' "$0" "${words[@]}" # for `go on with`
+export LOCKSTEP_COMMAND=${LOCKSTEP_COMMAND% }
 script=$here/train.py
 for argument in "$@"; do
     [[ ! $argument =~ ^(--config([-_]path)?(=.*)?|[A-Za-z_][A-Za-z0-9_.-]*=.*)$ ]] || script=$here/train_ddp.py
@@ -145,17 +148,14 @@ elif ((!found)) && [[ -n $asked${CUDA_VISIBLE_DEVICES:-} ]]; then
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores > 0 ? cores : 1))}
-# With one store for all attempts, restarted ranks read the addresses of dead ones and hang (pytorch#167288).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 # SIGUSR1, Slurm's warning, and SIGUSR2 would kill torchrun and orphan its workers: it passes them on, or ignores them.
 signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
 read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARGS:-}" || true
-command=("$python" -m torch.distributed.run "${rendezvous[@]}" "${options[@]}" "$script" "$@")
+command=("$python" "$here/engine/agent.py" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
 
 if [[ -n $only_print ]]; then
-    printf '%s=%q ' OMP_NUM_THREADS "$OMP_NUM_THREADS" \
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    printf 'OMP_NUM_THREADS=%q ' "$OMP_NUM_THREADS"
     printf '%q ' "${command[@]}"
     echo
     exit
@@ -167,5 +167,5 @@ if ((found)); then echo "Number of GPUs: $processes"; else echo "Number of proce
 [[ -z $place ]] || echo "$place"
 ((!found)) || printf '%s\n' '' "Available GPUs:" "${gpus[@]:0:processes}"
 printf '\nLaunching distributed training...\n\n'
-# exec: torchrun takes over this process's id, so signals and the exit code are its own, and no shell waits in between.
+# exec: torchrun's agent takes over this process's id: signals are its own, and no shell waits in between.
 exec "${command[@]}"

@@ -16,15 +16,15 @@ FORMAT = 2
 
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
-    "batch_size global_batch gradient_accumulation_steps amp deterministic dataset.root patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps"
+    "batch_size global_batch gradient_accumulation_steps amp deterministic dataset.root patience check_every "
+    "max_time_s loader_timeout_s keep_checkpoints max_skipped_steps"
 ).split()
 """What may differ from the checkpoint's config; so may everything under ddp. and wandb. The global batch may not."""
 
 
 def capture(job: Job) -> dict[str, Any]:
-    """(all ranks) A copy of the run's state, in host memory, as plain values and tensors: what `weights_only=True` loads
-    again. Training may go on while it is written."""
+    """(all ranks) A copy of the run's state in host memory, as plain values and tensors: what `weights_only=True`
+    loads again. Training may go on while it is written."""
     equalise_buffers(job)
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if job.world.device.type == "cuda":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from engine import agent
 from engine.config import DDP, Config
 from engine.contract import LockstepError
 from engine.pulse import Pulse
@@ -283,8 +284,8 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
     # torchrun keeps one store for all attempts (pytorch#167288): a restarted rank would read the addresses of the
-    # dead ones. Over several nodes the count of restarts may differ between them, so there it cannot be a prefix.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+    # dead ones. With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
     store.set(f"rank{launch.rank}_is_here", "yes")

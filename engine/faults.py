@@ -50,7 +50,7 @@ def end(error: BaseException, debug: bool) -> int:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one has failed: gloo's and NCCL's errors have no class of their own."""
+    """Whether this is what a rank sees when another has failed: gloo's and NCCL's errors have no class of their own."""
     if isinstance(error, torch.distributed.DistError):
         return True
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
@@ -78,8 +78,8 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         return LockstepError(
             f"a loader process failed: {error.__cause__ or text}",
             where=where,
-            todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed out "
-            "has hung, or needs a longer loader_timeout_s",
+            todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
+            "out has hung, or needs a longer loader_timeout_s",
             exit_code=status.DATA,
         )
     if "unable to allocate shared memory" in text:

@@ -31,13 +31,13 @@ def look(cfg: Any) -> tuple[Path | None, list[str]]:
         return storage.find(cfg.resume, None)
     storage.lock(folder, only_look=True)
     found, warnings = storage.find(cfg.resume, folder)
-    if cfg.resume not in ("auto", "never") and found and found.parent != folder.resolve():
-        if storage.find("auto", folder)[0]:
-            raise LockstepError(
-                f"resume={cfg.resume} goes on from another folder, but this one holds a run",
-                where=f"save_dir={folder}",
-                todo="give a new save_dir",
-            )
+    elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
+    if elsewhere and storage.find("auto", folder)[0]:
+        raise LockstepError(
+            f"resume={cfg.resume} goes on from another folder, but this one holds a run",
+            where=f"save_dir={folder}",
+            todo="give a new save_dir",
+        )
     return found, warnings
 
 

@@ -53,7 +53,6 @@ class Log(Silent):
         start = job.progress.step
         self.lost: set[str] = set()  # what can no longer be written
         self.torn = False  # the last line of metrics.jsonl may be half there
-        self.slow_rank, self.slow_for = -1, 0
         self.bars = sys.stderr.isatty()
         self.bar: Any = None
         self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
@@ -134,11 +133,7 @@ class Log(Silent):
         self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
 
     def slow(self, job: Job, slow: Slow | None) -> None:
-        """Say it when the same rank is slow twice running, and not again until it no longer is."""
-        rank = slow.rank if slow else -1
-        self.slow_for = self.slow_for + 1 if rank == self.slow_rank else 1
-        self.slow_rank = rank
-        if slow and self.slow_for == 2:
+        if slow:
             self.say(f"  warning: rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
 
     def skipped(self, job: Job, skipped: Skipped) -> None:

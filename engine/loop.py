@@ -163,6 +163,7 @@ class Job:
     stopwatch: Stopwatch
     fingerprint: str = ""  # of the data
     first_step: int = 0  # where this process began
+    times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
 
     @property
@@ -297,8 +298,12 @@ class Slow(NamedTuple):
     phase: str
 
 
+SLOW_S = 3.0
+"""How much time of a rank it takes to judge it."""
+
+
 def find_slow(job: Job, ratio: float = 1.5) -> Slow | None:
-    """(all ranks) Whether one rank was clearly slower than the others since the last log point; before
+    """(all ranks) Whether one rank was clearly slower than the others since this last said anything; before
     `training_metrics`, which starts the clocks anew."""
     world, computed = job.world, job.stopwatch.take()
     if world.size == 1:
@@ -306,8 +311,12 @@ def find_slow(job: Job, ratio: float = 1.5) -> Slow | None:
     times = torch.zeros(world.size, 2, device=world.device)
     times[world.rank] = torch.tensor([job.tally.waited, computed], device=world.device)
     world.sum(times)
-    rows = times.tolist()
+    job.times = times if job.times is None else job.times + times
+    rows = job.times.tolist()
     slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
+    if sum(rows[slowest]) < SLOW_S:
+        return None
+    job.times = None
     others = [rows[rank] for rank in range(world.size) if rank != slowest]
     usual = statistics.median(sum(row) for row in others)
     if sum(rows[slowest]) < ratio * usual:

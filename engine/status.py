@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engine import storage
+from engine.agent import COMMAND, EXIT_FILE
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
 """Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command goes on."""
-
-EXIT_FILE = "LOCKSTEP_EXIT_FILE"
-"""Environment variable: where engine/agent.py reads the exit code that its processes agreed on."""
-
-COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: what the person typed, where a launcher stands in between."""
 
 
 class Status:

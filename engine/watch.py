@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from engine.dist import World
 from engine.stop import Stop, kill_children
 
 BEAT_S = 1.0
-GRACE_S = 6.0
+GRACE_S = 4.0
 """What a rank gets, once another has failed, to notice by itself and say nothing."""
 
 ORPHAN_S = 20.0
@@ -48,13 +49,15 @@ class Watch:
         self.world, self.stop, self.timeout_s = world, stop, timeout_s
         self.notes = _Notes(world)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.orphaned = self.heard = 0.0
+        self.orphaned = self.heard = self.lost = 0.0
         self.beats = 0
         self.said = self.dumped = False
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
+        if self.world.size > 1:
+            self._beat()  # whoever dies in the first second was there
         self.thread.start()
         return self
 
@@ -69,6 +72,7 @@ class Watch:
                 self._beat()
                 self._mind_the_stop()
                 self._mind_the_failed()
+                self._mind_the_store()
             self._mind_the_time()
 
     # ---- what this rank tells ----
@@ -117,6 +121,14 @@ class Watch:
         if time.monotonic() - self.heard > GRACE_S:
             self._end(cause)
 
+    def _mind_the_store(self) -> None:
+        """Without it nobody knows of anybody. Its server is in rank 0 or in torchrun: one of them is gone."""
+        if self.notes.store is not None or self.orphaned:
+            return
+        self.lost = self.lost or time.monotonic()
+        if time.monotonic() - self.lost > GRACE_S:
+            self._end(Cause(self.world.rank, "rank 0, or the torchrun beside it, is gone", status.DISTRIBUTED))
+
     def _mind_the_time(self) -> None:
         pulse = self.world.pulse
         took = time.monotonic() - pulse.since
@@ -128,24 +140,35 @@ class Watch:
         if pulse.waits and took > self.timeout_s / 2 and not self.said:
             self.said = True
             if self.notes.put_first("dump", True):
-                blamed, text = self._verdict()
+                _, text, _ = self._verdict()
                 self._say(text, self._stacks_of_all())
-        if pulse.waits and took > self.timeout_s:
-            blamed, text = self._verdict()
-            text += f": ended after ddp.timeout_s={self.timeout_s:g} (step {pulse.step}): see what that rank was doing"
-            cause = Cause(blamed, text, status.DISTRIBUTED)
+        if pulse.waits and took > self.timeout_s - 3 * BEAT_S:
+            blamed, text, silent = self._verdict()
+            folder = status.current.folder
+            error = LockstepError(
+                text,
+                where=f"step {pulse.step}, ddp.timeout_s={self.timeout_s:g}",
+                todo=f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one",
+            )
+            cause = Cause(blamed, str(error), status.DISTRIBUTED)
             claimed = self.notes.claim(cause)
             if claimed:
-                say_error(text)
+                say_error(cause.text)
+                for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
+                    if beat["host"] == socket.gethostname():
+                        with contextlib.suppress(OSError):
+                            os.kill(beat["pid"], signal.SIGKILL)
             self._end(self.notes.cause() or cause, claimed)
 
-    def _verdict(self) -> tuple[int, str]:
-        """(the rank to blame, one line about what all ranks do)."""
+    def _verdict(self) -> tuple[int, str, list[dict[str, Any]]]:
+        """(the rank to blame, one line about what all ranks do, the last beats of those that no longer beat)."""
         before = self.notes.beats()
         for _ in range(3):  # a heart that doesn't beat meanwhile has stopped
             time.sleep(BEAT_S)
             self._beat()
-        return verdict(before, self.notes.beats(), self.world.size)
+        now = self.notes.beats()
+        silent = [beat for rank, beat in now.items() if beat["beats"] == before.get(rank, beat)["beats"]]
+        return *verdict(before, now, self.world.size), silent
 
     def _stacks_of_all(self) -> dict[int, str]:
         self.dumped = True
@@ -295,7 +318,7 @@ def _dead_peer(notes: _Notes, world: World) -> Cause | None:
     for rank, beat in notes.beats().items():
         if rank != world.rank and beat["host"] == socket.gethostname() and not _alive(beat["pid"]):
             text = (
-                f"rank {rank} is gone without a word (process {beat['pid']}, last in {beat['phase']} at step "
+                f"rank {rank} is gone without a word (process {beat['pid']}, last seen in {beat['phase']} at step "
                 f"{beat['step']}): killed from outside, perhaps because memory ran out, or it left early; "
                 "start the same command again to go on from the last checkpoint"
             )
@@ -333,4 +356,7 @@ def leave(world: World, cause: Cause, claimed: bool) -> None:
     kill_children()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status.leave_code(cause.exit_code))
+    code = status.leave_code(cause.exit_code)
+    if world.main and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        time.sleep(2.5 * BEAT_S)  # the store lives in this process: the others read the cause there
+    os._exit(code)

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""torchrun, with what it keeps to itself: the exit code of the run, and one line about a process that was killed.
+
+    python engine/agent.py [options of torchrun] train.py [arguments]
+
+torchrun ends with 1 whatever its processes ended with, and with a table of forty lines. train_multigpu.sh and
+`train.py --multi-gpu ddp` start this instead: the same elastic agent, run in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+EXIT_FILE = "LOCKSTEP_EXIT_FILE"
+"""Environment variable: where the processes leave the exit code that they agreed on."""
+
+COMMAND = "LOCKSTEP_COMMAND"
+"""Environment variable: what the person typed."""
+
+STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
+"""Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
+
+
+def main(argv: list[str]) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes speak for themselves
+    # Warnings of a store whose server is gone, each with a C++ stack; errors are still shown.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # 30 s by default: too short for a large checkpoint on a slow disk.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    args = torchrun.parse_args(argv)
+    if args.rdzv_backend == "static" and not args.standalone:
+        os.environ[STATIC] = "1"
+    with _exit_file() as path:
+        os.environ[EXIT_FILE] = path
+        try:
+            torchrun.run(args)
+            return _said(path) or 0
+        except SignalException as error:
+            code = _said(path)
+            return 128 + error.sigval if code is None else code
+        except ChildFailedError as error:
+            return _failed(error.failures, _said(path))
+        except Exception as error:  # of the agent: the rendezvous, mostly
+            return _not_started(error, args)
+
+
+@contextlib.contextmanager
+def _exit_file() -> Iterator[str]:
+    """A file that vanishes with this process, however that ends."""
+    if hasattr(os, "memfd_create"):
+        yield f"/proc/{os.getpid()}/fd/{os.memfd_create('exit code')}"
+        return
+    with tempfile.NamedTemporaryFile(prefix="lockstep_exit_code_") as file:
+        yield file.name
+
+
+def _said(path: str) -> int | None:
+    with open(path, encoding="utf-8") as file:
+        text = file.read().strip()
+    return int(text) if text else None
+
+
+def _failed(failures: dict[int, Any], said: int | None) -> int:
+    """Name the processes that a signal ended; the others have said themselves what was wrong."""
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
+            name = signal.Signals(-failure.exitcode).name
+            print(f"note: rank {rank} (process {failure.pid}) was killed by {name}", file=sys.stderr)
+    if said:
+        return said
+    codes = [failure.exitcode for failure in failures.values()]
+    return next((128 - code if code < 0 else code for code in codes if code), 1)
+
+
+def _not_started(error: Exception, args: object) -> int:
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    port = getattr(args, "master_port", "?")
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        print(
+            f"error: port {port} is in use (MASTER_PORT={port}): give another, the same on every node", file=sys.stderr
+        )
+        return 2
+    print(
+        f"error: the processes could not be started: {text} (torchrun): check the address and the nodes",
+        file=sys.stderr,
+    )
+    return 6
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder's modules are not for everybody
+    sys.exit(main(sys.argv[1:]))

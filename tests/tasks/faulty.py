@@ -1,0 +1,150 @@
+"""The toy task, misbehaving at a given rank and step: what breaks comes from here, not from switches in the engine."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.config import option, section
+from tests.tasks import toy
+
+
+@dataclass
+class Fault:
+    kind: str = option("", "what to do, see `Task.misbehave`")
+    rank: int = option(1, "on which rank", low=0)
+    step: int = option(3, "in which forward pass of this process, from 1", low=0)
+    times: int = option(1, "in how many forward passes from there on", low=1)
+    attempt: int = option(0, "in which attempt of torchrun's", low=0)
+    seconds: float = option(3600.0, "how long a hang lasts", low=0)
+
+
+@dataclass
+class Settings(toy.Task.Settings):
+    fault: Fault = section(Fault)
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("cannot be pickled")
+        self.lock = lambda: None
+
+
+class Waves(toy.Waves):
+    def __init__(self, samples, seed, fault):
+        super().__init__(samples, seed)
+        self.fault = fault
+        if fault.kind == "one class":
+            self.labels[:] = 0
+
+    def __getitems__(self, indices):
+        fault, worker = self.fault, torch.utils.data.get_worker_info()
+        if 7 in indices and fault.rank == int(os.environ.get("RANK", "0")):
+            if fault.kind == "corrupt sample":
+                raise ValueError("corrupt recording wave_0007.bin")
+            if worker and fault.kind == "worker killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if worker and fault.kind == "worker hangs":
+                time.sleep(fault.seconds)
+            if worker and fault.kind == "worker unpicklable":
+                raise Unpicklable
+            if worker and fault.kind == "worker crashes":
+                ctypes.string_at(0)
+        batch = super().__getitems__(indices)
+        if fault.kind == "nan sample":
+            batch["x"][torch.tensor(indices) == 7] = float("nan")
+        return batch
+
+
+class NormNet(toy.Net):
+    """BatchNorm, a parameter that nothing uses, and one that only some steps use."""
+
+    def __init__(self, width, kind):
+        super().__init__(width, 0.0)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float32)
+        if kind in ("unused", "sometimes unused"):
+            self.spare = nn.Linear(8, 4)
+        self.kind, self.calls = kind, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(self.norm(x.float()))
+        use_spare = self.kind == "sometimes unused" and self.calls < 3
+        return y + self.spare(x.float()) if use_spare else y
+
+
+class Task(toy.Task):
+    Settings = Settings
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.calls = 0
+
+    def datasets(self):
+        if self.fires("raise in data"):
+            raise RuntimeError("the disk is on fire")
+        if self.fires("hang in data"):
+            time.sleep(self.cfg.fault.seconds)
+        data, fault = self.cfg.dataset, self.cfg.fault
+        return Waves(data.samples, 0, fault), Waves(data.val_samples, 1, Fault())
+
+    def model(self):
+        kind = self.cfg.fault.kind
+        if kind in ("unused", "sometimes unused", "norm", "nan sample", "nan loss"):
+            return NormNet(self.cfg.model.width, kind)
+        return super().model()
+
+    def fires(self, *kinds):
+        fault = self.cfg.fault
+        here = fault.rank == int(os.environ.get("RANK", "0"))
+        return fault.kind in kinds and here and fault.attempt == int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def misbehave(self, net):
+        fault = self.cfg.fault
+        if not fault.step <= self.calls < fault.step + fault.times:
+            return
+        if self.fires("raise"):
+            raise ZeroDivisionError("an error in the task")
+        if self.fires("exit"):
+            sys.exit(0)
+        if self.fires("leave"):
+            os._exit(7)
+        if self.fires("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fires("freeze"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fires("hang", "slow"):
+            time.sleep(fault.seconds)
+        if self.fires("out of memory"):
+            torch.empty(1 << 60)
+        if self.fires("drift"):
+            with torch.no_grad():
+                next(net.parameters()).add_(1.0)
+        if self.fires("term", "int", "hup", "usr1"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{fault.kind.upper()}"))
+        if self.fires("term the parent"):
+            os.kill(os.getppid(), signal.SIGTERM)
+        if self.fires("kill the parent"):
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    def loss(self, net, batch):
+        self.calls += 1
+        self.misbehave(net)
+        loss = super().loss(net, batch)
+        fault = self.cfg.fault
+        now = fault.step <= self.calls < fault.step + fault.times
+        return loss._replace(total=loss.total * float("nan")) if now and self.fires("nan loss") else loss
+
+    def score(self, model, batch):
+        if self.fires("raise in validation"):
+            raise ZeroDivisionError("an error in the validation")
+        if self.fires("term in validation"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.fires("hang in validation"):
+            time.sleep(self.cfg.fault.seconds)
+        return super().score(model, batch)
