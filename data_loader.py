@@ -246,7 +246,9 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
         raise LockstepError(
             f"sample {name} cannot be loaded: {what}",
             where=type(dataset).__name__,
-            todo="mend or remove it" if sample is not None else "make all samples of one shape; alone each one loads",
+            todo="mend or remove it"
+            if sample is not None
+            else "each loads alone, outside a loader process: are they all of one shape?",
             exit_code=5,
         ) from error
 

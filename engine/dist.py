@@ -119,6 +119,7 @@ class World:
                 )
             if cfg.sync_bn:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            _parameter_names[:] = [name for name, p in model.named_parameters() if p.requires_grad]
             return DistributedDataParallel(
                 model,
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -172,6 +173,14 @@ def joined() -> World | None:
 
 
 _joined: World | None = None
+
+
+def parameter_names() -> list[str]:
+    """Of what DDP trains, in its order: its errors give numbers."""
+    return _parameter_names
+
+
+_parameter_names: list[str] = []
 
 
 @dataclass(frozen=True)

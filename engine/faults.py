@@ -37,6 +37,8 @@ def end(error: BaseException, debug: bool) -> int:
     if mine.everywhere or world.size == 1:
         cause, claimed = watch.Cause(0, str(mine), mine.exit_code, details), world.main
     else:
+        if isinstance(error, LockstepError):
+            mine = LockstepError(f"rank {world.rank}: {error}", exit_code=error.exit_code)
         cause, claimed = watch.first_cause(world, mine, details, secondary)
     if claimed:
         watch.say_error(cause.text)
@@ -76,7 +78,7 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         )
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
         return LockstepError(
-            f"a loader process failed: {error.__cause__ or text}",
+            f"a loader process failed: {str(error.__cause__ or text).strip(' .')}",
             where=where,
             todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
             "out has hung, or needs a longer loader_timeout_s",
@@ -128,5 +130,7 @@ def _frame(error: BaseException) -> str:
 
 
 def _unused(text: str) -> str:
-    found = re.search(r"(Parameter indices|Parameters) which did not receive grad for rank \d+: (.*)", text)
-    return f"{found[1].lower()} {found[2]}" if found else "torch does not say which"
+    """The names of the parameters that DDP gives by number, as in its own list: those that are trained."""
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    names = dist.parameter_names()
+    return ", ".join(names[int(index)] for index in found[1].split()) if found else "torch does not say which"

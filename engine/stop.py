@@ -33,8 +33,8 @@ class Stop:
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
         """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
-        this process with SIGINT ignored, as it does after `&`. After an exception they stay: torchrun's SIGTERM must not
-        cut short the telling of what went wrong."""
+        this process with SIGINT ignored, as it does after `&`. After an exception they stay: torchrun's SIGTERM must
+        not cut short the telling of what went wrong."""
         before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         yield
         for number, handler in before.items():

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = str(ROOT / "tests" / "tasks" / "toy.py")
+FAULTY = str(ROOT / "tests" / "tasks" / "faulty.py")
 sys.path.insert(0, str(ROOT))
 
 
@@ -29,6 +31,56 @@ class Done:
     @property
     def errors(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+class Running:
+    """A process in a session of its own; its output goes to files, so that it never waits for a reader."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], ignored: tuple[int, ...] = ()):
+        self.files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+
+        def begin():
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.files[0],
+            stderr=self.files[1],
+            start_new_session=True,
+            preexec_fn=begin,
+        )
+
+    def said(self) -> str:
+        return "".join(os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files)
+
+    def wait_for(self, words: str, timeout: float = 60) -> None:
+        """Until it has said `words`."""
+        deadline = time.monotonic() + timeout
+        while words not in self.said():
+            assert self.process.poll() is None and time.monotonic() < deadline, f"never said {words!r}: {self.said()}"
+            time.sleep(0.02)  # polling with a deadline
+
+    def signal(self, number: int) -> None:
+        """To this process alone."""
+        self.process.send_signal(number)
+
+    def signal_all(self, number: int) -> None:
+        """To everybody in its session, as a terminal does."""
+        os.killpg(self.process.pid, number)
+
+    def wait(self, timeout: float = 60) -> Done:
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            pytest.fail(f"ran longer than {timeout} s\n{self.said()}")
+        texts = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files]
+        return Done(self.process.returncode, *texts)
 
 
 class Launcher:
@@ -74,6 +126,20 @@ class Launcher:
             pytest.fail(f"{command} ran longer than {timeout} s\n{out}\n{err}")
         return Done(process.returncode, out, err)
 
+    def start(
+        self, *command: str, ignored: tuple[int, ...] = (), cwd: Path | None = None, **env: str | None
+    ) -> Running:
+        return Running([str(word) for word in command], cwd or self.cwd, self.environment(**env), ignored)
+
+    def start_launcher(self, processes: int, *words: str, **how) -> Running:
+        """./train_multigpu.sh on CPUs."""
+        return self.start(
+            "./train_multigpu.sh", str(processes), *words, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **how
+        )
+
+    def launcher(self, processes: int, *words: str, timeout: float = 100, **how) -> Done:
+        return self.start_launcher(processes, *words, **how).wait(timeout)
+
     def python(self, *words: str, **how) -> Done:
         return self(sys.executable, *words, **how)
 
@@ -96,6 +162,7 @@ class Launcher:
 def launch(tmp_path):
     """Run real commands; a process that outlives the test fails it."""
     launcher = Launcher(ROOT)
+    before = {path.name for path in Path("/dev/shm").glob("*")}
     yield launcher
     deadline = time.monotonic() + 10  # a process that is just now being reaped is not left behind
     while launcher.left_behind() and time.monotonic() < deadline:
@@ -104,6 +171,8 @@ def launch(tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes left behind: {left}"
+    shared = [path.name for path in Path("/dev/shm").glob("*") if path.name not in before]
+    assert not [name for name in shared if name.startswith(("torch_", "psm_"))], f"shared memory left behind: {shared}"
 
 
 def succeed(done: Done) -> Done:

@@ -97,8 +97,9 @@ def test_rank_0_alone_writes(launch, tmp_path):
     assert any("config.yaml" in line for line in lines), "the watcher saw nothing"
     names = {path.name for path in run.iterdir()}
     best = {name for name in names if name.startswith("best_model_epoch")}
-    assert len(best) == 1, "the best checkpoint before it is removed"
-    assert names - best == {"config.yaml", "environment.json", "metrics.jsonl", "logs", "last.pt"}
+    assert len(best) == 2, "of the earlier ones keep_checkpoints=1 is kept"
+    kept = {"config.yaml", "environment.json", "metrics.jsonl", "logs", "last.pt", "manifest.json", "status.json"}
+    assert names - best == kept | {"run.lock"}
     assert len(list((run / "logs").iterdir())) == 1, "one TensorBoard file"
     assert done.out.count("Starting training...") == 1, "one voice"
 

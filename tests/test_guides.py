@@ -133,7 +133,7 @@ def test_resume_is_automatic_with_the_same_save_dir(launch, tmp_path):
     line = ["train.py", TOY, "--save-dir", str(tmp_path / "run")]
     succeed(launch.torchrun(2, *line, "--epochs", "1"))
     assert (
-        f"Resuming {tmp_path / 'run' / 'last.pt'}: step 3, epoch 1"
+        f"Resuming {tmp_path / 'run' / 'best_model_epoch0.pt'}: step 3, epoch 1"
         in succeed(launch.torchrun(2, *line, "--epochs", "2")).out
     )
 

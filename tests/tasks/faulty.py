@@ -20,6 +20,7 @@ class Fault:
     rank: int = option(1, "on which rank", low=0)
     step: int = option(3, "in which forward pass of this process, from 1", low=0)
     times: int = option(1, "in how many forward passes from there on", low=1)
+    once: str = option("", "a file that says it has happened already; it is made then")
     attempt: int = option(0, "in which attempt of torchrun's", low=0)
     seconds: float = option(3600.0, "how long a hang lasts", low=0)
 
@@ -102,7 +103,12 @@ class Task(toy.Task):
     def fires(self, *kinds):
         fault = self.cfg.fault
         here = fault.rank == int(os.environ.get("RANK", "0"))
-        return fault.kind in kinds and here and fault.attempt == int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        now = fault.attempt == int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if not (fault.kind in kinds and here and now) or (fault.once and os.path.exists(fault.once)):
+            return False
+        if fault.once:
+            open(fault.once, "w").close()
+        return True
 
     def misbehave(self, net):
         fault = self.cfg.fault
@@ -127,6 +133,9 @@ class Task(toy.Task):
                 next(net.parameters()).add_(1.0)
         if self.fires("term", "int", "hup", "usr1"):
             os.kill(os.getpid(), getattr(signal, f"SIG{fault.kind.upper()}"))
+        if fault.kind == "record":
+            with open(f"{fault.once}.{os.environ.get('RANK', '0')}", "a") as file:
+                file.write(" ".join(map(str, self.indices)) + "\n")
         if self.fires("term the parent"):
             os.kill(os.getppid(), signal.SIGTERM)
         if self.fires("kill the parent"):
@@ -134,6 +143,7 @@ class Task(toy.Task):
 
     def loss(self, net, batch):
         self.calls += 1
+        self.indices = batch["index"].tolist()
         self.misbehave(net)
         loss = super().loss(net, batch)
         fault = self.cfg.fault

@@ -1,0 +1,355 @@
+"""Real processes that are killed, frozen, stopped or fail: how the run ends, what it says, what it leaves.
+
+Every run here is `./train_multigpu.sh`, on gloo. What breaks comes from tests/tasks/faulty.py or from signals.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAULTY, ROOT, TOY, succeed
+
+TIMEOUT = "ddp.timeout_s=8"
+LONG = ["epochs=100000", "log_every=5"]
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def words_of(kind, folder, *more):
+    return [FAULTY, f"fault.kind={kind}", f"save_dir={folder}", *more]
+
+
+def weights(folder):
+    return torch.load(folder / "last.pt", weights_only=True)["model"]
+
+
+FAILURES = {
+    # fault: (exit code, what the one error line says, further settings)
+    "kill": (6, r"rank 1 is gone without a word \(process \d+, last seen in [a-z ]+ at step \d+\): killed from outside", []),
+    "leave": (6, r"rank 1 is gone without a word", []),
+    "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1", []),
+    "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward", []),
+    "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep", []),
+    "raise in validation": (1, r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)", []),
+    "out of memory": (1, r"out of memory: .* rank 1, forward at step 2\): a smaller batch_size with global_batch", []),
+    "freeze": (6, r"rank 1 gives no sign of life \(process \d+ on .*\); waiting: rank 0 in backward \(step 2, ddp", []),
+    "hang": (6, r"rank 1 has been in forward for \d+ s; waiting: rank 0 in backward \(step 2, ddp.timeout_s=8\)", []),
+    "hang in data": (6, r"rank 1 has been in preparing for \d+ s; waiting: rank 0 in all_gather", []),
+    "hang in validation": (6, r"rank 1 has been in validation for \d+ s; waiting: rank 0 in all_reduce", []),
+    "drift": (6, r"rank 1 differs from rank 0 in parameter layers.0.weight: \w+ instead of \w+ \(step 4\)", ["check_every=2"]),
+    "unused": (2, r"2 parameter\(s\) got no gradient: spare.weight, spare.bias .* ddp.find_unused_parameters=true", []),
+    "sometimes unused": (2, r"got no gradient in this step: spare.weight, spare.bias \(.* ddp.find_unused_param", []),
+    "corrupt sample": (5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)", []),
+    "worker killed": (5, r"a loader process failed: DataLoader worker \(pid \d+\) is killed by signal: Killed \(.* rank 1", ["num_workers=2"]),
+    "worker crashes": (5, r"a loader process failed: DataLoader worker .* Segmentation fault \(.* rank 1", ["num_workers=1"]),
+    "worker hangs": (5, r"a loader process failed: DataLoader timed out after 5.0 seconds \(.* rank 1, data loading", ["num_workers=1", "loader_timeout_s=5"]),
+    "worker unpicklable": (5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be pickled", ["num_workers=1", "loader_timeout_s=5"]),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAILURES)
+def test_one_rank_fails(launch, tmp_path, kind):
+    """All processes end, one line says who and where, the exit code says what, the run's status holds both."""
+    code, said, more = FAILURES[kind]
+    run = tmp_path / "run"
+    done = launch.launcher(2, *words_of(kind, run, TIMEOUT, "save_every=2", *more))
+    assert done.code == code, done.err
+    assert len(done.errors) == 1 and re.search(said, done.errors[0]), done.err
+    assert "Traceback" not in done.err + done.out, "the traceback is in error.txt"
+    if "Starting training" in done.out:
+        now = status(run)
+        assert (now["state"], now["exit_code"], f"error: {now['reason']}") == ("failed", code, done.errors[0])
+        if now["checkpoint"]:
+            assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
+    if code == 1 and kind not in ("raise in data", "out of memory", "exit"):
+        assert "ZeroDivisionError" in (run / "error.txt").read_text()
+    if kind in ("freeze", "hang", "hang in validation"):
+        stacks = (run / "stacks.txt").read_text()
+        assert "==== rank 0" in stacks and done.err.count("warning: rank 1") == 1
+        assert ("in misbehave" in stacks) == (kind == "hang"), "a frozen process cannot tell its stack"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "freeze", "raise"])
+def test_rank_0_fails(launch, tmp_path, kind):
+    """The one that keeps the status is the dead one: another writes it."""
+    done = launch.launcher(2, *words_of(kind, tmp_path / "run", TIMEOUT, "fault.rank=0"))
+    assert done.code == (1 if kind == "raise" else 6) and len(done.errors) == 1 and "rank 0" in done.errors[0], done.err
+    assert status(tmp_path / "run")["state"] == "failed"
+
+
+def test_the_same_under_plain_torchrun(launch, tmp_path):
+    """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
+    done = launch.torchrun(2, "train_ddp.py", *words_of("raise", tmp_path / "run"))
+    assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
+    assert (
+        status(tmp_path / "run")["exit_code"] == 1
+        and "torchrun --standalone --nproc_per_node=2 train_ddp.py" in (status(tmp_path / "run")["resume_command"])
+    )
+
+
+def test_a_single_process_fails_in_the_same_words(launch, tmp_path):
+    done = launch.python("train.py", *words_of("raise", tmp_path / "run", "fault.rank=0"))
+    assert done.code == 1 and len(done.err.splitlines()) == 1 and "faulty.py" in done.errors[0], done.err
+    debug = launch.python("train.py", *words_of("raise", tmp_path / "other", "fault.rank=0", "--debug"))
+    assert "Traceback" in debug.err and debug.errors == [done.errors[0].replace("/run/", "/other/")]
+
+
+# ---- restarts ----
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The weights of 2 processes that nothing happened to."""
+    from conftest import Launcher
+
+    run = tmp_path_factory.mktemp("straight")
+    succeed(Launcher(ROOT).launcher(2, *words_of("", run, "save_every=1")))
+    return weights(run)
+
+
+def assert_equal_weights(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+RESTARTS = [(kind, rank) for kind in ("kill", "leave", "raise", "hang", "corrupt sample") for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), RESTARTS)
+def test_a_restart_joins_and_ends_in_the_same_weights(launch, tmp_path, straight, kind, rank):
+    """Ten restarts, all of which must join: torchrun's own do in one of six, see CONTRIBUTING.md."""
+    more = ["save_every=1", TIMEOUT, "ddp.init_timeout_s=30", f"fault.rank={rank}"]
+    if kind == "corrupt sample":
+        more += ["num_workers=1"]
+        kind = "worker killed once"
+    words = words_of(kind, tmp_path / "run", *more, f"fault.once={tmp_path / 'once'}")
+    done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=2"))
+    assert "Started again by torchrun: restart 1 of 2" in done.out
+    assert_equal_weights(weights(tmp_path / "run"), straight)
+    assert status(tmp_path / "run")["state"] == "done"
+
+
+@pytest.mark.slow
+def test_a_restart_of_two_nodes(launch, tmp_path, straight):
+    """Two launchers on this machine, one process each, meeting at a free port."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    nodes = [
+        launch.start_launcher(
+            1,
+            *words_of("kill", tmp_path / "run", "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}"),
+            NNODES="2",
+            NODE_RANK=str(node),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHRUN_ARGS="--max-restarts=2",
+        )
+        for node in (0, 1)
+    ]
+    for node in nodes:
+        succeed(node.wait(120))
+    assert_equal_weights(weights(tmp_path / "run"), straight)
+
+
+@pytest.mark.slow
+def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
+    done = launch.launcher(2, *words_of("term", tmp_path / "run"), TORCHRUN_ARGS="--max-restarts=3")
+    assert done.code == 75 and "Started again" not in done.out
+    done = launch.launcher(2, TOY, "dataset.samples=0", TORCHRUN_ARGS="--max-restarts=3")
+    assert done.code == 2 and len(done.errors) == 1 and "Started again" not in done.out
+
+
+# ---- stops ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        ("SIGTERM", "launcher"),
+        ("SIGINT", "everybody"),
+        ("SIGHUP", "launcher"),
+        ("SIGUSR1", "launcher"),
+        ("SIGTERM", "rank 1"),
+        ("SIGTERM", "everybody"),
+    ],
+)
+def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
+    """One checkpoint, exit code 75, and the same command goes on. SIGTERM to everybody includes the loader's processes,
+    as Slurm sends it."""
+    words = [TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1"]
+    run = launch.start_launcher(2, *words)
+    run.wait_for("Saved best model")
+    number = getattr(signal, number)
+    if to == "rank 1":
+        os.kill(rank_pid(launch, 1), number)
+    else:
+        (run.signal_all if to == "everybody" else run.signal)(number)
+    done = run.wait(40)
+    assert done.code == 75 and not done.errors, done.err
+    now = status(tmp_path / "run")
+    assert now["state"] == "stopped" and number.name in now["reason"]
+    assert weights(tmp_path / "run") and f"Stopped after step {now['step']} of" in done.out
+    after = done.out[done.out.index("\nStopped after") :]
+    assert len(after.splitlines()) <= 5 and "  go on with   ./train_multigpu.sh 2 " in after
+    again = launch.start_launcher(2, *words)
+    again.wait_for(f"Resuming {now['checkpoint']}: step {now['step']},")
+    again.wait_for("Epoch ")
+    again.signal(signal.SIGTERM)
+    assert again.wait(40).code == 75
+
+
+def rank_pid(launch, rank):
+    """The process of a rank: the oldest one that has it in its environment."""
+    found = [
+        pid for pid in launch.left_behind() if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
+    return min(found)
+
+
+def test_a_time_limit_stops_the_run(launch, tmp_path):
+    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=4")
+    assert done.code == 75 and "max_time_s is over" in done.out
+    assert status(tmp_path / "run")["exit_code"] == 75
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
+    """The first one waits for a step that takes an hour; SIGINT is ignored at the start, as a shell does after `&`."""
+    words = words_of("hang", tmp_path / "run", "fault.rank=0", "fault.step=30", "save_every=5", "log_every=1")
+    run = launch.start(sys.executable, "train.py", *words, "epochs=1000", ignored=(signal.SIGINT,))
+    run.wait_for("step 29/")
+    before = weights(tmp_path / "run")
+    run.signal(signal.SIGINT)
+    run.signal(signal.SIGINT)
+    done = run.wait(10)
+    assert done.code == 130 and "quitting at once; the last checkpoint is as it was" in done.err
+    assert "Traceback" not in done.err
+    assert_equal_weights(weights(tmp_path / "run"), before)
+
+
+def test_ctrl_c_before_the_first_step_leaves_nothing(launch, tmp_path):
+    words = words_of("hang in data", tmp_path / "run", "fault.rank=0")
+    run = launch.start(sys.executable, "train.py", *words)
+    run.wait_for("Loading data...")
+    run.signal(signal.SIGINT)
+    done = run.wait(10)
+    assert done.code == -signal.SIGINT and not done.err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
+    run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1")
+    run.wait_for("Saved best model")
+    ranks = [rank_pid(launch, rank) for rank in (0, 1)]
+    run.signal(signal.SIGKILL)
+    assert run.wait().code == -signal.SIGKILL
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 15)
+    now = status(tmp_path / "run")
+    assert (now["state"], now["reason"]) == ("stopped", "torchrun is gone")
+    assert "Stopped after step" in run.said()
+
+
+@pytest.mark.slow
+def test_loader_processes_die_with_their_rank(launch, tmp_path):
+    """Even one that hangs, and torch's own watchdog would not notice."""
+    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=2", "loader_timeout_s=600")
+    run = launch.start(sys.executable, "train.py", *words)
+    run.wait_for("Starting training")
+    wait_until(lambda: len(launch.left_behind()) == 3, 20)
+    run.signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not launch.left_behind(), 3)
+
+
+def wait_until(true, seconds):
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)  # polling with a deadline
+
+
+# ---- numbers that are not finite ----
+
+
+@pytest.mark.slow
+def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, tmp_path):
+    """Weights and BatchNorm's statistics are those of a run that took the other steps alone; step, rank and samples
+    are logged."""
+    words = words_of(
+        "nan loss", tmp_path / "run", "fault.step=2", "fault.times=2", "save_every=1", "keep_checkpoints=99"
+    )
+    done = succeed(launch.launcher(2, *words, "log_every=1"))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    skipped = [line for line in lines if line["event"] == "skipped"]
+    assert [line["skipped_step"] for line in skipped] == [2, 3]
+    assert all(list(line["ranks"]) == ["1"] and len(line["ranks"]["1"]) >= 6 for line in skipped)
+    assert "warning: step 2 skipped: the loss is not finite (rank 1, samples " in done.out
+    states = [torch.load(tmp_path / f"run/step_{n}.pt", weights_only=True)["model"] for n in (1, 2)]
+    assert_equal_weights(*states)
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    assert any("running_mean" in name for name in states[0])
+    train = {line["step"]: line for line in lines if line["event"] == "train"}
+    assert train[2]["loss"] is None and train[2]["skipped_steps"] == 1, "a skipped step has no loss"
+    assert all(line["loss"] is not None for line in lines if line["event"] == "eval")
+    assert train[4]["loss"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_only_skips_ends(launch, tmp_path):
+    words = words_of("nan loss", tmp_path / "run", "fault.step=4", "fault.times=1000", "max_skipped_steps=5")
+    done = launch.launcher(2, *words, "epochs=10", "save_every=1")
+    assert done.code == 4 and len(done.errors) == 1
+    assert "the training has diverged: 5 steps in a row had a gradient that is not finite (step 8)" in done.errors[0]
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    assert status(tmp_path / "run")["exit_code"] == 4
+
+
+def test_a_loss_scale_that_falls_to_nothing_ends_the_run(launch, tmp_path):
+    words = words_of("nan loss", tmp_path / "run", "fault.rank=0", "fault.step=1", "fault.times=1000", "amp=fp16")
+    done = launch.python("train.py", *words, "max_skipped_steps=0", "epochs=20")
+    assert done.code == 4 and "the loss scale of fp16 has fallen to 0.0009" in done.errors[0], done.err
+
+
+def test_a_sample_with_nan_is_named(launch, tmp_path):
+    done = succeed(launch.python("train.py", *words_of("nan sample", tmp_path / "run", "fault.rank=0", "batch_size=1")))
+    assert done.out.count("skipped: the loss is not finite (rank 0, samples 7)") == 3, "once in each of three epochs"
+
+
+# ---- who is slow ----
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path):
+    words = words_of("slow", tmp_path / "run", "fault.seconds=0.1", "fault.step=1", "fault.times=1000", "epochs=15")
+    done = succeed(launch.launcher(2, *words))
+    assert re.search(r"warning: rank 1 takes \d+.\d times as long as the others, in computing", done.out), done.out
+    assert "rank 0 takes" not in done.out
+
+
+# ---- the log ----
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
+    """metrics.jsonl on a device that is always full; the training ends well, its checkpoints are there."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    done = succeed(launch.python("train.py", TOY, f"save_dir={run}"))
+    assert done.err.count("warning: metrics.jsonl cannot be written") == 1 and "No space left" in done.err
+    assert status(run)["state"] == "done" and weights(run)

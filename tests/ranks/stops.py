@@ -1,0 +1,32 @@
+"""Run under torchrun (or plain): one training straight through and others that are stopped again and again.
+
+    torchrun ... stops.py OUT '["arguments", ...]' '[["fault.kind=term", ...], ...]'
+
+Each of the others goes to OUT/0, OUT/1, ... and is started anew until it is done; OUT/straight has no fault. A fault
+that is a signal is a real one, to this process.
+"""
+
+import json
+import sys
+
+import tasks
+import train
+from engine import config, dist
+from engine.stop import Stop
+
+out, common, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+world = None
+for name, faults in [("straight", []), *((str(n), faults) for n, faults in enumerate(variants))]:
+    argv = [*common, *faults, f"save_dir={out}/{name}"]
+    starts, done = 0, False
+    while not done:
+        starts += 1
+        cfg = config.parse(argv, tasks.load).cfg
+        world = world or dist.join(cfg, dist.environment())
+        prepared = train.prepare(cfg, world, Stop(cfg.max_time_s))
+        train.fit(prepared)
+        done = not prepared.job.stopped
+    if world.main:
+        print(f"STARTS {name} {starts}")
+    del prepared
+world.leave()
