@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from engine import dist
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -47,7 +49,7 @@ class Stop:
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
-            if not self.interrupted and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+            if not self.interrupted and sys.stderr.isatty() and dist.speaks():
                 os.write(2, b"\nstopping after this step; Ctrl-C again quits at once\n")
             self.interrupted = self.interrupted or now
         self.ask(signal.Signals(number).name)
@@ -56,7 +58,7 @@ class Stop:
 def quit_at_once(exit_code: int, why: str) -> None:
     """Leave without another line of Python: from a signal handler, or a thread."""
     kill_children()
-    if os.environ.get("RANK", "0") == "0":
+    if dist.speaks():
         os.write(2, f"{why}\n".encode())
     os._exit(exit_code)
 

@@ -30,7 +30,8 @@ class Done:
 
     @property
     def errors(self) -> list[str]:
-        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+        lines = [line.lstrip(" \0") for line in self.err.splitlines()]  # torch ends a line of its own with a NUL
+        return [line for line in lines if line.startswith("error: ")]
 
 
 class Running:

@@ -172,7 +172,7 @@ def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path):
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'file' / 'run'}")
-    assert done.code == 2 and "cannot be written" in done.errors[0] and len(done.err.splitlines()) == 1, done.err
+    assert done.code == 2 and "file is not a folder" in done.errors[0] and len(done.err.splitlines()) == 1, done.err
 
 
 def test_wandb_logs_offline(launch, tmp_path):

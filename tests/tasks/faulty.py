@@ -48,6 +48,9 @@ class Waves(toy.Waves):
         if 7 in indices and fault.rank == int(os.environ.get("RANK", "0")):
             if fault.kind == "corrupt sample":
                 raise ValueError("corrupt recording wave_0007.bin")
+            if worker and fault.kind == "worker killed once" and not os.path.exists(fault.once):
+                open(fault.once, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
             if worker and fault.kind == "worker killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if worker and fault.kind == "worker hangs":
@@ -96,7 +99,7 @@ class Task(toy.Task):
 
     def model(self):
         kind = self.cfg.fault.kind
-        if kind in ("unused", "sometimes unused", "norm", "nan sample", "nan loss"):
+        if kind in ("unused", "sometimes unused", "nan loss"):
             return NormNet(self.cfg.model.width, kind)
         return super().model()
 
