@@ -75,9 +75,11 @@ def _said(path: str) -> int | None:
 def _failed(failures: dict[int, Any], said: int | None) -> int:
     """Name the processes that a signal ended; the others have said themselves what was wrong."""
     for rank, failure in sorted(failures.items()):
+        who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
-            name = signal.Signals(-failure.exitcode).name
-            print(f"note: rank {rank} (process {failure.pid}) was killed by {name}", file=sys.stderr)
+            print(f"note: {who} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+        elif said is None and failure.exitcode > 0:
+            print(f"error: {who} ended with exit code {failure.exitcode} (torchrun): see above", file=sys.stderr)
     if said:
         return said
     codes = [failure.exitcode for failure in failures.values()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -36,7 +37,7 @@ MIG = [
 
 REPORT = """
 import json, os, sys
-keys = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+keys = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 with open(os.path.join(os.environ["OUT"], "rank" + os.environ["RANK"]), "w") as file:
     json.dump({"argv": sys.argv, **{key: os.environ[key] for key in keys}}, file)
 """
@@ -100,6 +101,8 @@ class Home:
         }
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
+        (self.folder / "engine").mkdir()
+        shutil.copy(LAUNCHER.parent / "engine" / "agent.py", self.folder / "engine")
 
     def train(self, source: str) -> None:
         (self.folder / "train.py").write_text(source)
@@ -117,7 +120,7 @@ class Home:
 
     def idle_python(self) -> str:
         """An interpreter that has PyTorch, as far as it says, and leaves a file behind instead of running torchrun."""
-        return str(self.tool("idle-python", 'if test "$1" = -m; then : >"$OUT/started"; else echo True; fi'))
+        return str(self.tool("idle-python", 'if test "$1" != -c; then : >"$OUT/started"; else echo True; fi'))
 
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The launcher's outcome, started from a folder that is not its own."""
@@ -331,12 +334,10 @@ def test_print_runs_nothing(home: Home) -> None:
     for args in (["--print", "2", "har"], ["2", "--print", "har"]):
         done = home.run(*args)
         words = shlex.split(done.stdout)
-        assert words[:6] == [
+        assert words[:4] == [
             "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
             sys.executable,
-            "-m",
-            "torch.distributed.run",
+            str(home.folder / "engine" / "agent.py"),
             "--standalone",
         ]
         assert words[-2:] == [str(home.folder / "train.py"), "har"]
@@ -347,13 +348,12 @@ def test_print_runs_nothing(home: Home) -> None:
 def test_no_port_is_fixed_on_one_node(home: Home) -> None:
     for env in ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, {"NNODES": "1"}, {"SLURM_NNODES": "1"}):
         words = home.words("2", **env)
-        assert words[5:7] == ["--standalone", "--nnodes=1"]
+        assert words[3:5] == ["--standalone", "--nnodes=1"]
         assert not [word for word in words if word.startswith(("--master", "--rdzv"))]
 
 
 def test_environment_that_is_set_is_kept(home: Home) -> None:
-    words = home.words("2", OMP_NUM_THREADS="5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
-    assert words[:2] == ["OMP_NUM_THREADS=5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=0"]
+    assert home.words("2", OMP_NUM_THREADS="5")[0] == "OMP_NUM_THREADS=5"
     assert home.words("1000")[0] == "OMP_NUM_THREADS=1"
 
 
@@ -381,9 +381,9 @@ SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[07
 
 def test_a_share_of_several_nodes(home: Home) -> None:
     share = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=1234"]
-    assert home.words("2", **NODES, MASTER_PORT="1234")[5:9] == share
+    assert home.words("2", **NODES, MASTER_PORT="1234")[3:7] == share
     assert "Node 1 of 2, meeting at 10.0.0.1:1234" in banner(home, **NODES, MASTER_PORT="1234")
-    assert home.words("2", **NODES)[8] == "--master_port=29500"
+    assert home.words("2", **NODES)[6] == "--master_port=29500"
     assert [line for line in banner(home, **NODES) if "10.0.0.1:29500 (the default" in line]
 
 
@@ -424,7 +424,7 @@ def test_slurm(home: Home, env: dict[str, str], scontrol: bool, node: str, host:
             'case $3 in "gpu[07-08]") printf "gpu07\\ngpu08\\n" ;; "b[1-2]") printf "b1\\nb2\\n" ;; esac',
         )
     words = home.words("2", **SLURM | env)
-    assert words[5:9] == ["--nnodes=2", f"--node_rank={node}", f"--master_addr={host}", "--master_port=29500"]
+    assert words[3:7] == ["--nnodes=2", f"--node_rank={node}", f"--master_addr={host}", "--master_port=29500"]
 
 
 def test_a_step_on_one_of_slurms_nodes(home: Home) -> None:
@@ -444,16 +444,16 @@ def test_which_python(home: Home) -> None:
     home.env.pop("PYTHON")
     assert "no PyTorch" in home.refusal("2", PYTHON="")
     home.tool("python3", "echo True")
-    assert home.words("2")[2] == "python3"
+    assert home.words("2")[1] == "python3"
     home.tool("python", "exit 1")
     beside = home.tool("python", "echo True", home.folder / ".venv" / "bin")
-    assert home.words("2")[2] == str(beside)
+    assert home.words("2")[1] == str(beside)
     later = home.tool("python", "echo True", home.folder / "bin")
     path = f"{home.bin}:{later.parent}"
-    assert home.words("2", PATH=path)[2] == str(later)
+    assert home.words("2", PATH=path)[1] == str(later)
     active = home.tool("python", "echo True", home.folder / "venv" / "bin")
-    assert home.words("2", PATH=path, VIRTUAL_ENV=str(active.parent.parent))[2] == str(active)
-    assert home.words("2", VIRTUAL_ENV=str(active.parent.parent), PYTHON=sys.executable)[2] == sys.executable
+    assert home.words("2", PATH=path, VIRTUAL_ENV=str(active.parent.parent))[1] == str(active)
+    assert home.words("2", VIRTUAL_ENV=str(active.parent.parent), PYTHON=sys.executable)[1] == sys.executable
 
 
 def test_a_python_without_torch_is_refused(home: Home) -> None:
@@ -492,7 +492,6 @@ def test_arguments_arrive_unharmed(home: Home) -> None:
             "RANK": rank,
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "3",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
     assert sorted(path.name for path in home.out.iterdir()) == ["rank0", "rank1"]
 
@@ -506,7 +505,8 @@ def test_printed_command_can_be_pasted(home: Home) -> None:
 def test_a_failing_worker_fails_the_launch(home: Home) -> None:
     home.train(FAIL)
     done = home.run("2")
-    assert done.returncode == 1 and "exitcode: 7" in done.stderr
+    assert done.returncode == 7, "its exit code, where torchrun's would be 1"
+    assert re.search(r"^error: rank 1 \(process \d+\) ended with exit code 7 ", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_two_launches_at_once(home: Home) -> None:
@@ -534,7 +534,7 @@ def test_signals_reach_the_workers(home: Home, sent: str, before: Callable[[], N
     run.send_signal(signal.Signals[sent])
     output, _ = run.communicate(timeout=DEADLINE_S)
     assert {path.name: path.read_text() for path in home.out.glob("got*")} == {"got0": sent, "got1": sent}, output
-    assert run.returncode == 1  # torchrun's, whatever the workers say
+    assert run.returncode == 128 + signal.Signals[sent], "these workers leave no exit code of their own"
     assert home.processes() == []
 
 
