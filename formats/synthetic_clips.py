@@ -90,7 +90,7 @@ def _build(folder: Path, recipe: Recipe) -> None:
 def _check_recipe(folder: Path, recipe: Recipe) -> None:
     try:
         found = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if found != _as_json(recipe):
         raise LockstepError(

@@ -80,7 +80,7 @@ class Task(Classification):
         clips = Clips(folder, wanted.frames)
         train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed)
         self.classes = clips.classes
-        self.train_counts = np.bincount(clips.labels[train], minlength=len(self.classes))
+        self.count(clips.labels[train], str(folder))
         self._found = (
             f"Found {len(np.unique(clips.videos))} unique videos with {len(clips)} total trials\n"
             f"Train trials: {len(train)}, Val trials: {len(val)}"
