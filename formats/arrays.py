@@ -82,12 +82,12 @@ def _check_header(file: IO[bytes], size: int) -> None:
 
 @contextlib.contextmanager
 def _in_words(path: Path, kind: str, function: str) -> Iterator[None]:
-    todo = f"write the file again, with numpy.{function}"
     try:
         yield
     except OSError as error:
-        raise LockstepError(f"cannot read {path.name}: {error.strerror or error}", where=str(path), todo=todo) from None
+        what = f"cannot read {path.name}: {error.strerror or error}"
+        raise LockstepError(what, where=str(path), todo="put the file there, or name other data") from None
     except Exception as error:  # on damaged bytes, numpy and zipfile raise nearly anything
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         what = f"{path.name} is cut short or no {kind} file: {why}"
-        raise LockstepError(what, where=str(path), todo=todo) from None
+        raise LockstepError(what, where=str(path), todo=f"write the file again, with numpy.{function}") from None

@@ -320,8 +320,8 @@ def _from_windows(
         if part["X"].shape[1:] != parts[0]["X"].shape[1:] or part.keys() != parts[0].keys():
             what = "train and test differ in window length, channels or files"
             raise LockstepError(what, where=str(path), todo="give both the same")
-    read = [str(name) for name in ("X", "y", "subject", "val") if name in parts[0]]
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in read}
+    read = [name for name in ("X", "y", "subject", "val") if name in parts[0]]
+    joined: dict[str, np.ndarray] = {name: np.concatenate([part[name] for part in parts]) for name in read}
     labels, classes = _classes(joined["y"], parts[0], str(path))
     count, steps, width = joined["X"].shape
     groups, subjects = _groups(joined.get("subject"), count, str(path))
