@@ -343,7 +343,7 @@ def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
 
 
 def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:
-    """The settings below `node`, problems as text among them, and "" for each item of a list: whoever reads counts."""
+    """The settings below `node`, problems as text among them; "" for each section and list item, for who reads counts."""
     sections: set[str] = set()
     for key_node, value in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
@@ -356,6 +356,7 @@ def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Itera
             if key in sections:
                 yield f"{_shown(key)!r} is given twice ({where}): write each section once"
             sections.add(key)
+            yield ""
             yield from _leaves(value, path, key + ".", depth + 1)
         elif isinstance(value, yaml.SequenceNode):
             yield from ("" for _ in items)
