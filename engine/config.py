@@ -315,7 +315,7 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise _no_yaml(error, path, text) from None
-    if root is None:  # comments only: an empty delta
+    if root is None or root.value == "":  # comments only, or a lone `---`: an empty delta
         return []
     if not isinstance(root, yaml.MappingNode):
         raise LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
@@ -343,13 +343,13 @@ def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
 
 
 def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:
-    """The settings below `node`, problems as text among them; "" for each section and list item, for who reads counts."""
+    """The settings below `node`, problems as text, and "" for each section and list item: whoever reads them counts."""
     sections: set[str] = set()
     for key_node, value in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         key = prefix + _text(key_node).replace("-", "_")
         items = value.value if isinstance(value, yaml.SequenceNode) else []
-        nested = [item for item in items if not isinstance(item, yaml.ScalarNode)]
+        nested = [item for item in (key_node, *items) if not isinstance(item, yaml.ScalarNode)]
         if not {part.tag for part in (node, key_node, value, *items)} <= _PLAIN or nested or depth > _MAX_DEPTH:
             yield f"{_shown(key)!r} has a value that is not plain data ({where}): write a number, a text or a list"
         elif isinstance(value, yaml.MappingNode):
