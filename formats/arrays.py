@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,20 @@ import numpy as np
 
 from engine.contract import LockstepError
 
+# What no name of a class, a person or a file holds; in a message it would break the line. Tabs and line ends may be.
+CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+
 _MAGIC = b"\x93NUMPY"
 _MOST_DEFLATED = 1032  # deflate cannot shrink further than by this: a larger claim is a lie, or a bomb
+
+
+def check_text(text: str, path: Path) -> str:
+    """`text`, unless it has a control character."""
+    if found := CONTROL.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        what = f"a control character (#x{ord(found.group()):02x})"
+        raise LockstepError(what, where=f"{path}:{line}", todo="save the file as plain text in UTF-8")
+    return text
 
 
 def load_npy(path: Path) -> np.ndarray:
@@ -59,7 +72,10 @@ def _read(file: IO[bytes], size: int) -> np.ndarray:
     file.seek(0)
     array = np.lib.format.read_array(file, allow_pickle=False)
     if array.dtype.kind == "U":
-        "".join(array.ravel().tolist()).encode()  # ValueError for numbers that stand for no character
+        codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
+        text = "".join(array.ravel().tolist())
+        if (codes > 0x10FFFF).any() or CONTROL.search(text) or len(text.splitlines()) > 1:
+            raise ValueError("it holds text with control characters")
     return array
 
 

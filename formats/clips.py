@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import map_npy
+from formats.arrays import check_text, map_npy
 
 FRAMES, TRIALS, CLASSES = "frames.npy", "trials.csv", "classes.txt"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
@@ -261,7 +261,7 @@ def read_classes(path: Path) -> list[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return check_text(path.read_text(encoding="utf-8-sig"), path)
     except FileNotFoundError:
         raise LockstepError(
             f"no {path.name}", where=str(path.parent), todo="make the folder with tools/prepare_clips.py"

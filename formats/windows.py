@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import load_npy, load_npz
+from formats.arrays import check_text, load_npy, load_npz
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
@@ -501,7 +501,7 @@ def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
     except OSError as error:
         raise LockstepError(
             f"cannot read: {error.strerror}", where=str(path), todo="put the file there, or name other data"

@@ -31,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.contract import LockstepError
+from formats.arrays import check_text
 from formats.clips import ClipsWriter
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
@@ -78,7 +79,7 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     a video outside of the folder of videos.
     """
     try:
-        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines(), restval="")
+        reader = csv.DictReader(check_text(path.read_text(encoding="utf-8-sig"), path).splitlines(), restval="")
         columns = [name for name in TIMES if name in (reader.fieldnames or ())]
         missing = [name for name in ("video", "label") if name not in (reader.fieldnames or ())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -132,7 +133,7 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
 def _stays_below(video: str) -> bool:
     """Whether a name leads to nowhere but into its folder. By the name alone: a link in there is the owner's own."""
     path = os.path.normpath(video)
-    return video.isprintable() and not os.path.isabs(path) and path != ".." and not path.startswith("../")
+    return not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------
