@@ -71,12 +71,18 @@ def _read(file: IO[bytes], size: int) -> np.ndarray:
     _check_header(file, size)
     file.seek(0)
     array = np.lib.format.read_array(file, allow_pickle=False)
-    if array.dtype.kind == "U":
-        codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
-        text = "".join(array.ravel().tolist())
-        if (codes > 0x10FFFF).any() or CONTROL.search(text) or len(text.splitlines()) > 1:
-            raise ValueError("it holds text with control characters")
+    if array.dtype.kind == "U" and not _is_text(array):
+        raise ValueError("it holds text with control characters")
     return array
+
+
+def _is_text(array: np.ndarray) -> bool:
+    """Whether each item is characters that can stand in one line."""
+    codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
+    if (codes > 0x10FFFF).any():  # numpy would make a str of it that nothing can handle
+        return False
+    text = "".join(array.ravel().tolist())
+    return not CONTROL.search(text) and len(text.splitlines()) < 2
 
 
 def _check_header(file: IO[bytes], size: int) -> None:
