@@ -94,7 +94,7 @@ def _check_recipe(folder: Path, recipe: Recipe) -> None:
         found = None
     if found != _as_json(recipe):
         raise LockstepError(
-            f"the folder holds {found or 'no synthetic clips'}, not {_as_json(recipe)}",
+            f"the folder holds {repr(found)[:300] if found else 'no synthetic clips'}, not {_as_json(recipe)}",
             where=str(folder),
             todo="remove it or choose another",
         )
