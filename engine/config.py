@@ -11,9 +11,9 @@ import difflib
 import math
 import types
 import typing
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -176,7 +176,7 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
     try:
         task = load_task(task_name)
     except LockstepError as error:
-        raise LockstepError("\n".join([*problems, str(error)])) from None
+        raise LockstepError("\n".join([*problems, str(error)])) from error
     cfg = schema(task)()
     aliases = ALIASES | task.aliases
     for key, value in task.defaults.items():
@@ -260,6 +260,10 @@ def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], 
             name = name.replace("-", "_")
             if name in SWITCHES:
                 switches.add(name)
+                if equals:
+                    problems.append(
+                        f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} alone, or not"
+                    )
                 continue
             if not equals and _takes_a_value(name, words):
                 value, equals = words.pop(0), "="
@@ -271,7 +275,7 @@ def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], 
             name, _, value = word.partition("=")
             settings.append(Setting(name.replace("-", "_"), value, "command line"))
         elif any(setting.key == "task" for setting in settings):
-            problems.append(f"unexpected {word!r} (command line): give settings as --flag value or key=value")
+            problems.append(f"unexpected {_shown(word)!r} (command line): give settings as --flag value or key=value")
         else:
             settings.append(Setting("task", word, "command line"))
     return switches, files, settings
@@ -286,50 +290,90 @@ def _takes_a_value(name: str, rest: list[str]) -> bool:
     return rest[0].lower() in _BOOLS if is_flag else True
 
 
-_MAX_LEAVES = 10_000  # aliases in YAML can multiply without end
+_MAX_BYTES = 200_000  # the longest config anybody wrote has a hundredth of it; PyYAML takes seconds for a megabyte
+_MAX_VALUES = 2_000  # aliases in YAML can multiply without end
+_MAX_DEPTH = 8
+_PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
 
 
 def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
     """The leaves of a YAML file, as text, each with its file and line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise LockstepError(f"no config file {path!r}", todo="give the path of an existing .yaml file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
+        what = f"cannot read the config file: {error}"
         raise LockstepError(
-            f"cannot read the config file: {error}", where=path, todo="give a UTF-8 text file"
+            what, where=_shown(path), todo="give a text file in UTF-8 with one setting a line"
         ) from None
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise LockstepError(f"not valid YAML: {what}", where=place, todo="mend that line") from None
-    if root is None:  # comments only: an empty delta
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        raise _no_yaml(error, path, text) from None
+    if root is None or root.value == "":  # comments only, or a lone `---`: an empty delta
         return []
     if not isinstance(root, yaml.MappingNode):
         raise LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
     settings: list[Setting] = []
-    for setting in _leaves(root, path, "", 0, problems):
-        settings.append(setting)
-        if len(settings) > _MAX_LEAVES:
-            raise LockstepError(f"more than {_MAX_LEAVES} values", where=path, todo="remove the nested aliases")
+    for count, setting in enumerate(_leaves(root, path, "", 0)):
+        if count == _MAX_VALUES:
+            what = f"more than {_MAX_VALUES} values"
+            raise LockstepError(what, where=path, todo="give fewer, and no alias within an alias")
+        if isinstance(setting, Setting):
+            settings.append(setting)
+        elif setting:
+            problems.append(setting)
     return settings
 
 
-def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int, problems: list[str]) -> Iterator[Setting]:
+def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow has a position, but no mark
+        before = text[: error.position]
+        place = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        return LockstepError(f"not valid YAML: the character #x{error.character:04x}", where=place, todo="remove it")
+    place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+    what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    return LockstepError(f"not valid YAML: {_shown(what)}", where=place, todo="mend that line")
+
+
+def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:
+    """The settings below `node`, problems as text, and "" for each section and list item: whoever reads them counts."""
+    sections: set[str] = set()
     for key_node, value in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
-        key = prefix + str(key_node.value).replace("-", "_")
-        if value.tag.startswith("tag:yaml.org,2002:python") or depth > 8:
-            problems.append(f"{key!r} has a value that is not plain data ({where}): write a number, a text or a list")
+        key = prefix + _text(key_node).replace("-", "_")
+        items = value.value if isinstance(value, yaml.SequenceNode) else []
+        nested = [item for item in (key_node, *items) if not isinstance(item, yaml.ScalarNode)]
+        if not {part.tag for part in (node, key_node, value, *items)} <= _PLAIN or nested or depth > _MAX_DEPTH:
+            yield f"{_shown(key)!r} has a value that is not plain data ({where}): write a number, a text or a list"
         elif isinstance(value, yaml.MappingNode):
-            yield from _leaves(value, path, key + ".", depth + 1, problems)
+            if key in sections:
+                yield f"{_shown(key)!r} is given twice ({where}): write each section once"
+            sections.add(key)
+            yield ""
+            yield from _leaves(value, path, key + ".", depth + 1)
         elif isinstance(value, yaml.SequenceNode):
-            yield Setting(key, [str(item.value) for item in value.value], where)
+            yield from ("" for _ in items)
+            yield Setting(key, [_text(item) for item in items], where)
         else:
-            yield Setting(key, value.value, where)
+            yield Setting(key, _text(value), where)
+
+
+def _text(node: yaml.Node) -> str:
+    """A scalar as it is written; anything else has no text (and its repr may be of any length)."""
+    return node.value if isinstance(node, yaml.ScalarNode) else "?"
+
+
+def _shown(text: str) -> str:
+    """As it can stand in a message of one line."""
+    plain = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return plain if len(plain) <= 80 else plain[:77] + "..."
 
 
 # ---- from settings to the tree --------------------------------------------------------------------------------------
@@ -374,8 +418,8 @@ def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: li
             value = _coerce(setting.value, kind)
             _check_range(value, f.metadata)
         except ValueError as error:
-            shown = ",".join(setting.value) if isinstance(setting.value, list) else setting.value
-            problems.append(f"{setting.key}={'' if shown is None else shown} ({setting.where}): {error}")
+            given = ",".join(setting.value) if isinstance(setting.value, list) else setting.value or ""
+            problems.append(f"{setting.key}={_shown(given)} ({setting.where}): {error}")
         else:
             _assign(cfg, key, value)
 
@@ -392,7 +436,7 @@ def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) 
         leaves[leaf] for leaf in difflib.get_close_matches(setting.key.rpartition(".")[2], leaves, n=2, cutoff=0.75)
     ]
     hint = f"did you mean {' or '.join(repr(key) for key in dict.fromkeys(near))}?" if near else "see --print-config"
-    return f"unknown key {setting.key!r} ({setting.where}): {hint}"
+    return f"unknown key {_shown(setting.key)!r} ({setting.where}): {hint}"
 
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -414,6 +458,8 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
         else:
             raise ValueError("a value is missing")
     text = raw.strip()
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
+        raise ValueError("give text without control characters")  # no file has such a name, and no terminal shows it
     if kind is str:
         return "" if text in ("null", "~") else text
     if kind is bool:
@@ -438,6 +484,8 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
     if kind is int:
         if number != int(number):
             raise ValueError("give a whole number")
+        if abs(number) > 2**53:
+            raise ValueError("must be at most 2^53")  # beyond it the float before is not exact, and nothing needs more
         return int(number)
     return number
 

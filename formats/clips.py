@@ -15,7 +15,7 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
+from formats.arrays import check_text, map_npy
 
 FRAMES, TRIALS, CLASSES = "frames.npy", "trials.csv", "classes.txt"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
+AGAIN = "make the folder again with tools/prepare_clips.py"
 
 
 class Clips:
@@ -259,7 +261,7 @@ def read_classes(path: Path) -> list[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return check_text(path.read_text(encoding="utf-8-sig"), path)
     except FileNotFoundError:
         raise LockstepError(
             f"no {path.name}", where=str(path.parent), todo="make the folder with tools/prepare_clips.py"
@@ -271,26 +273,39 @@ def _read_text(path: Path) -> str:
 
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
     """The rows of trials.csv, checked; `label` as the class's number, `line` where the row stands."""
-    reader = csv.DictReader(_read_text(path).splitlines())
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise LockstepError(
-            f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(COLUMNS)}"
-        )
     number = {name: c for c, name in enumerate(classes)}
-    rows = [_checked(row, number, num_rows, f"{path}:{reader.line_num}") | {"line": reader.line_num} for row in reader]
+    rows = []
+    for line, row in read_table(path, _read_text(path), COLUMNS):
+        rows.append(_checked(row, number, num_rows, f"{path}:{line}") | {"line": line})
     if not rows:
         raise LockstepError("no trials", where=str(path), todo="make the folder again")
     return rows
 
 
+def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, row) of a CSV table whose header needs `columns`; a cell that is missing is an empty one."""
+    reader = csv.DictReader(text.splitlines(), restval="")
+    try:
+        missing = [name for name in columns if name not in (reader.fieldnames or ())]
+        if missing:
+            raise LockstepError(
+                f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(columns)}"
+            )
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="mend that line") from None
+
+
 def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, where: str) -> dict[str, Any]:
     try:
         first, count = int(row["first_frame"]), int(row["num_frames"])
-    except (TypeError, ValueError):
+    except ValueError:
         raise LockstepError(
             f"first_frame={row['first_frame']}, num_frames={row['num_frames']}", where=where, todo="give whole numbers"
         ) from None
+    if not row["video"]:
+        raise LockstepError("an empty video", where=where, todo="name the recording that the trial comes from")
     if row["label"] not in number:
         raise LockstepError(
             f"unknown label {row['label']!r}", where=where, todo=f"choose one of {', '.join(number)} ({CLASSES})"
@@ -312,19 +327,14 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
 
 def _open_frames(path: Path) -> np.ndarray:
     """A read-only view (rows, H, W) uint8 of the file; nothing is read yet."""
-    todo = "make the folder again with tools/prepare_clips.py"
-    try:
-        pixels = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise LockstepError(f"no {path.name}", where=str(path.parent), todo=todo) from None
-    except (OSError, ValueError, EOFError) as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LockstepError(f"{path.name} is cut short or no .npy file: {what}", where=str(path), todo=todo) from None
+    if not path.exists():
+        raise LockstepError(f"no {path.name}", where=str(path.parent), todo=AGAIN)
+    pixels = map_npy(path)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or not pixels.flags.c_contiguous:
         raise LockstepError(
             f"{path.name} holds {pixels.dtype} of shape {pixels.shape}, not uint8 (frames, height, width)",
             where=str(path),
-            todo=todo,
+            todo=AGAIN,
         )
     return np.asarray(pixels)  # plain ndarray: np.memmap's own indexing is slower
 

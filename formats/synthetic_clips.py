@@ -90,11 +90,11 @@ def _build(folder: Path, recipe: Recipe) -> None:
 def _check_recipe(folder: Path, recipe: Recipe) -> None:
     try:
         found = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if found != _as_json(recipe):
         raise LockstepError(
-            f"the folder holds {found or 'no synthetic clips'}, not {_as_json(recipe)}",
+            f"the folder holds {repr(found)[:300] if found else 'no synthetic clips'}, not {_as_json(recipe)}",
             where=str(folder),
             todo="remove it or choose another",
         )

@@ -3,7 +3,7 @@
     UCI HAR folder   {train,test}/Inertial Signals/*.txt, y_*.txt, subject_*.txt, activity_labels.txt
     .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or one .ts file
     arrays           X.npy (N, T, C), y.npy (N,), subject.npy, with optional _train/_test suffixes; or one .npz of these
-    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,), subject (R,)
+    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,), and subject (R,) if it is known
 
 The first and the third hold windows already, and so does a .ts file of equal lengths: each is taken whole. The others
 hold recordings of any length, cut into windows of `length` steps that start every `stride` steps. People, not windows,
@@ -12,8 +12,7 @@ are divided between training and validation: two windows of one person are near 
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +22,11 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
+from formats.arrays import check_text, load_npy, load_npz
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
-FIELDS = "data/watch/README.md lists the fields"
+FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
+FILL = "fill in missing values first, or leave that part out"
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,18 @@ def read(root: str | Path, length: int = 128, stride: int = 64) -> Recordings:
     length, stride  in steps; they cut recordings only: what is published as windows is taken whole
     Raises LockstepError with the file, and the line where there is one.
     """
-    root = Path(root).expanduser()
     if length < 1 or stride < 1:
-        raise LockstepError(f"length {length} and stride {stride} must be at least 1", where="dataset")
+        raise LockstepError(
+            f"length {length} and stride {stride} must be at least 1", where="dataset", todo="raise them"
+        )
+    try:
+        return _recognise(Path(os.path.expanduser(root)), length, stride)
+    except OSError as error:  # no permission, a name that is too long
+        what = f"cannot read: {error.strerror or error}"
+        raise LockstepError(what, where=str(error.filename or root), todo="give a path that you may read") from None
+
+
+def _recognise(root: Path, length: int, stride: int) -> Recordings:
     if root.is_file():
         return _read_file(root, length, stride)
     if not root.is_dir():
@@ -143,7 +153,7 @@ def _read_file(path: Path, length: int, stride: int) -> Recordings:
         return _read_ts(path, length, stride)
     if path.suffix != ".npz":
         raise LockstepError(f"cannot read files of kind {path.suffix!r}", where=str(path), todo=f"give {LAYOUTS}")
-    arrays = _load_npz(path)
+    arrays = load_npz(path)
     if "signal" in arrays:
         return _from_recordings(arrays, path, length, stride)
     if "X" in arrays:
@@ -157,7 +167,8 @@ def _read_uci(root: Path) -> Recordings:
     labels_path = root / "activity_labels.txt"
     pairs = [line.split(None, 1) for line in _lines(labels_path) if line.strip()]
     if [pair[0] for pair in pairs] != [str(n) for n in range(1, len(pairs) + 1)] or any(len(p) != 2 for p in pairs):
-        raise LockstepError("expected one '1 NAME' per line, numbered from 1", where=str(labels_path))
+        what = "expected one '1 NAME' per line, numbered from 1"
+        raise LockstepError(what, where=str(labels_path), todo="take the file as it is published")
     classes = [name.strip() for _, name in pairs]
     parts = []
     for part in ("train", "test"):
@@ -168,11 +179,13 @@ def _read_uci(root: Path) -> Recordings:
                     f"{axis.shape[0]} windows of {axis.shape[1]} steps, but {names[0]} has {axes[0].shape[0]} of"
                     f" {axes[0].shape[1]}",
                     where=str(root / part / "Inertial Signals" / f"{name}_{part}.txt"),
+                    todo="take the files as they are published",
                 )
         y_path = root / part / f"y_{part}.txt"
         y = _column(y_path)
         for line in np.flatnonzero((y < 1) | (y > len(classes))):
-            raise LockstepError(f"label {y[line]} is not in activity_labels.txt", where=f"{y_path}:{line + 1}")
+            what = f"label {y[line]} is not in activity_labels.txt"
+            raise LockstepError(what, where=f"{y_path}:{line + 1}", todo=f"labels go from 1 to {len(classes)}")
         subject = _column(root / part / f"subject_{part}.txt")
         parts.append({"X": np.stack(axes, 2), "y": y - 1, "subject": subject, "classes": np.array(classes)})
     return _from_windows(parts, root, ["train", "test"], channels=names, rate_hz=50.0)
@@ -183,7 +196,7 @@ def _read_npy(root: Path) -> Recordings:
     parts = []
     for suffix in suffixes:
         names = ["X", "y"] + ["subject"] * (root / f"subject{suffix}.npy").is_file()
-        parts.append({name: _load_npy(root / f"{name}{suffix}.npy") for name in names})
+        parts.append({name: load_npy(root / f"{name}{suffix}.npy") for name in names})
     return _from_windows(parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None)
 
 
@@ -197,11 +210,13 @@ def _read_ts(path: Path, length: int, stride: int) -> Recordings:
     classes = parts[0][2]
     for p, part in zip(paths[1:], parts[1:], strict=True):
         if part[2] != classes:
-            raise LockstepError(f"classes {' '.join(part[2])} differ from those of {paths[0].name}", where=str(p))
+            what = f"classes {' '.join(part[2])} differ from those of {paths[0].name}"
+            raise LockstepError(what, where=str(p), todo="give both files the same @classLabel")
     series = [one for part in parts for one in part[0]]
     labels = [one for part in parts for one in part[1]]
     if len({one.shape[1] for one in series}) > 1:
-        raise LockstepError("train and test have different numbers of channels", where=str(path))
+        what = "train and test have different numbers of channels"
+        raise LockstepError(what, where=str(path), todo="give both the same channels")
     sizes = {len(one) for one in series}
     if len(sizes) == 1:
         length = stride = sizes.pop()  # windows already
@@ -239,16 +254,18 @@ def _parse_ts(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
                 classes = _ts_classes(header, where)
             continue
         if "data" not in header:
-            raise LockstepError("a recording before @data", where=where)
+            raise LockstepError("a recording before @data", where=where, todo="write a line @data above it")
         *channels, label = line.split(":")
         if label.strip() not in classes:
-            raise LockstepError(f"label {label.strip()!r} is not in @classLabel", where=where)
+            what = f"label {label.strip()!r} is not in @classLabel"
+            raise LockstepError(what, where=where, todo=f"choose one of {' '.join(classes)}, or add it there")
         series.append(_ts_series(channels, header, where))
         if series[-1].shape[1] != series[0].shape[1]:
-            raise LockstepError(f"{len(channels)} channels, the first recording has {series[0].shape[1]}", where=where)
+            what = f"{len(channels)} channels, the first recording has {series[0].shape[1]}"
+            raise LockstepError(what, where=where, todo="give each recording the same channels")
         labels.append(classes.index(label.strip()))
     if not series:
-        raise LockstepError("no recordings after @data", where=str(path))
+        raise LockstepError("no recordings after @data", where=str(path), todo="write one a line")
     return series, labels, classes
 
 
@@ -257,26 +274,32 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
         raise LockstepError("@timeStamps true is not supported", where=where, todo="resample to an even rate")
     said, *classes = header.get("classlabel") or ["false"]
     if said.lower() != "true" or not classes:
-        raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where=where)
+        raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where=where, todo="add that line")
     return classes
 
 
 def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) -> np.ndarray:
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
     if header.get("dimensions", [str(len(channels))]) != [str(len(channels))]:
-        raise LockstepError(f"{len(channels)} channels, @dimensions says {' '.join(header['dimensions'])}", where=where)
+        what = f"{len(channels)} channels, @dimensions says {' '.join(header['dimensions'])}"
+        raise LockstepError(what, where=where, todo="mend the header or the line")
+    if not channels:
+        raise LockstepError("no ':' between values and label", where=where, todo="write channel:channel:label")
     rows = [channel.split(",") for channel in channels]
     sizes = sorted({len(row) for row in rows})
     if len(sizes) != 1:
-        raise LockstepError(f"channels of different lengths ({sizes[0]} and {sizes[-1]})", where=where)
+        what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
+        raise LockstepError(what, where=where, todo="give all channels the same steps")
     if header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
-        raise LockstepError(f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}", where=where)
+        what = f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}"
+        raise LockstepError(what, where=where, todo="mend the header or the line")
     try:
-        values = np.array(rows, dtype=np.float32).T
+        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is found as such
+            values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
-        raise LockstepError(f"not a number: {error}", where=where, todo="fill in missing values first") from None
+        raise LockstepError(f"not a number: {error}", where=where, todo=FILL) from None
     if not np.isfinite(values).all():
-        raise LockstepError("a value is NaN or infinite", where=where, todo="fill in missing values first")
+        raise LockstepError("a value is NaN or infinite", where=where, todo=FILL)
     return np.ascontiguousarray(values)
 
 
@@ -295,17 +318,19 @@ def _from_windows(
         where = f"{path}, {names[number]}" if names else str(path)
         _check_part(part, where)
         if part["X"].shape[1:] != parts[0]["X"].shape[1:] or part.keys() != parts[0].keys():
-            raise LockstepError("train and test differ in window length, channels or files", where=str(path))
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name not in _LISTS}
-    labels, classes = _classes(joined["y"], parts[0].get("classes"), str(path))
+            what = "train and test differ in window length, channels or files"
+            raise LockstepError(what, where=str(path), todo="give both the same")
+    read = [name for name in ("X", "y", "subject", "val") if name in parts[0]]
+    joined: dict[str, np.ndarray] = {name: np.concatenate([part[name] for part in parts]) for name in read}
+    labels, classes = _classes(joined["y"], parts[0], str(path))
     count, steps, width = joined["X"].shape
-    groups, subjects = _groups(joined.get("subject"), count)
-    val = joined["val"].astype(bool) if "val" in joined else None
+    groups, subjects = _groups(joined.get("subject"), count, str(path))
+    val = _given_split(joined, str(path))
     if names:
         val = np.arange(count) >= len(parts[0]["y"])
     return _checked(
         Recordings(
-            signal=np.ascontiguousarray(joined["X"].reshape(count * steps, width), dtype=np.float32),
+            signal=_float32(joined["X"].reshape(count * steps, width)),
             lengths=np.full(count, steps, dtype=np.int64),
             labels=labels,
             groups=groups,
@@ -315,71 +340,72 @@ def _from_windows(
             length=steps,
             stride=steps,
             where=str(path),
-            channels=list(channels) or _strings(parts[0], "channels"),
-            rate_hz=rate_hz or _rate(parts[0]),
+            channels=list(channels) or _strings(parts[0], "channels", str(path)),
+            rate_hz=rate_hz or _rate(parts[0], str(path)),
         )
     )
 
 
-_LISTS = ("classes", "channels", "rate_hz")
-
-
 def _check_part(part: dict[str, np.ndarray], where: str) -> None:
     if "y" not in part:
-        raise LockstepError("X has no labels y", where=where)
+        raise LockstepError("X has no labels y", where=where, todo="add y (windows,)")
     if part["X"].ndim != 3 or not part["X"].size or part["X"].dtype.kind not in "fiu":
         found = f"X is {part['X'].dtype} of shape {part['X'].shape}"
-        raise LockstepError(f"{found}, expected numbers (windows, steps, channels)", where=where)
+        raise LockstepError(
+            f"{found}, expected numbers (windows, steps, channels)", where=where, todo="save it in this form"
+        )
     for name in ("y", "subject", "val"):
         if name in part and part[name].shape != part["X"].shape[:1]:
-            raise LockstepError(f"{name} has shape {part[name].shape}, X has {part['X'].shape}", where=where)
+            what = f"{name} has shape {part[name].shape}, X has {part['X'].shape}"
+            raise LockstepError(what, where=where, todo=f"give one {name} per window")
+    # Here, not once all parts are joined: a window's number is the one in its own file.
+    _check_finite(
+        part["X"].reshape(-1, part["X"].shape[2]), np.full(len(part["X"]), part["X"].shape[1]), "window", where
+    )
 
 
 def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, stride: int) -> Recordings:
     where = str(path)
-    for name in ("signal", "lengths", "label", "subject"):
+    for name in ("signal", "lengths", "label"):
         if name not in arrays:
             raise LockstepError(f"no array {name!r}", where=where, todo=FIELDS)
     signal, lengths = arrays["signal"], arrays["lengths"]
     if signal.ndim != 2 or not signal.size or signal.dtype.kind not in "fiu":
-        raise LockstepError(
-            f"signal is {signal.dtype} of shape {signal.shape}, expected numbers (steps, channels)", where=where
-        )
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 1).any() or lengths.sum() != len(signal):
-        raise LockstepError(f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}", where=where)
+        found = f"signal is {signal.dtype} of shape {signal.shape}"
+        raise LockstepError(f"{found}, expected numbers (steps, channels)", where=where, todo="save it in this form")
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ((lengths < 1) | (lengths > len(signal))).any():
+        what = f"lengths are {lengths.dtype} of shape {lengths.shape}, or not all from 1 to the {len(signal)} of signal"
+        raise LockstepError(what, where=where, todo="give the steps of each recording, as whole numbers")
+    if lengths.sum() != len(signal):
+        what = f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}"
+        raise LockstepError(what, where=where, todo="give the steps of each recording, in the order of signal")
     for name in ("label", "subject", "val"):
         if name in arrays and arrays[name].shape != lengths.shape:
-            raise LockstepError(f"{name} has shape {arrays[name].shape}, lengths has {lengths.shape}", where=where)
-    labels, classes = _classes(arrays["label"], arrays.get("classes"), where)
-    groups, subjects = _groups(arrays["subject"], len(lengths))
+            what = f"{name} has shape {arrays[name].shape}, lengths has {lengths.shape}"
+            raise LockstepError(what, where=where, todo=f"give one {name} per recording")
+    labels, classes = _classes(arrays["label"], arrays, where)
+    groups, subjects = _groups(arrays.get("subject"), len(lengths), where)
+    _check_finite(signal, lengths, "recording", where)
     return _checked(
         Recordings(
-            signal=np.ascontiguousarray(signal, dtype=np.float32),
+            signal=_float32(signal),
             lengths=lengths.astype(np.int64),
             labels=labels,
             groups=groups,
-            val=arrays["val"].astype(bool) if "val" in arrays else None,
+            val=_given_split(arrays, where),
             classes=classes,
             subjects=subjects,
             length=length,
             stride=stride,
             where=where,
-            channels=_strings(arrays, "channels"),
-            rate_hz=_rate(arrays),
+            channels=_strings(arrays, "channels", where),
+            rate_hz=_rate(arrays, where),
         )
     )
 
 
 def _checked(recordings: Recordings) -> Recordings:
     """The checks that every layout shares."""
-    bad = np.flatnonzero(~np.isfinite(recordings.signal).all(1))
-    if len(bad):
-        owner = int(np.searchsorted(np.cumsum(recordings.lengths), bad[0], side="right"))
-        raise LockstepError(
-            f"NaN or infinite value in {len(bad)} steps, the first in recording {owner}",
-            where=recordings.where,
-            todo="fill in missing values first",
-        )
     short = np.flatnonzero(recordings.lengths < recordings.length)
     if len(short):
         raise LockstepError(
@@ -388,38 +414,86 @@ def _checked(recordings: Recordings) -> Recordings:
             todo=f"set dataset.length to {recordings.lengths.min()} or less, or leave such recordings out",
         )
     if recordings.channels and len(recordings.channels) != recordings.signal.shape[1]:
-        names, width = len(recordings.channels), recordings.signal.shape[1]
-        raise LockstepError(f"{names} channel names for {width} channels", where=recordings.where)
+        what = f"{len(recordings.channels)} channel names for {recordings.signal.shape[1]} channels"
+        raise LockstepError(what, where=recordings.where, todo="name each channel once, or none")
+    twice = [name for c, name in enumerate(recordings.classes) if name in recordings.classes[:c]]
+    if twice:
+        raise LockstepError(f"class {twice[0]!r} stands twice", where=recordings.where, todo="name each class once")
     return recordings
 
 
-def _classes(y: np.ndarray, names: np.ndarray | None, where: str) -> tuple[np.ndarray, list[str]]:
+def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
+    """signal (sum of lengths, C); `unit` says what a length is the length of."""
+    bad = np.flatnonzero(~np.isfinite(_float32(signal)).all(1))
+    if len(bad):
+        ends = np.cumsum(lengths)
+        owner = int(np.searchsorted(ends, bad[0], side="right"))
+        step = bad[0] - ends[owner] + lengths[owner]
+        what = f"NaN or infinite value in {len(bad)} steps, the first in {unit} {owner}, step {step}"
+        raise LockstepError(f"{what} (counted from 0)", where=where, todo=FILL)
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is found as such
+        return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _classes(y: np.ndarray, arrays: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, list[str]]:
     """Labels as written -> index into `classes`. With names, y counts from 0 into them; else each value is a class."""
     if y.dtype.kind not in "iuU":
-        raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where=where)
-    if names is None:
+        todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
+        raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where=where, todo=todo)
+    if y.dtype.kind != "U" and y.min() < 0:
+        what = f"label {y.min()} is negative, the first at {int(np.argmax(y < 0))} (counted from 0)"
+        todo = "number the classes from 0, and leave out what has no label"
+        raise LockstepError(what, where=where, todo=todo)
+    if "classes" not in arrays:
         values, labels = np.unique(y, return_inverse=True)
         return labels.astype(np.int64), [str(value) for value in values]
-    classes = [str(name) for name in names]
-    if y.dtype.kind == "U" or y.min() < 0 or y.max() >= len(classes):
-        found = sorted({str(value) for value in y} - {str(n) for n in range(len(classes))})[0]
-        raise LockstepError(f"label {found} is not one of the {len(classes)} classes (counted from 0)", where=where)
+    classes = _strings(arrays, "classes", where)
+    if y.dtype.kind == "U" or y.max() >= len(classes):
+        found = sorted({str(value) for value in y} - {str(n) for n in range(len(classes))} or set(y.tolist()))[0]
+        what = f"label {found} is not one of the {len(classes)} classes (counted from 0)"
+        raise LockstepError(what, where=where, todo="number the labels by their place in classes, or leave classes out")
     return y.astype(np.int64), classes
 
 
-def _groups(subject: np.ndarray | None, count: int) -> tuple[np.ndarray, list[str]]:
+def _groups(subject: np.ndarray | None, count: int, where: str) -> tuple[np.ndarray, list[str]]:
     if subject is None:
         return np.arange(count), []
+    if subject.dtype.kind not in "iuU":
+        todo = "save them as whole numbers or text: subject.astype(int) or subject.astype(str)"
+        raise LockstepError(f"subjects are {subject.dtype}, expected integers or strings", where=where, todo=todo)
     values, groups = np.unique(subject, return_inverse=True)
     return groups.astype(np.int64), [str(value) for value in values]
 
 
-def _strings(arrays: dict[str, np.ndarray], name: str) -> list[str]:
-    return [str(one) for one in np.atleast_1d(arrays[name])] if name in arrays else []
+def _given_split(arrays: dict[str, np.ndarray], where: str) -> np.ndarray | None:
+    if "val" not in arrays:
+        return None
+    if not np.isin(arrays["val"], (0, 1)).all():
+        raise LockstepError("val holds more than yes and no", where=where, todo="give True for what to validate on")
+    return arrays["val"].astype(bool)
 
 
-def _rate(arrays: dict[str, np.ndarray]) -> float | None:
-    return float(arrays["rate_hz"]) if "rate_hz" in arrays else None
+def _strings(arrays: dict[str, np.ndarray], name: str, where: str) -> list[str]:
+    if name not in arrays:
+        return []
+    if arrays[name].ndim != 1:
+        what = f"{name} has shape {arrays[name].shape}"
+        raise LockstepError(
+            what, where=where, todo=f"give a list of names, such as numpy.array(['a', 'b']), or no {name}"
+        )
+    return [str(one) for one in arrays[name]]
+
+
+def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
+    if "rate_hz" not in arrays:
+        return None
+    rate = arrays["rate_hz"]
+    if rate.size != 1 or rate.dtype.kind not in "iuf" or not 0 < rate.item() < np.inf:
+        raise LockstepError("rate_hz is not one number above 0", where=where, todo="give the steps per second, or none")
+    return float(rate.item())
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -427,18 +501,20 @@ def _rate(arrays: dict[str, np.ndarray]) -> float | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
     except OSError as error:
-        raise LockstepError(f"cannot read: {error.strerror}", where=str(path)) from None
+        raise LockstepError(
+            f"cannot read: {error.strerror}", where=str(path), todo="put the file there, or name other data"
+        ) from None
     except UnicodeDecodeError:
-        raise LockstepError("not a text file", where=str(path)) from None
+        raise LockstepError("not a text file", where=str(path), todo="save it as UTF-8") from None
 
 
 def _table(path: Path) -> np.ndarray:
     """Numbers in columns -> (lines, columns) float32."""
     lines = _lines(path)
     if not any(line.strip() for line in lines):
-        raise LockstepError("the file is empty", where=str(path))
+        raise LockstepError("the file is empty", where=str(path), todo="fetch it again")
     try:
         values = np.loadtxt(lines, dtype=np.float32, ndmin=2, comments=None)
     except ValueError:
@@ -450,53 +526,29 @@ def _table(path: Path) -> np.ndarray:
 
 def _bad_line(path: Path, lines: list[str]) -> LockstepError:
     """Say which line of a table is at fault: numpy's own message counts rows from a start of its own."""
-    width = len(lines[0].split())
+    width = next(len(line.split()) for line in lines if line.split())
     for number, line in enumerate(lines, 1):
         where, words = f"{path}:{number}", line.split()
         if words and len(words) != width:
-            return LockstepError(f"{len(words)} numbers, the first line has {width}", where=where)
+            what = f"{len(words)} numbers, the first line has {width}"
+            return LockstepError(what, where=where, todo="give each line as many")
         for word in words:
             try:
-                finite = np.isfinite(float(word))
+                with np.errstate(over="ignore"):
+                    finite = np.isfinite(np.float32(word))
             except ValueError:
-                return LockstepError(f"not a number: {word!r}", where=where)
+                return LockstepError(f"not a number: {word[:40]!r}", where=where, todo="write numbers only")
             if not finite:
-                return LockstepError("a value is NaN or infinite", where=where, todo="fill in missing values first")
-    return LockstepError("not a table of numbers", where=str(path))
+                return LockstepError("a value is NaN or infinite", where=where, todo=FILL)
+    return LockstepError("not a table of numbers", where=str(path), todo="write numbers only")
 
 
 def _column(path: Path) -> np.ndarray:
     """One whole number per line -> (lines,) int64."""
     values = _table(path)
-    if values.shape[1] != 1 or (values != values.round()).any():
-        raise LockstepError("expected one whole number per line", where=str(path))
+    if values.shape[1] != 1 or (values != values.round()).any() or (abs(values) > 2**24).any():
+        raise LockstepError("expected one whole number per line", where=str(path), todo="take it as it is published")
     return values[:, 0].astype(np.int64)
-
-
-def _load_npy(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, allow_pickle=False)
-    except OSError as error:
-        raise LockstepError(f"cannot read: {error.strerror or error}", where=str(path)) from None
-    except (ValueError, EOFError) as error:
-        raise LockstepError(f"not a plain .npy array: {_short(error)}", where=str(path)) from None
-
-
-def _load_npz(path: Path) -> dict[str, np.ndarray]:
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise ValueError("it is a single array")
-        with archive:
-            return {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise LockstepError(f"cannot read: {error.strerror or error}", where=str(path)) from None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise LockstepError(f"not a plain .npz archive: {_short(error)}", where=str(path)) from None
-
-
-def _short(error: Exception) -> str:
-    return str(error).splitlines()[0][:100] if str(error) else type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------- splitting

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -28,17 +30,28 @@ def _from_path(path: Path) -> ModuleType:
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise (error if isinstance(error, LockstepError) else _cannot_import(error)) from error
     return sys.modules[name]
+
+
+def _cannot_import(error: Exception) -> LockstepError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
+    why = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
+    what = f"cannot import the task: {type(error).__name__}: {why}"
+    return LockstepError(what, where=where, todo="mend it; --debug shows the traceback")
 
 
 def load(name: str) -> type[Task]:
     """The class `Task` of `tasks/<name>.py`, or of the file that `name` is the path of."""
     if name.endswith(".py"):
-        path = Path(name).resolve()
-        if not path.is_file():
+        if not os.path.isfile(name):  # unlike Path's own, it raises for no name whatever
             raise LockstepError(f"no task file {name!r}", where="task", todo="give the path of an existing .py file")
-        module = _from_path(path)
+        module = _from_path(Path(name).resolve())
     elif name in names():
         module = importlib.import_module(f"tasks.{name}")
     else:

@@ -52,7 +52,7 @@ def class_table(classes: list[str], counts: np.ndarray, weights: np.ndarray) -> 
 class Classification(contract.Task):
     """A task whose batches hold `x` (B, ...) and `y` (B,) int64 and whose model maps x to logits (B, C).
 
-    A subclass sets `classes` and `train_counts` in `datasets()`, has a section `loss: LossSettings`, and may
+    A subclass sets `classes` and calls `count` in `datasets()`, has a section `loss: LossSettings`, and may
     override `augment`.
     """
 
@@ -60,6 +60,16 @@ class Classification(contract.Task):
     higher_is_better = True
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
+
+    def count(self, labels: np.ndarray, where: str) -> None:
+        """Set `train_counts` from the (N,) labels to train on. LockstepError if there is nothing to tell apart."""
+        self.train_counts = np.bincount(labels, minlength=len(self.classes))
+        if np.count_nonzero(self.train_counts) < 2:
+            raise contract.LockstepError(
+                f"all {len(labels)} samples to train on are of class {self.classes[int(self.train_counts.argmax())]!r}",
+                where=where,
+                todo="give data of at least two classes, or another split",
+            )
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Random change of the inputs on their device, drawn from `contract.uniform(seeds, k)` and nothing else."""

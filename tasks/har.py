@@ -87,7 +87,7 @@ class Task(Classification):
         self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
         train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
         self.classes = self.recordings.classes
-        self.train_counts = np.bincount(train.labels, minlength=len(self.classes))
+        self.count(train.labels, self.recordings.where)
         self.mean, self.std = train.statistics()
         return train, val
 
@@ -100,7 +100,8 @@ class Task(Classification):
         if cfg.mode == "flatten":
             return MLP(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
         if width % 4:
-            raise contract.LockstepError(f"width {width} is not a multiple of 4 heads", where="model.width")
+            what = f"width {width} is not a multiple of 4 heads"
+            raise contract.LockstepError(what, where="model.width", todo=f"give {max(4, width // 4 * 4)}")
         return Transformer1d(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class Task(Classification):
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
         counts = found.windows()
         held_out = [found.subjects[g] for g in np.unique(found.groups[val])] if found.subjects else []
-        out = ", ".join(held_out) if held_out else f"{val.sum()} recordings (the data name no subjects)"
+        out = ", ".join(held_out) or "unknown (the data name none: one person may be on both sides)"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         weights = class_weights(self.train_counts, self.cfg.loss.class_weights)
         return "\n".join(

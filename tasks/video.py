@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -69,18 +70,18 @@ class Task(Classification):
 
     def datasets(self) -> tuple[Clips, Clips]:
         wanted = self.cfg.dataset
-        folder = Path(wanted.root)
+        folder = Path(os.path.expanduser(wanted.root))
         if not wanted.root:
             recipe = Recipe(wanted.trials, wanted.videos, wanted.frames, wanted.size, wanted.data_seed)
             folder = ensure(GENERATED / recipe.name, recipe)
-        elif not folder.is_dir():
+        elif not os.path.isdir(folder):  # unlike Path's own, it raises for no name whatever
             raise LockstepError(
                 f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
             )
         clips = Clips(folder, wanted.frames)
         train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed)
         self.classes = clips.classes
-        self.train_counts = np.bincount(clips.labels[train], minlength=len(self.classes))
+        self.count(clips.labels[train], str(folder))
         self._found = (
             f"Found {len(np.unique(clips.videos))} unique videos with {len(clips)} total trials\n"
             f"Train trials: {len(train)}, Val trials: {len(val)}"

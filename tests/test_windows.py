@@ -218,7 +218,7 @@ def fault(message: str, root: Path, length: int = 8, **how) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label": None}, r"no array 'label' \(.*a.npz\): data/watch/README.md lists the fields"),
+        ({"label": None}, r"no array 'label' \(.*a.npz\): give signal, lengths.* lists the fields"),
         ({"signal": np.zeros((43,))}, r"signal is float64 of shape \(43,\), expected numbers \(steps, channels\)"),
         ({"signal": np.full((43, 2), "x")}, "signal is <U1 of shape"),
         ({"lengths": np.array([20, 9, 13])}, "lengths add up to 42 steps, signal has 43"),
@@ -229,7 +229,7 @@ def fault(message: str, root: Path, length: int = 8, **how) -> None:
         ({"channels": np.array(["ax"])}, "1 channel names for 2 channels"),
         ({"val": np.ones(3, dtype=bool)}, "0 recordings to train on and 3 to validate on"),
         ({"signal": np.repeat([0, np.nan], [50, 36]).reshape(43, 2)}, "NaN or infinite value in 18 steps.*recording 1"),
-        ({"subject": np.array([{}, {}, {}])}, "not a plain .npz archive: Object arrays cannot be loaded"),
+        ({"subject": np.array([{}, {}, {}])}, "no .npz file: it holds Python objects"),
         ({"signal": None}, "holds neither 'signal' nor 'X' but lengths, label, subject, classes"),
     ],
 )
@@ -256,11 +256,11 @@ def test_faults_in_what_is_named(tmp_path):
         save_recordings(tmp_path / f"{name}.npz")
     fault("2 data sets of kind .npz: a.npz, b.npz .*: name one file", tmp_path)
     (tmp_path / "a.npz").write_bytes((tmp_path / "b.npz").read_bytes()[:300])
-    fault("not a plain .npz archive: File is not a zip file", tmp_path / "a.npz")
+    fault("no .npz file: File is not a zip file", tmp_path / "a.npz")
     (tmp_path / "a.npz").write_bytes(pickle.dumps({"X": 1}))
-    fault("not a plain .npz archive: ", tmp_path / "a.npz")
+    fault("no .npz file: ", tmp_path / "a.npz")
     np.save(tmp_path / "c.npy", np.zeros(3))
-    fault("not a plain .npz archive: it is a single array", (tmp_path / "c.npy").rename(tmp_path / "c.npz"))
+    fault("no .npz file: it is a single array", (tmp_path / "c.npy").rename(tmp_path / "c.npz"))
 
 
 @pytest.mark.parametrize(
@@ -349,9 +349,9 @@ def test_faults_in_arrays(tmp_path):
     np.save(tmp_path / "y.npy", np.zeros(3, dtype=int))
     fault(r"y has shape \(3,\), X has \(4, 10, 2\)", tmp_path)
     np.save(tmp_path / "y.npy", np.array([{}, 1], dtype=object))
-    fault(r"not a plain .npy array: Object arrays cannot be loaded.*y.npy", tmp_path)
+    fault(r"no .npy file: it holds Python objects.*y.npy", tmp_path)
     (tmp_path / "y.npy").unlink()
-    fault("cannot read: No such file or directory .*y.npy", tmp_path)
+    fault("cannot read y.npy: No such file or directory", tmp_path)
     np.savez(tmp_path / "only.npz", X=np.zeros((4, 10, 2)))
     fault("X has no labels y .*only.npz", tmp_path / "only.npz")
 
@@ -534,7 +534,10 @@ def test_task_reads_other_data_and_names_the_held_out(tmp_path):
     save_ts(tmp_path / "b", "1,2:3,4:up\n1,2:3,4:down\n", "1,2:3,4:up\n")
     task = make(dataset__root=str(tmp_path / "b"))
     task.datasets()
-    assert "Found 3 recordings with 3 windows" in task.summary() and "1 recordings (the data name no" in task.summary()
+    assert (
+        "Found 3 recordings with 3 windows" in task.summary()
+        and "held-out subjects: unknown (the data name none" in task.summary()
+    )
 
 
 @pytest.mark.parametrize("channels", [6, 4])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.contract import LockstepError
+from formats.arrays import check_text
 from formats.clips import ClipsWriter
 
+MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 
@@ -72,14 +75,16 @@ class Plan:
 def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) -> tuple[Plan, list[str]]:
     """The plan, its trials by video in the table's order, and the classes: those given, else the labels by name.
 
-    Raises LockstepError, naming the line, for a missing column, a time that is no number, or a label not in `classes`.
+    Raises LockstepError, naming the line, for a missing column, a time that is no number, a label not in `classes`, or
+    a video outside of the folder of videos.
     """
     try:
-        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        reader = csv.DictReader(check_text(path.read_text(encoding="utf-8-sig"), path).splitlines(), restval="")
         columns = [name for name in TIMES if name in (reader.fieldnames or ())]
         missing = [name for name in ("video", "label") if name not in (reader.fieldnames or ())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LockstepError(f"cannot read the annotations: {error}", where=str(path)) from None
+        what = f"cannot read the annotations: {error}"
+        raise LockstepError(what, where=str(path), todo="give a table as CSV in UTF-8") from None
     if missing or len(columns) != 1:
         raise LockstepError(
             f"the header has {', '.join(reader.fieldnames or ['nothing'])}",
@@ -87,10 +92,13 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
             todo=f"it needs video, label and exactly one of {', '.join(TIMES)}",
         )
     plan = Plan(column=columns[0], **plan_of)
-    for row in reader:
-        where = f"{path}:{reader.line_num}"
-        trial = _trial(row, columns[0], classes, where, reader.line_num)
-        plan.trials.setdefault(row["video"], []).append(trial)
+    try:
+        for row in reader:
+            where = f"{path}:{reader.line_num}"
+            trial = _trial(row, columns[0], classes, where, reader.line_num)
+            plan.trials.setdefault(row["video"], []).append(trial)
+    except csv.Error as error:
+        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="mend that line") from None
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
         raise LockstepError("no trials", where=str(path), todo="write a row for each")
@@ -98,7 +106,7 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
 
 
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
-    label = (row["label"] or "").strip()
+    label = row["label"].strip()
     if not label or (classes and label not in classes):
         raise LockstepError(
             f"label {label!r} is not among the classes" if label else "an empty label",
@@ -107,15 +115,25 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
         )
     if not row["video"]:
         raise LockstepError("an empty video", where=where, todo="name the file")
+    if not _stays_below(row["video"]):
+        what = f"video {row['video']!r} is not in the folder of videos"
+        raise LockstepError(what, where=where, todo="give a name relative to --videos, without ..")
     try:
         at = float(row[column])
-        if not 0 <= at < float("inf"):
+        if not 0 <= at < MOST:
             raise ValueError
-    except (TypeError, ValueError):
-        raise LockstepError(f"{column}={row[column]!r}", where=where, todo="give a number of at least 0") from None
+    except ValueError:
+        todo = f"give a number from 0 to {MOST:g}"
+        raise LockstepError(f"{column}={row[column]!r}", where=where, todo=todo) from None
     if not column.endswith("_s") and at != int(at):
         raise LockstepError(f"{column}={at}", where=where, todo=f"give a whole frame, or seconds as {column}_s")
     return Trial(label, at, line)
+
+
+def _stays_below(video: str) -> bool:
+    """Whether a name leads to nowhere but into its folder. By the name alone: a link in there is the owner's own."""
+    path = os.path.normpath(video)
+    return not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------
@@ -281,11 +299,17 @@ def prepare(asked: argparse.Namespace) -> str:
         if not writer.num_trials:
             raise LockstepError("not one video could be read", where=str(folder), todo=broken[0])
         written = writer.num_trials
+        videos = len(plan.trials) - len(broken)
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
     shares = ", ".join(f"{name} {count}" for name, count in counts.items())
     lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
+    # A warning: the folder is whole and may be meant for something else. Training refuses it.
+    if videos < 2:
+        lines.append("warning: all trials are of one video; training divides videos, so it needs two or more")
+    if sum(count > 0 for count in counts.values()) < 2:
+        lines.append("warning: all trials are of one class; there is nothing to tell apart")
     return "\n".join(lines)
 
 

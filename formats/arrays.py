@@ -1,0 +1,115 @@
+"""numpy's .npy and .npz files, read without believing them: what a header claims is held against the file's size first.
+
+Nothing is ever unpickled. Whatever is wrong with a file is a LockstepError of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from engine.contract import LockstepError
+
+# What no name of a class, a person or a file holds; in a message it would break the line. Tabs and line ends may be.
+CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+
+_MAGIC = b"\x93NUMPY"
+_MOST_DEFLATED = 1032  # deflate cannot shrink further than by this: a larger claim is a lie, or a bomb
+
+
+def check_text(text: str, path: Path) -> str:
+    """`text`, unless it has a control character."""
+    if found := CONTROL.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        what = f"a control character (#x{ord(found.group()):02x})"
+        raise LockstepError(what, where=f"{path}:{line}", todo="save the file as plain text in UTF-8")
+    return text
+
+
+def load_npy(path: Path) -> np.ndarray:
+    """The array of a .npy file."""
+    with _in_words(path, ".npy", "save"), open(path, "rb") as file:
+        return _read(file, os.fstat(file.fileno()).st_size)
+
+
+def map_npy(path: Path) -> np.ndarray:
+    """The array of a .npy file as a read-only memory map: nothing but the header is read."""
+    with _in_words(path, ".npy", "save"):
+        with open(path, "rb") as file:
+            _check_header(file, os.fstat(file.fileno()).st_size)
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def load_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz archive by name."""
+    with _in_words(path, ".npz", "savez"), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise ValueError("the file is empty")
+        if file.read(len(_MAGIC)) == _MAGIC:
+            raise ValueError("it is a single array")
+        with zipfile.ZipFile(file) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+            if sum(info.file_size for info in members) > _MOST_DEFLATED * size:
+                raise ValueError(f"it claims to unpack to more than {size} bytes can hold")
+            arrays = {}
+            for info in members:
+                with archive.open(info) as member:
+                    arrays[info.filename.removesuffix(".npy")] = _read(member, info.file_size)
+            return arrays
+
+
+def _read(file: IO[bytes], size: int) -> np.ndarray:
+    _check_header(file, size)
+    file.seek(0)
+    array = np.lib.format.read_array(file, allow_pickle=False)
+    if array.dtype.kind == "U" and not _is_text(array):
+        raise ValueError("it holds text with control characters")
+    return array
+
+
+def _is_text(array: np.ndarray) -> bool:
+    """Whether each item is characters that can stand in one line."""
+    codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
+    if (codes > 0x10FFFF).any():  # numpy would make a str of it that nothing can handle
+        return False
+    text = "".join(array.ravel().tolist())
+    return not CONTROL.search(text) and len(text.splitlines()) < 2
+
+
+def _check_header(file: IO[bytes], size: int) -> None:
+    """ValueError unless the `size` bytes of `file` hold the plain array that its header tells of."""
+    if not size:
+        raise ValueError("the file is empty")
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"format {version[0]}.{version[1]} is not read")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if dtype.kind not in "biufUS" or not dtype.itemsize:
+        found = "Python objects" if dtype.hasobject else str(dtype)
+        raise ValueError(f"it holds {found}, not plain numbers or text")
+    left = size - file.tell()
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > left:
+        raise ValueError(f"shape {shape} of {dtype} does not fit into the {left} bytes that are there")
+
+
+@contextlib.contextmanager
+def _in_words(path: Path, kind: str, function: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot read {path.name}: {error.strerror or error}"
+        raise LockstepError(what, where=str(path), todo="put the file there, or name other data") from None
+    except Exception as error:  # on damaged bytes, numpy and zipfile raise nearly anything
+        why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        what = f"{path.name} is cut short or no {kind} file: {why}"
+        raise LockstepError(what, where=str(path), todo=f"write the file again, with numpy.{function}") from None
