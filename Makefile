@@ -13,6 +13,9 @@ test: $(VENV)/installed-dev
 quick: $(VENV)/installed-dev
 	$(PYTHON) -m pytest -m "not slow" $(ARGS)
 
+soak: $(VENV)/installed-dev
+	$(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
+
 lint: $(VENV)/installed-dev
 	$(PYTHON) -m pytest tests/test_house.py
 
@@ -26,4 +29,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick lint
+.PHONY: train test quick soak lint

@@ -154,11 +154,11 @@ def fit(prepared: Prepared) -> dict[str, float]:
             logger.say(
                 f"  note: the schedule now spans {change}; schedule.horizon={prepared.horizon} keeps it as it was"
             )
-    logger.say("Starting training...\n")
     if world.main:
         status.current.write("running", step=progress.step)
 
     with keeper, job.stop.listen():
+        logger.say("Starting training...\n")
         metrics = train(prepared, logger, keeper)
         world.on_main(keeper.settle)
     if isinstance(logger, log.Log):

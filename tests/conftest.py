@@ -58,11 +58,13 @@ class Running:
     def said(self) -> str:
         return "".join(os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files)
 
-    def wait_for(self, words: str, timeout: float = 60) -> None:
-        """Until it has said `words`."""
+    def wait_for(self, words: str, timeout: float = 60, times: int = 1) -> None:
+        """Until it has said `words`, so many times."""
         deadline = time.monotonic() + timeout
-        while words not in self.said():
-            assert self.process.poll() is None and time.monotonic() < deadline, f"never said {words!r}: {self.said()}"
+        while self.said().count(words) < times:
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                f"never said {words!r}: {self.said()[-3000:]}"
+            )
             time.sleep(0.02)  # polling with a deadline
 
     def signal(self, number: int) -> None:

@@ -49,6 +49,7 @@ class Data:
 class Model:
     width: int = option(16, "hidden units", low=1)
     dropout: float = option(0.0, "share of hidden units dropped", low=0, high=1)
+    double: bool = option(False, "float64: then only a mistake shows, not rounding")
 
 
 class Task(contract.Task):
@@ -64,7 +65,8 @@ class Task(contract.Task):
         return Waves(self.cfg.dataset.samples, 0), Waves(self.cfg.dataset.val_samples, 1)
 
     def model(self):
-        return Net(self.cfg.model.width, self.cfg.model.dropout)
+        net = Net(self.cfg.model.width, self.cfg.model.dropout)
+        return net.double() if self.cfg.model.double else net
 
     def _errors(self, net, batch):
         return (net(batch["x"]) - batch["y"]).square() * batch["mask"]
