@@ -403,6 +403,11 @@ PLAIN = frozenset(
 """What a checkpoint may name besides storages and dtypes: all of it means plain values to `weights_only=True`."""
 
 
+BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
+BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+"""Of one element, by the name of its storage; torch's own classes warn when they are asked."""
+
+
 class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo takes any memory that the file asks for
     """Goes through a checkpoint's pickle without anything happening, and compares the storages it names with what the
     archive holds: some versions of torch would read past the end of a shorter one."""
@@ -412,11 +417,11 @@ class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo 
         self.sizes, self.top = sizes, top
 
     def find_class(self, module: str, name: str) -> Any:
-        known = getattr(torch, name, None) if module in ("torch", "torch.storage") else None
-        if isinstance(known, torch.dtype):
-            return known
-        if isinstance(known, type) and name.endswith("Storage"):
-            return 1 if name == "UntypedStorage" else known.dtype.itemsize  # type: ignore[attr-defined]
+        if module in ("torch", "torch.storage"):
+            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
+                return BYTES[name.removesuffix("Storage")]
+            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return dtype
         if f"{module}.{name}" not in PLAIN:
             raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
         return OrderedDict if name == "OrderedDict" else lambda *given: None
@@ -433,12 +438,12 @@ def _inspect(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         contents = archive.infolist()
         sizes = {item.filename: item.file_size for item in contents}
+        if any(name.endswith("/constants.pkl") for name in sizes):
+            raise ValueError("a TorchScript archive, which holds code")
         if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
             sum(item.file_size for item in contents) > os.stat(path).st_size
         ):
             raise ValueError("a compressed archive, which torch.save never writes")
-        if any(name.endswith("/constants.pkl") for name in sizes):
-            raise ValueError("a TorchScript archive, which holds code")
         top = min(sizes, default="").split("/")[0]
         # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
         if (
