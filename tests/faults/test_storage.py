@@ -930,9 +930,17 @@ def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path
     checkpoints.begun.acquire()
     assert writer.problems() == [] and saved == [] and found(tmp_path) is None  # in flight, and we go on
 
-    more = threading.Thread(target=lambda: [writer.submit(state(n), f"step_{n}.pt", False) for n in (2, 3, 4)])
+    taken: list[int] = []
+
+    def go_on() -> None:
+        for step in (2, 3, 4):
+            writer.submit(state(step), f"step_{step}.pt", False)
+            taken.append(step)
+
+    more = threading.Thread(target=go_on)
     more.start()
-    assert not checkpoints.begun.acquire(timeout=0.05)  # the second waits for the first
+    # The second waits for the first, and so does who brings it: no more than one state is held in memory.
+    assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
     for _ in range(4):
         checkpoints.gate.release()
     more.join()
@@ -963,9 +971,13 @@ def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_pa
     def full_log() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save(3, fail=False, before=full_log)
+    save(3, fail=True)
+    save(4, fail=False)  # nobody has asked in between: it is said nevertheless
+    assert writer.problems() == ["it failed"] and found(tmp_path) == 4
+
+    save(5, fail=False, before=full_log)
     (said,) = writer.problems()
-    assert "No space left" in said and error_of(writer.settle).exit_code == 3 and found(tmp_path) == 2
+    assert "No space left" in said and error_of(writer.settle).exit_code == 3 and found(tmp_path) == 4
     writer.close()
 
 
