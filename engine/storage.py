@@ -12,9 +12,12 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import socket
+import stat
 import time
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -104,16 +107,29 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     """Own the run folder for as long as the returned file is open, or say who does; `only_look` doesn't keep it.
 
     A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
-    it, and it holds over NFS. Closing any other handle of this file in this process would drop it too.
+    it, and it holds over NFS. It also drops it as soon as this process closes any other handle of the file: what this
+    process owns is not opened again.
     """
     path = folder / LOCK
-    if only_look and not path.exists():
-        return None
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    name = os.path.realpath(path)
+    owner, file = _held.get(name, (0, None))
+    if owner == os.getpid() and not file.closed:
+        return None if only_look else file
+    try:
+        # A link planted here would have its target emptied.
+        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if only_look else os.O_CREAT)
+        file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if only_look:
+            return None
+        raise
+    except OSError as error:
+        raise LockstepError(
+            f"the lock cannot be opened: {error.strerror}", where=str(path), todo="give another save_dir"
+        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
         holder = " ".join(file.read().split()) or "unknown"
         file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
@@ -130,7 +146,12 @@ def lock(folder: Path, only_look: bool = False) -> Any:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
     file.flush()
+    _held[name] = os.getpid(), file
     return file
+
+
+_held: dict[str, tuple[int, Any]] = {}
+"""Real path of a lock -> (process, file). A forked child inherits the entry but not the lock, hence the process."""
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -151,7 +172,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
-        self.entries, self.best = _read_manifest(folder)  # oldest first
+        self.entries, self.best, _ = _read_manifest(folder)  # oldest first
+        self.forgotten: set[str] = set()  # of the manifest on the disk, but not of this run
         self.warnings: list[str] = []
 
     @property
@@ -161,8 +183,9 @@ class Checkpoints:
     def forget_after(self, path: Path) -> None:
         """Go on from `path`: what was written after it is damaged, and counts no more."""
         names = [entry.file for entry in self.entries]
-        if path.parent == self.folder and path.name in names:
+        if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
+            self.forgotten = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
     def commit(self, state: dict[str, Any], file: str, best: bool) -> Path:
@@ -176,36 +199,59 @@ class Checkpoints:
             stem = f"{file.removesuffix('.pt')}_step{step}"
             file = next(name for n in range(1, len(taken) + 2) if (name := f"{stem}_{n}.pt") not in taken)
         try:
-            digest, size = write_atomically(self.folder / file, lambda out: torch.save(state, out))
-            entries = [*self.entries, Entry(file, step, size, digest)]
-            chosen = file if best else self.best
-            kept = [e for e in entries[:-1] if e.file == chosen] + entries[-1 - self.keep :]
-            kept = [e for e in entries if e in kept]
-            _write_manifest(self.folder, kept, chosen)
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+            for name in os.listdir(self.folder):
+                if name.startswith(".") and name.endswith(".pt.tmp"):  # torn by a crash: it may hold the room we need
+                    os.unlink(self.folder / name)
+            if file in self.forgotten:  # it stops counting before it is overwritten
+                _write_manifest(self.folder, self.entries, self.best)
+            manifest = _bytes_of(self.folder / MANIFEST)
+            try:
+                digest, size = write_atomically(self.folder / file, lambda out: torch.save(state, out))
+                _inspect(self.folder / file)  # what could not be read again must not take the place of what can
+                entries = [*self.entries, Entry(file, step, size, digest)]
+                chosen = file if best else self.best
+                kept = [e for e in entries[:-1] if e.file == chosen] + entries[-1 - self.keep :]
+                kept = [e for e in entries if e in kept]
+                _write_manifest(self.folder, kept, chosen)
+            except BaseException:
+                self._undo(file, manifest)
+                raise
+        except Exception as error:  # torch.save raises what a task's own objects do
             raise LockstepError(
-                f"the checkpoint could not be written: {reason}",
+                f"the checkpoint could not be written: {_reason(error)}",
                 where=str(self.folder / file),
-                todo=f"it needs {_tensor_bytes(state) / 1e6:.1f} MB, {_free_bytes(self.folder) / 1e6:.1f} MB are free; "
+                todo=f"it needs {_tensor_bytes(state) / 1e6:.1f} MB, {_free(self.folder)} MB are free; "
                 "the checkpoint before is as it was",
                 exit_code=3,
             ) from error
-        dropped = [e.file for e in entries if e not in kept]
+        self.forgotten = set()
+        # What no manifest vouches for may be somebody's own file.
+        dropped = [e.file for e in entries if e not in kept and e.sha256]
         self.entries, self.best = kept, chosen
         self._tidy(file, dropped)
         return self.folder / file
 
+    def _undo(self, file: str, manifest: bytes | None) -> None:
+        """Take back a commit that failed: the manifest first, so that it never names a file that is gone."""
+        path = self.folder / MANIFEST
+        with contextlib.suppress(OSError):
+            if _bytes_of(path) != manifest:  # renamed, but nobody knows whether that will survive a crash
+                if manifest is None:
+                    os.unlink(path)
+                else:
+                    write_atomically(path, lambda out: out.write(manifest))
+            os.unlink(self.folder / file)
+
     def _tidy(self, last: str, dropped: list[str]) -> None:
         """Conveniences after the commit: failing here costs a warning."""
+        beside = self.folder / f".{LAST}.tmp"
         try:
-            beside = self.folder / f".{LAST}.tmp"
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(beside)
             os.symlink(last, beside)
             os.replace(beside, self.folder / LAST)
         except OSError as error:
             self.warnings.append(f"{LAST} does not point to {last}: {error.strerror}")
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
         for name in dropped:
             try:
                 os.unlink(self.folder / name)
@@ -221,9 +267,28 @@ def _tensor_bytes(state: Any) -> int:
     return sum(_tensor_bytes(value) for value in state) if isinstance(state, (list, tuple)) else 0
 
 
-def _free_bytes(folder: Path) -> int:
-    free = os.statvfs(folder)
-    return free.f_bavail * free.f_frsize
+def _free(folder: Path) -> str:
+    try:
+        free = os.statvfs(folder)
+    except OSError:  # the disk that failed us
+        return "an unknown number of"
+    return f"{free.f_bavail * free.f_frsize / 1e6:.1f}"
+
+
+def _reason(error: Exception) -> str:
+    """One line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = str(error).splitlines() if isinstance(error, ValueError) else []
+    return said[0] if said else type(error).__name__
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
 def _write_manifest(folder: Path, entries: list[Entry], best: str) -> None:
@@ -233,43 +298,63 @@ def _write_manifest(folder: Path, entries: list[Entry], best: str) -> None:
     )
 
 
-def _read_manifest(folder: Path) -> tuple[list[Entry], str]:
-    """(entries oldest first, the best one's file). Without a legible manifest: the .pt files there, by age, which
-    then answer for themselves with the CRC-32 of their archive."""
+def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
+    """(entries oldest first, the best one's file, warnings). Without a legible manifest: the .pt files there, by age,
+    which then answer for themselves with the CRC-32 of their archive. Raises LockstepError (exit code 3) rather than
+    take a folder that cannot be listed for an empty one."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((_bytes_of(folder / MANIFEST) or b"").decode())
         entries = [
             Entry(str(e["file"]), int(e["step"]), int(e["bytes"]), str(e["sha256"])) for e in manifest["checkpoints"]
         ]
-        if all(Path(e.file).name == e.file for e in entries):
-            return entries, str(manifest["best"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        # These names are opened and, later, removed.
+        if entries and all(e.file.endswith(".pt") and "\0" not in e.file and "/" not in e.file for e in entries):
+            return entries, str(manifest["best"]), []
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
-    files = [path for path in folder.glob("*.pt") if path.is_file() and not path.is_symlink()]
-    files.sort(key=lambda path: path.stat().st_mtime_ns)
-    return [Entry(path.name, 0, path.stat().st_size, "") for path in files], ""
+    try:
+        files = [(os.lstat(folder / name), name) for name in os.listdir(folder) if name.endswith(".pt")]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], "", []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    files = sorted((file for file in files if stat.S_ISREG(file[0].st_mode)), key=lambda file: file[0].st_mtime_ns)
+    warning = f"{folder / MANIFEST} is missing or damaged; going by the age and the CRC-32 of the files"
+    return [Entry(name, 0, about.st_size, "") for about, name in files], "", [warning] if files else []
+
+
+def _unreadable(path: Path, error: OSError) -> LockstepError:
+    return LockstepError(
+        f"cannot look for a checkpoint: {error.strerror}", where=str(path), todo="see to the disk", exit_code=3
+    )
 
 
 def find(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
     """(the checkpoint to go on from, warnings). `auto`: the newest in `folder` that is whole, if the folder has any;
     `never`: none; else the path of a file, or of a run folder. Raises LockstepError: 2 = not there, 3 = damaged."""
-    if resume in ("auto", "never"):
-        entries = _read_manifest(folder)[0] if folder and folder.is_dir() else []
+    try:
+        if resume not in ("auto", "never"):
+            return _find_path(Path(resume))
+        entries, _, warnings = _read_manifest(folder) if folder else ([], "", [])
         if not entries or folder is None:
             return None, []
         if resume == "auto":
-            return _newest_whole(folder, entries)
-        raise LockstepError(
-            "resume=never, but the folder holds a run",
-            where=str(folder),
-            todo="give another save_dir, or resume=auto",
-        )
-    path = Path(resume)
-    if path.is_dir() and (entries := _read_manifest(path)[0]):
-        return _newest_whole(path, entries)
+            return _newest_whole(folder, entries, warnings)
+    except OSError as error:
+        raise _unreadable(folder or Path(resume), error) from error
+    raise LockstepError(
+        "resume=never, but the folder holds a run",
+        where=str(folder),
+        todo="give another save_dir, or resume=auto",
+    )
+
+
+def _find_path(path: Path) -> tuple[Path, list[str]]:
+    if path.is_dir() and (there := _read_manifest(path))[0]:
+        return _newest_whole(path.resolve(), there[0], there[2])
     if not path.is_file():
         raise LockstepError(
-            f"no checkpoint {resume!r}", where="resume", todo="give the path of a .pt file or a run folder"
+            f"no checkpoint {str(path)!r}", where="resume", todo="give the path of a .pt file or a run folder"
         )
     path = path.resolve()
     listed = _read_manifest(path.parent)[0]
@@ -280,14 +365,13 @@ def find(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
     return path, []
 
 
-def _newest_whole(folder: Path, entries: list[Entry]) -> tuple[Path, list[str]]:
-    warnings: list[str] = []
+def _newest_whole(folder: Path, entries: list[Entry], warnings: list[str]) -> tuple[Path, list[str]]:
     for entry in reversed(entries):
         path = folder / entry.file
         problem = damage(path, entry.sha256)
         if not problem:
             return path, [f"{warning}; going on from {entry.file}" for warning in warnings]
-        warnings.append(f"{path} is damaged ({problem})")
+        warnings = [*warnings, f"{path} is damaged ({problem})"]
     raise _damaged(folder, "; ".join(warnings), "no checkpoint here can be read: start a new run with another save_dir")
 
 
@@ -301,6 +385,7 @@ def damage(path: Path, sha256: str) -> str:
         if sha256:
             actual = sha256_of(path)
             return "" if actual == sha256 else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
+        _inspect(path)
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
             return f"{bad} does not match its CRC-32" if bad else ""
@@ -310,22 +395,76 @@ def damage(path: Path, sha256: str) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no archive'}"
 
 
+PLAIN = frozenset(
+    "collections.OrderedDict torch.Size torch.device _codecs.encode __builtin__.set __builtin__.complex builtins.set "
+    "builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter "
+    "torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
+)
+"""What a checkpoint may name besides storages and dtypes: all of it means plain values to `weights_only=True`."""
+
+
+BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
+BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+"""Of one element, by the name of its storage; torch's own classes warn when they are asked."""
+
+
+class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo takes any memory that the file asks for
+    """Goes through a checkpoint's pickle without anything happening, and compares the storages it names with what the
+    archive holds: some versions of torch would read past the end of a shorter one."""
+
+    def __init__(self, file: Any, sizes: dict[str, int], top: str):
+        super().__init__(file)
+        self.sizes, self.top = sizes, top
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage"):
+            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
+                return BYTES[name.removesuffix("Storage")]
+            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return dtype
+        if f"{module}.{name}" not in PLAIN:
+            raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
+        return OrderedDict if name == "OrderedDict" else lambda *given: None
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, bytes_each, key, _, count = pid
+        if self.sizes.get(f"{self.top}/data/{key}") != count * bytes_each:
+            raise ValueError("a tensor whose size is not that of its data")
+
+
+def _inspect(path: Path) -> None:
+    """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
+    Reads little of it; whether the contents are as written, `damage` says."""
+    with zipfile.ZipFile(path) as archive:
+        contents = archive.infolist()
+        sizes = {item.filename: item.file_size for item in contents}
+        if any(name.endswith("/constants.pkl") for name in sizes):
+            raise ValueError("a TorchScript archive, which holds code")
+        if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
+            sum(item.file_size for item in contents) > os.stat(path).st_size
+        ):
+            raise ValueError("a compressed archive, which torch.save never writes")
+        top = min(sizes, default="").split("/")[0]
+        # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
+        if (
+            f"{top}/data.pkl" not in sizes
+            or min(item.header_offset for item in contents) != 0
+            or len({name.lower() for name in sizes if name.startswith(f"{top}/")}) != len(contents)
+        ):
+            raise ValueError("an archive that torch.save has not written")
+        with archive.open(f"{top}/data.pkl") as pickled:
+            _Rehearsal(pickled, sizes, top).load()
+
+
 def read(path: Path) -> dict[str, Any]:
     """Load a checkpoint onto the CPU, without running anything that may be hidden in it and without taking more
     memory than the file is long."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            contents = archive.infolist()
-        stored = sum(item.file_size for item in contents)
-        if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or stored > path.stat().st_size:
-            raise ValueError("a compressed archive, which torch.save never writes")
-        if any(item.filename.endswith("/constants.pkl") for item in contents):
-            raise ValueError("a TorchScript archive, which holds code")
+        _inspect(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
-        what = str(error).splitlines()[0] if isinstance(error, ValueError) and str(error) else type(error).__name__
         raise LockstepError(
-            f"the checkpoint cannot be read ({what})",
+            f"the checkpoint cannot be read ({_reason(error)})",
             where=str(path),
             todo="it is damaged or not Lockstep's; resume from another file",
             exit_code=3,
@@ -365,7 +504,15 @@ class Writer:
         self.pending = self.pool.submit(self._write, state, file, best, before, after)
 
     def _write(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
-        before()
+        try:
+            before()
+        except OSError as error:
+            raise LockstepError(
+                f"the log could not be written, so no checkpoint was: {_reason(error)}",
+                where=str(self.checkpoints.folder),
+                todo="the checkpoint before is as it was",
+                exit_code=3,
+            ) from error
         after(self.checkpoints.commit(state, file, best), state["progress"]["step"])
 
     def problems(self) -> list[str]:

@@ -1,0 +1,1054 @@
+"""A run's folder under the faults that can be provoked from outside: it holds the old state or the new, or says so.
+
+The I/O calls of storage.py are counted by stand-ins for what it imports; SIGKILL, limits and full disks are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import pickle
+import pickletools
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import traceback
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine import storage
+from engine.contract import LockstepError
+from engine.storage import Checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def state(step: int, size: int = 64) -> dict:
+    return {"format": 2, "progress": {"step": step}, "model": {"w": torch.full((size,), float(step))}, "ema": None}
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint that is what `state` made, to the last element."""
+    found = storage.read(path)
+    step = found["progress"]["step"]
+    assert set(found) == set(state(step)) and bool((found["model"]["w"] == float(step)).all())
+    return step
+
+
+def commit(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 64) -> Path:
+    return checkpoints.commit(state(step, size), f"step_{step}.pt", best)
+
+
+def found(folder: Path) -> int | None:
+    path, _ = storage.find("auto", folder)
+    return None if path is None else step_of(path)
+
+
+def snapshot(folder: Path) -> dict:
+    return {
+        path.name: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "folder"
+        for path in folder.iterdir()
+    }
+
+
+def temporary(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+def in_child(work) -> tuple[int, str]:
+    """Run `work` in a forked process: (its wait status, what it returned or its traceback)."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code, said = 0, ""
+        try:
+            said = str(work())
+        except BaseException:
+            code, said = 1, traceback.format_exc()
+        finally:
+            os.write(writer, said.encode()[:60000])
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    return os.waitpid(child, 0)[1], said
+
+
+def error_of(work) -> LockstepError:
+    with pytest.raises(LockstepError) as caught:
+        work()
+    return caught.value
+
+
+# ---- the n-th call --------------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """Stands in for what storage.py does I/O with; the n-th call goes wrong.
+
+    error   fails with this errno; with `for_good`, so do all after it
+    kill    SIGKILL before the call
+    torn    half of a write reaches the file, any other call is done; then SIGKILL
+    power   as kill, and what was not fsynced is lost: the contents of files, and renames, though not deletions
+    """
+
+    def __init__(self, n: int, mode: str | int, for_good: bool = False):
+        self.n, self.mode, self.for_good = n, mode, for_good
+        self.calls: list[str] = []
+        self.struck = False
+        self.unsynced: set[Path] = set()
+        self.renames: list[tuple[Path, Path, bytes | None]] = []
+        self.paths: dict[int, Path] = {}  # of open descriptors
+
+    def call(self, name: str, real, *given, torn=None, **named):
+        self.calls.append(name)
+        now = len(self.calls)
+        if now == self.n or (self.for_good and now > self.n):
+            self.struck = True
+            if isinstance(self.mode, int):
+                raise OSError(self.mode, os.strerror(self.mode))
+            if self.mode == "torn":
+                with contextlib.suppress(OSError):
+                    (torn or (lambda: real(*given, **named)))()
+            if self.mode == "power":
+                self.lose()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given, **named)
+
+    def lose(self) -> None:
+        for source, target, before in reversed(self.renames):
+            if target.exists():
+                os.replace(target, source)
+            if before is not None:
+                target.write_bytes(before)
+            self.unsynced = {source if path == target else path for path in self.unsynced}
+        for path in self.unsynced:
+            if path.exists():
+                path.write_bytes(b"")
+
+    def open(self, path, mode="r", **how):
+        file = self.call("open", open, path, mode, **how)
+        self.paths[file.fileno()] = Path(path)
+        return File(self, file, Path(path))
+
+    def replace(self, source, target):
+        before = Path(target).read_bytes() if os.path.isfile(target) else None
+        link = os.path.islink(source)  # last.pt, a convenience
+        self.call("replace", os.replace, source, target)
+        if not link:
+            self.renames.append((Path(source), Path(target), before))
+        if Path(source) in self.unsynced:
+            self.unsynced = (self.unsynced - {Path(source)}) | {Path(target)}
+
+    def fsync(self, descriptor):
+        self.call("fsync", os.fsync, descriptor)
+        path = self.paths.get(descriptor)
+        if path is None:
+            self.renames.clear()
+        self.unsynced.discard(path)
+
+    def os_open(self, *given):
+        descriptor = self.call("os.open", os.open, *given)
+        self.paths.pop(descriptor, None)
+        return descriptor
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        def counted(module, name):
+            real = getattr(module, name)
+            return lambda *given, **named: self.call(name, real, *given, **named)
+
+        plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat", "statvfs")
+        mine = {name: counted(os, name) for name in plain}
+        mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
+        patch.setattr(storage, "os", Stand(os, mine))
+        patch.setattr(storage, "open", self.open, raising=False)
+        patch.setattr(storage, "torch", Stand(torch, {"load": counted(torch, "load")}))
+        for name in ("is_dir", "is_file", "resolve"):
+            patch.setattr(Path, name, counted(Path, name))
+        faults = self
+
+        class Zip(zipfile.ZipFile):
+            raw = None
+
+            def __init__(self, path):
+                self.raw = faults.open(path, "rb")
+                super().__init__(self.raw)
+
+            def close(self):
+                super().close()
+                if self.raw:
+                    self.raw.file.close()
+
+        patch.setattr(storage, "zipfile", Stand(zipfile, {"ZipFile": Zip}))
+
+
+class Stand:
+    """A module, some of whose names are others."""
+
+    def __init__(self, module, mine: dict):
+        self.__dict__.update(mine)
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+class File:
+    """An open file whose reads, writes, flushes and closing are counted."""
+
+    def __init__(self, faults: Faults, file, path: Path):
+        self.faults, self.file, self.path = faults, file, path
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def read(self, *size):
+        return self.faults.call("read", self.file.read, *size)
+
+    def write(self, data):
+        def half():
+            self.file.write(bytes(data)[: len(data) // 2])
+            self.file.flush()
+
+        self.faults.unsynced.add(self.path)
+        return self.faults.call("write", self.file.write, data, torn=half)
+
+    def flush(self):
+        return self.faults.call("flush", self.file.flush)
+
+    def close(self):
+        try:
+            self.faults.call("close", lambda: None)
+        finally:
+            self.file.close()  # close(2) gives the descriptor back even when it reports an error
+
+
+SCENES = {  # saves before (step, best), keep, the save under test (step, best)
+    "nothing there": ([], 1, (3, False)),
+    "one older": ([(1, False)], 1, (3, False)),
+    "one older goes": ([(1, False)], 0, (3, False)),
+    "retention": ([(1, False), (2, False)], 1, (3, False)),
+    "a new best": ([(1, True), (2, False)], 0, (3, True)),
+}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    root = tmp_path_factory.mktemp("scenes")
+    for name, (before, keep, _) in SCENES.items():
+        (root / name).mkdir()
+        checkpoints = Checkpoints(root / name, keep)
+        for step, best in before:
+            commit(checkpoints, step, best)
+    return root
+
+
+def strike(folder: Path, scene: str, faults: Faults) -> LockstepError | None:
+    """The save of a scene, under a fault."""
+    _, keep, (step, best) = SCENES[scene]
+    checkpoints = Checkpoints(folder, keep)
+    with pytest.MonkeyPatch.context() as patch:
+        faults.install(patch)
+        try:
+            commit(checkpoints, step, best)
+        except LockstepError as error:
+            return error
+    return None
+
+
+def goes_on(folder: Path, scene: str) -> None:
+    """What the next start does: it finds its place and saves, and nothing torn stays behind."""
+    path, _ = storage.find("auto", folder)
+    checkpoints = Checkpoints(folder, SCENES[scene][1])
+    if path:
+        checkpoints.forget_after(path)
+    commit(checkpoints, 9)
+    assert found(folder) == 9 and checkpoints.warnings == []
+    assert temporary(folder) == []
+    assert step_of(folder / storage.LAST) == 9
+
+
+def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
+    shutil.copytree(folder, scratch, symlinks=True)
+    faults = Faults(0, "none")
+    assert strike(scratch, scene, faults) is None
+    return faults.calls
+
+
+@pytest.mark.parametrize(("mode", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)])
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
+    befores, _, (new, _) = SCENES[scene]
+    old = befores[-1][0] if befores else None
+    for n in range(1, len(calls_of(scenes / scene, scene, tmp_path / "0")) + 2):
+        folder = tmp_path / str(n)
+        shutil.copytree(scenes / scene, folder, symlinks=True)
+        before = snapshot(folder)
+        faults = Faults(n, mode, for_good)
+        error = strike(folder, scene, faults)
+        what = f"call {n}: {faults.calls[n - 1 : n]}"
+        if error:  # zipfile turns what it meets into an error of its own
+            assert error.exit_code == 3, what
+            assert os.strerror(mode) in str(error) or (faults.calls[n - 1] == "read" and "BadZip" in str(error)), what
+        if for_good:
+            assert found(folder) in (old, new), what
+        elif error:
+            assert snapshot(folder) == before, what
+        assert found(folder) == old if error and not for_good else found(folder) in (old, new), what
+        assert error or found(folder) == new, what
+        goes_on(folder, scene)
+        shutil.rmtree(folder)
+    assert not faults.struck and n > 60
+
+
+@pytest.mark.parametrize(
+    ("scene", "mode"),
+    [(scene, "torn") for scene in SCENES]
+    + [("a new best", "kill"), ("one older goes", "power"), ("a new best", "power")],
+)
+def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tmp_path):
+    befores, _, (new, _) = SCENES[scene]
+    old = befores[-1][0] if befores else None
+    calls = ["", *calls_of(scenes / scene, scene, tmp_path / "0")]
+    for n in range(1, len(calls) + 1):
+        if calls[n - 1 : n + 1] == ["read", "read"]:  # a read changes nothing: this is the kill before
+            continue
+        folder = tmp_path / str(n)
+        shutil.copytree(scenes / scene, folder, symlinks=True)
+        faults = Faults(n, mode)
+
+        def save(folder=folder, faults=faults):
+            error = strike(folder, scene, faults)
+            if mode == "power":
+                faults.lose()
+            return error
+
+        status, said = in_child(save)
+        what = f"call {n}: {calls[n : n + 1]}"
+        if n == len(calls):
+            assert (status, said) == (0, "None") and found(folder) == new
+        else:
+            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (what, said)
+        assert found(folder) in (old, new), what
+        goes_on(folder, scene)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("resume", ["auto", "the file", "the folder"])
+@pytest.mark.parametrize("manifest", [True, False])
+def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
+    """It falls back or says so: not another exception, and not a run from scratch."""
+    folder = tmp_path / "run"
+    shutil.copytree(scenes / "retention", folder, symlinks=True)
+    if not manifest:
+        (folder / storage.MANIFEST).unlink()
+    asked = {"auto": "auto", "the file": str(folder / "step_2.pt"), "the folder": str(folder)}[resume]
+    n = 0
+    while True:
+        n += 1
+        faults = Faults(n, errno.EIO)
+        with pytest.MonkeyPatch.context() as patch:
+            faults.install(patch)
+            try:
+                path, _ = storage.find(asked, folder)
+                assert path is not None, f"call {n}: {faults.calls[-1]}"
+                step = storage.read(path)["progress"]["step"]
+            except LockstepError as error:
+                assert error.exit_code == 3 or resume != "auto"
+                step = 2
+        assert step == 2 if resume == "the file" else step in (1, 2)
+        if not faults.struck:
+            break
+    assert n > 10
+
+
+# ---- no room --------------------------------------------------------------------------------------------------------
+
+FULL = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/faults"]
+import test_storage
+print(test_storage.fill(Path(sys.argv[2])))
+"""
+
+
+def fill(folder: Path) -> str:
+    """A save that fits, and one that doesn't."""
+    checkpoints = Checkpoints(folder)
+    commit(checkpoints, 1, size=1 << 17)
+    before = snapshot(folder)
+    error = error_of(lambda: commit(checkpoints, 2, size=1 << 20))
+    assert snapshot(folder) == before and found(folder) == 1
+    commit(checkpoints, 3, size=1 << 17)
+    assert found(folder) == 3 and temporary(folder) == []
+    return json.dumps([error.exit_code, str(error)])
+
+
+def test_a_full_disk(tmp_path, launch):
+    script = 'mount -t tmpfs -o size=4m none "$1" && shift && exec "$@"'
+    words = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path)]
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    if refused := subprocess.run([*words, "true"], capture_output=True, text=True).stderr:
+        pytest.skip(f"no mount without root: {refused.strip()}")
+    done = launch(*words, sys.executable, "-c", FULL, str(ROOT), str(tmp_path))
+    assert done.code == 0, done.err
+    code, text = json.loads(done.out)
+    assert code == 3 and "No space left on device" in text and str(tmp_path / "step_2.pt") in text
+    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
+    assert needed == 4.2 and 2 < free < 4.2
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        return fill(tmp_path)
+
+    status, said = in_child(limited)
+    assert status == 0, said
+    code, text = json.loads(said)
+    assert code == 3 and "File too large" in text and str(tmp_path / "step_2.pt") in text and "4.2 MB" in text
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    commit(checkpoints, 1)
+    before = snapshot(tmp_path)
+    for held, named in ((np.float64(1), "numpy"), (lambda: 0, "")):
+        error = error_of(lambda: checkpoints.commit(state(2) | {"tally": held}, "step_2.pt", False))  # noqa: B023
+        assert error.exit_code == 3 and named in str(error)
+        assert snapshot(tmp_path) == before and found(tmp_path) == 1
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((64,), 2.0).numpy().tobytes()) + 17] ^= 1
+    path.write_bytes(data)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "one flipped bit": flip,
+    "an empty archive": lambda path: zipfile.ZipFile(path, "w").close(),
+    "a folder": as_folder,
+    "gone": Path.unlink,
+}
+
+
+@pytest.fixture
+def run(scenes, tmp_path) -> Path:
+    """Steps 1 and 2."""
+    folder = tmp_path / "run"
+    shutil.copytree(scenes / "retention", folder, symlinks=True)
+    return folder
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint(damage, manifest, run):
+    newest = run / "step_2.pt"
+    DAMAGE[damage](newest)
+    if not manifest:
+        (run / storage.MANIFEST).unlink()
+    for resume in ("auto", str(run)):
+        path, warnings = storage.find(resume, run)
+        assert path and step_of(path) == 1
+        if manifest:
+            assert str(newest) in "".join(warnings) and "going on from step_1.pt" in "".join(warnings)
+        else:
+            assert storage.MANIFEST in "".join(warnings)
+    error = error_of(lambda: storage.find(str(newest), None))
+    if newest.is_file():
+        assert error.exit_code == 3 and str(run / "step_1.pt") in str(error)
+    else:
+        assert error.exit_code == 2
+    assert storage.find(str(run / "step_1.pt"), None) == (run / "step_1.pt", [])
+    if newest.is_file() and damage != "one flipped bit":  # the archive's CRC is torch's own to check
+        assert error_of(lambda: storage.read(newest)).exit_code == 3
+
+    DAMAGE["truncated"](run / "step_1.pt")
+    assert error_of(lambda: storage.find("auto", run)).exit_code == 3
+    error = error_of(lambda: storage.find(str(run / "step_1.pt"), None))
+    assert error.exit_code == 3 and "another file" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"checkpoints": []}',
+        '{"checkpoints": [], "best": ""}',
+        '{"checkpoints": [{"file": "step_1.pt", "step": Infinity, "bytes": 1, "sha256": ""}], "best": ""}',
+        "[" * 100000,
+        b"\xff\xfe",
+        b"\0" * 300,
+        *(
+            json.dumps({"best": "", "checkpoints": [{"file": file, "step": 1, "bytes": 1, "sha256": ""}]})
+            for file in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", storage.LOCK)
+        ),
+    ],
+)
+def test_a_damaged_manifest(text, run):
+    """The files speak for themselves; none that is not vouched for is ever removed."""
+    victim = run.parent / "victim.pt"
+    shutil.copy(run / "step_1.pt", victim)
+    os.utime(run / "step_1.pt", ns=(0, 0))
+    path = run / storage.MANIFEST
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    chosen, warnings = storage.find("auto", run)
+    assert chosen and chosen.parent == run and step_of(chosen) == 2 and storage.MANIFEST in "".join(warnings)
+    checkpoints = Checkpoints(run, keep=0)
+    commit(checkpoints, 3)
+    assert found(run) == 3 and checkpoints.warnings == []
+    assert victim.is_file() and (run / "step_1.pt").is_file() and (run / "step_2.pt").is_file()
+    assert storage.find("auto", run) == (run / "step_3.pt", [])
+
+
+def test_a_manifest_that_is_a_folder(run):
+    (run / storage.MANIFEST).unlink()
+    (run / storage.MANIFEST).mkdir()
+    assert found(run) == 2
+    before = snapshot(run)
+    assert error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
+    assert snapshot(run) == before
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(run, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(storage, "os", Stand(os, {"listdir": refuse}))
+    (run / storage.MANIFEST).unlink()
+    assert error_of(lambda: storage.find("auto", run)).exit_code == 3
+    assert error_of(lambda: Checkpoints(run)).exit_code == 3
+
+
+def test_nothing_there_is_not_damage(tmp_path):
+    for folder in (None, tmp_path, tmp_path / "absent"):
+        assert storage.find("auto", folder) == (None, []) == storage.find("never", folder)
+    for path in (tmp_path, tmp_path / "absent.pt", "a\0b"):
+        assert error_of(lambda: storage.find(str(path), None)).exit_code == 2  # noqa: B023
+
+
+@pytest.mark.parametrize("last", ["a link to a victim", "read-only", "a folder", "a dangling link", "a copy"])
+def test_what_stands_where_last_belongs(last, run):
+    """It is replaced, never written through."""
+    victim = run.parent / "victim"
+    victim.write_text("mine")
+    path = run / storage.LAST
+    path.unlink()
+    if last == "a link to a victim":
+        path.symlink_to(victim)
+    elif last == "a dangling link":
+        path.symlink_to(run.parent / "absent")
+    elif last == "a folder":
+        path.mkdir()
+    else:
+        shutil.copy(run / "step_2.pt", path)
+        path.chmod(0o444)
+    checkpoints = Checkpoints(run)
+    commit(checkpoints, 3)
+    assert victim.read_text() == "mine" and not (run.parent / "absent").exists()
+    assert found(run) == 3 and temporary(run) == []
+    if last == "a folder":
+        assert storage.LAST in "".join(checkpoints.warnings)
+    else:
+        assert os.readlink(path) == "step_3.pt" and checkpoints.warnings == []
+
+
+@pytest.mark.parametrize("name", [".step_3.pt.tmp", ".manifest.json.tmp", ".last.pt.tmp", "step_3.pt", "manifest.json"])
+def test_a_link_planted_where_a_file_will_be_written(name, run):
+    victim = run.parent / "victim"
+    victim.write_text("mine")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(victim)
+    commit(Checkpoints(run), 3)
+    assert victim.read_text() == "mine" and not (run / name).is_symlink()
+    assert found(run) == 3 and temporary(run) == []
+
+
+def test_going_back_to_an_older_one(run):
+    """What was saved after it stops counting before its place is taken, and a crash in between leaves the older one."""
+    commit(Checkpoints(run, 2), 3)
+    for n in range(1, 300):
+        folder = run.parent / str(n)
+        shutil.copytree(run, folder, symlinks=True)
+        checkpoints = Checkpoints(folder, 2)
+        checkpoints.forget_after((folder / "step_1.pt").resolve())
+        faults = Faults(n, "kill")
+
+        def save(checkpoints=checkpoints, faults=faults):
+            with pytest.MonkeyPatch.context() as patch:
+                faults.install(patch)
+                checkpoints.commit(state(4), "step_3.pt", False)
+
+        killed = os.WIFSIGNALED(in_child(save)[0])
+        path, warnings = storage.find("auto", folder)
+        assert path and warnings == [] and step_of(path) in (3, 1, 4)
+        shutil.rmtree(folder)
+        if not killed:
+            break
+    assert step_of(path.parent / path.name) == 4 if path.exists() else n > 30
+
+
+def test_a_relative_folder_and_an_absolute_path_are_the_same(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    checkpoints = Checkpoints(Path("run"))
+    checkpoints.forget_after(run / "step_1.pt")
+    assert checkpoints.last == Path("run/step_1.pt")
+    assert storage.find("run", None)[0] == run / "step_2.pt"
+
+
+# ---- what others hand us --------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, *what):
+        self.what = what
+
+    def __reduce__(self):
+        return self.what[0], self.what[1:]
+
+
+def tar(path: Path, bomb: Bomb) -> None:
+    """The format of torch 0.1."""
+    with tarfile.open(path, "w") as archive:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            data = pickle.dumps(bomb if name in ("pickle", "storages") else {}, 2)
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+
+
+def polyglot(path: Path, bomb: Bomb) -> None:
+    """An old-format file with a whole checkpoint behind it: torch goes by the front, zipfile by the end."""
+    whole = io.BytesIO()
+    torch.save(state(1), whole)
+    torch.save({"format": 2, "x": bomb}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes() + whole.getvalue())
+
+
+def torchscript(path: Path, bomb: Bomb) -> None:
+    torch.save({"format": 2, "x": bomb}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        top = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{top}/constants.pkl", pickle.dumps(bomb, 2))
+        archive.writestr(f"{top}/code/__torch__.py", "def forward(self): pass\n")
+
+
+def two_pickles(path: Path, bomb: Bomb) -> None:
+    """A name that torch finds and zipfile doesn't."""
+    rewrite(path, lambda name, data: data, more={"DATA.PKL": pickle.dumps({"format": 2, "x": bomb}, 2)})
+
+
+HIDDEN = {
+    "torch's archive": lambda path, bomb: torch.save({"format": 2, "x": bomb}, path),
+    "torch's old format": lambda path, bomb: torch.save(
+        {"format": 2, "x": bomb}, path, _use_new_zipfile_serialization=False
+    ),
+    "torch's tar format": tar,
+    "a pickle": lambda path, bomb: path.write_bytes(pickle.dumps({"format": 2, "x": bomb})),
+    "TorchScript": torchscript,
+    "an old front": polyglot,
+    "a second pickle": two_pickles,
+}
+
+
+@pytest.mark.parametrize("what", ["mkdir", "exec"])
+@pytest.mark.parametrize("where", HIDDEN)
+def test_hidden_code_does_not_run(where, what, tmp_path):
+    path, marker = tmp_path / "step_1.pt", tmp_path / "marker"
+    bomb = Bomb(os.mkdir, str(marker)) if what == "mkdir" else Bomb(exec, f"import os; os.mkdir({str(marker)!r})")
+    HIDDEN[where](path, bomb)
+    for look in (storage.read, lambda path: storage.find(str(path), None)):
+        error = error_of(lambda: look(path))  # noqa: B023
+        assert error.exit_code == 3 and str(path) in str(error)
+        assert "weights_only" not in str(error) and "\n" not in str(error)
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(bomb))
+    assert marker.exists(), "the bomb would not have worked at all"
+
+
+def test_a_real_torchscript_archive_is_refused(tmp_path):
+    class Plus(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    path = tmp_path / "model.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still about
+        torch.jit.save(torch.jit.trace(Plus(), torch.zeros(1)), str(path))
+    error = error_of(lambda: storage.read(path))
+    assert error.exit_code == 3 and "TorchScript" in str(error)
+
+
+def rewrite(path: Path, change, more: dict | None = None, packing: int = zipfile.ZIP_STORED) -> None:
+    """A checkpoint whose parts went through `change(name, data)`."""
+    whole = io.BytesIO()
+    torch.save(state(1), whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w", packing) as new:
+        for name in old.namelist():
+            top, _, part = name.partition("/")
+            new.writestr(name, change(part, old.read(name)))
+        for part, data in (more or {}).items():
+            new.writestr(f"{top}/{part}", data)
+
+
+def claim(storage_numel: int, view_numel: int):
+    """A pickle that says its tensor has so many elements, of so many in the storage; the file has 64."""
+
+    def change(name: str, data: bytes) -> bytes:
+        if name != "data.pkl":
+            return data
+        head, cpu, tail = data.partition(b"cpu")
+        numbers = [b"\x8a\x08" + number.to_bytes(8, "little") for number in (storage_numel, view_numel)]
+        assert tail.count(b"K@") == 2
+        return head + cpu + tail.replace(b"K@", numbers[0], 1).replace(b"K@", numbers[1], 1)
+
+    return change
+
+
+def patched_sizes(path: Path, packing: int) -> None:
+    """The directory of the archive says that each file in it has 4 GB."""
+    rewrite(path, lambda name, data: data, packing=packing)
+    data = bytearray(path.read_bytes())
+    at = data.find(b"PK\x01\x02")
+    while at >= 0:
+        data[at + 24 : at + 28] = b"\xf0\xff\xff\xff"
+        at = data.find(b"PK\x01\x02", at + 4)
+    path.write_bytes(data)
+
+
+CLAIMS = {
+    "packed": lambda path: rewrite(path, lambda name, data: data, {"data/9": bytes(1 << 26)}, zipfile.ZIP_DEFLATED),
+    "packed, 4 GB each": lambda path: patched_sizes(path, zipfile.ZIP_DEFLATED),
+    "not packed, 4 GB each": lambda path: patched_sizes(path, zipfile.ZIP_STORED),
+    "a storage of 1e12": lambda path: rewrite(path, claim(10**12, 10**12)),
+    "a storage of 1e12, a view of 64": lambda path: rewrite(path, claim(10**12, 64)),
+    "a storage of 65": lambda path: rewrite(path, claim(65, 65)),
+    "a view of 1e12": lambda path: rewrite(path, claim(64, 10**12)),
+    "a memo of 4e9": lambda path: rewrite(
+        path, lambda name, data: b"\x80\x02}r\xff\xff\xff\xff." if name == "data.pkl" else data
+    ),
+    "a billion laughs": lambda path: rewrite(
+        path, lambda name, data: b"\x80\x02]" + b"q\x00h\x00h\x00\x86" * 30 + b"." if name == "data.pkl" else data
+    ),
+    "a byte array of 1e12": lambda path: rewrite(
+        path,
+        lambda name, data: (
+            b"\x80\x02c__builtin__\nbytearray\n\x8a\x06" + (10**12).to_bytes(6, "little") + b"\x85R."
+            if name == "data.pkl"
+            else data
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_a_file_that_claims_more_than_it_holds(what, tmp_path):
+    path = tmp_path / "step_1.pt"
+    CLAIMS[what](path)
+
+    def limited():
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20),) * 2)
+        error = error_of(lambda: storage.read(path))
+        return json.dumps([error.exit_code, str(error)])
+
+    status, said = in_child(limited)
+    assert status == 0, said
+    code, text = json.loads(said)
+    assert code == 3 and "Memory" not in text and "memory" not in text
+    if "storage of" in what:
+        assert "size is not that of its data" in text
+
+
+def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
+    """Every dtype included, and it reads back."""
+    dtypes = [
+        torch.uint16,
+        torch.bool,
+        torch.complex64,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.int64,
+        torch.float64,
+    ]
+    weights = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
+    weights |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "view": torch.arange(8.0)[2:6:2]}
+    path = Checkpoints(tmp_path).commit(state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}, "a.pt", True)
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    names = [given for code, given, _ in pickletools.genops(pickled) if code.name in ("GLOBAL", "STACK_GLOBAL", "INST")]
+    assert names and {name.split()[0] for name in names} <= {"collections", "torch", "torch._utils", "torch.storage"}
+    again = storage.read(path)["model"]
+    assert all(
+        again[name].dtype == tensor.dtype and torch.equal(again[name], tensor) for name, tensor in weights.items()
+    )
+
+
+# ---- what stays, and the thread that writes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 5])
+def test_last_best_and_k_more_stay(keep, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep)
+    best = 0
+    for step in range(1, 9):
+        if step in (2, 5):
+            best = step
+        commit(checkpoints, step, best=step == best)
+        expected = {*range(max(1, step - keep), step + 1), *([best] if best else [])}
+        assert {p.name for p in tmp_path.glob("step_*")} == {f"step_{n}.pt" for n in expected}
+        assert [e.step for e in checkpoints.entries] == sorted(expected)
+        assert checkpoints.best == (f"step_{best}.pt" if best else "")
+        again = Checkpoints(tmp_path, keep)
+        assert (again.entries, again.best) == (checkpoints.entries, checkpoints.best)
+    assert checkpoints.warnings == []
+
+
+def test_a_name_that_counts_is_never_written_into(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    paths = [checkpoints.commit(state(step), "best.pt", True) for step in (1, 2, 2, 3)]
+    assert len(set(paths)) == 4 and [step_of(path) for path in paths] == [1, 2, 2, 3]
+
+
+def test_the_only_whole_one_stays_when_a_save_fails(run):
+    """keep=0 would drop both; the new one doesn't reach the disk as it was written."""
+    DAMAGE["truncated"](run / "step_2.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "sha256_of", lambda path: "0" * 64)
+        error = error_of(lambda: commit(Checkpoints(run, 0), 3))
+    assert error.exit_code == 3 and "read back" in str(error)
+    assert found(run) == 1 and temporary(run) == []
+
+
+def test_a_disk_that_writes_something_else(run, monkeypatch):
+    """What is read back differs from what was handed to the disk: the checkpoint before stays."""
+
+    def lying(path, mode="r", **how):
+        file = open(path, mode, **how)  # noqa: SIM115
+        if "x" in mode and "step_3" in str(path):
+
+            class Lying(File):
+                def write(self, data):
+                    return self.file.write(bytes(data).replace(b"\0\0@@", b"\0\0@A"))
+
+            return Lying(Faults(0, "none"), file, Path(path))
+        return file
+
+    monkeypatch.setattr(storage, "open", lying, raising=False)
+    before = snapshot(run)
+    assert error_of(lambda: commit(Checkpoints(run, 0), 3)).exit_code == 3
+    assert snapshot(run) == before and found(run) == 2
+
+
+def failing_unlink(name: str):
+    def unlink(path, *given):
+        if Path(path).name == name:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        os.unlink(path, *given)
+
+    return Stand(os, {"unlink": unlink})
+
+
+def test_a_failed_removal_is_a_warning(run, monkeypatch):
+    monkeypatch.setattr(storage, "os", failing_unlink("step_1.pt"))
+    writer = storage.Writer(Checkpoints(run))
+    writer.submit(state(3), "step_3.pt", False)
+    writer.settle()
+    (said,) = writer.problems()
+    assert "step_1.pt" in said and "not permitted" in said and writer.problems() == []
+    writer.close()
+    assert found(run) == 3 and (run / "step_1.pt").exists()
+
+
+class Gated(Checkpoints):
+    """Commits only when told to, and counts how many at once."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.now = self.most = 0
+        self.fail = False
+
+    def commit(self, state, file, best):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.begun.release()
+        self.gate.acquire()
+        self.now -= 1
+        if self.fail:
+            raise LockstepError("it failed", exit_code=3)
+        return super().commit(state, file, best)
+
+
+def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path):
+    checkpoints = Gated(tmp_path)
+    writer = storage.Writer(checkpoints)
+    saved: list[int] = []
+    writer.submit(state(1), "step_1.pt", False, after=lambda path, step: saved.append(step))
+    checkpoints.begun.acquire()
+    assert writer.problems() == [] and saved == [] and found(tmp_path) is None  # in flight, and we go on
+
+    taken: list[int] = []
+
+    def go_on() -> None:
+        for step in (2, 3, 4):
+            writer.submit(state(step), f"step_{step}.pt", False)
+            taken.append(step)
+
+    more = threading.Thread(target=go_on)
+    more.start()
+    # The second waits for the first, and so does who brings it: no more than one state is held in memory.
+    assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
+    for _ in range(4):
+        checkpoints.gate.release()
+    more.join()
+    writer.settle()
+    writer.close()
+    assert checkpoints.most == 1 and saved == [1] and found(tmp_path) == 4
+
+
+def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_path):
+    checkpoints = Gated(tmp_path)
+    writer = storage.Writer(checkpoints)
+    for _ in range(4):
+        checkpoints.gate.release()
+
+    def save(step: int, fail: bool, **how) -> None:
+        checkpoints.fail = fail
+        writer.submit(state(step), f"step_{step}.pt", False, **how)
+        assert writer.pending is not None
+        writer.pending.exception()  # wait, without collecting
+
+    save(1, fail=True)
+    assert writer.problems() == ["it failed"] and writer.problems() == []
+    assert error_of(writer.settle).exit_code == 3
+    save(2, fail=False)
+    writer.settle()
+    assert writer.problems() == [] and found(tmp_path) == 2
+
+    def full_log() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(3, fail=True)
+    save(4, fail=False)  # nobody has asked in between: it is said nevertheless
+    assert writer.problems() == ["it failed"] and found(tmp_path) == 4
+
+    save(5, fail=False, before=full_log)
+    (said,) = writer.problems()
+    assert "No space left" in said and error_of(writer.settle).exit_code == 3 and found(tmp_path) == 4
+    writer.close()
+
+
+# ---- one owner ------------------------------------------------------------------------------------------------------
+
+
+def try_lock(folder: Path, only_look: bool = False) -> str:
+    """In another process: "free", or what it is told."""
+
+    def attempt() -> str:
+        try:
+            storage.lock(folder, only_look)
+        except LockstepError as error:
+            return str(error)
+        return "free"
+
+    status, said = in_child(attempt)
+    assert status == 0, said
+    return said
+
+
+def test_the_lock_names_its_owner_and_ends_with_it(tmp_path):
+    """Also when it is killed, and when a child of its lives on."""
+    told, tell = os.pipe()
+    stay, leave = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        os.close(leave)
+        held = storage.lock(tmp_path)
+        if os.fork() == 0:  # a loader's worker, say
+            os.write(tell, b"%d" % os.getpid())
+            os.read(stay, 1)
+            os._exit(0)
+        signal.pause()
+        held.close()
+    child = int(os.read(told, 20))
+    os.close(stay)
+    for only_look in (True, False):
+        said = try_lock(tmp_path, only_look)
+        assert re.search(rf"process {owner} on {re.escape(os.uname().nodename)}, started \d{{4}}-\d\d-\d\d \d\d:", said)
+        assert str(tmp_path) in said
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    os.kill(child, 0)  # it lives
+    assert try_lock(tmp_path) == "free"
+    os.close(leave)
+    os.close(told)
+    os.close(tell)
+
+
+def test_looking_takes_nothing_and_drops_nothing(tmp_path):
+    assert storage.lock(tmp_path, only_look=True) is None and os.listdir(tmp_path) == []
+    assert storage.lock(tmp_path / "absent", only_look=True) is None
+    held = storage.lock(tmp_path)
+    assert storage.lock(tmp_path, only_look=True) is None
+    assert "another run" in try_lock(tmp_path) and "another run" in try_lock(tmp_path, only_look=True)
+    assert storage.lock(tmp_path / "." / "", only_look=False) is held
+    assert "another run" in try_lock(tmp_path)
+    held.close()
+    assert try_lock(tmp_path) == "free" == try_lock(tmp_path, only_look=True)
+    again = storage.lock(tmp_path)
+    assert again is not held and "another run" in try_lock(tmp_path)
+    again.close()
+
+
+def test_a_lock_that_is_a_link_or_cannot_be_opened(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / storage.LOCK).symlink_to(victim)
+    for only_look in (True, False):
+        assert storage.LOCK in str(error_of(lambda: storage.lock(tmp_path, only_look)))  # noqa: B023
+    assert victim.read_text() == "mine"
+    (tmp_path / storage.LOCK).unlink()
+    (tmp_path / storage.LOCK).mkdir()
+    assert storage.LOCK in str(error_of(lambda: storage.lock(tmp_path)))
