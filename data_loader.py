@@ -234,7 +234,7 @@ def _collate(fetched: Any) -> Batch:
 def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
     """The next batch, whose samples are `indices`; where the dataset fails, the sample it fails on is named."""
     try:
-        return next(batches)
+        batch = next(batches)
     except Exception as error:
         # A worker hands on its traceback as text; of that the last line says what happened.
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -251,6 +251,13 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
             else "each loads alone, outside a loader process: are they all of one shape?",
             exit_code=5,
         ) from error
+    if not isinstance(batch, dict) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise LockstepError(
+            f"a batch is no dict of tensors, but a {type(batch).__name__}",
+            where=type(dataset).__name__,
+            todo='return {"name": value, ...} from __getitem__ or __getitems__',
+        )
+    return batch
 
 
 def _fails(dataset: Any, index: int) -> bool:

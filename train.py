@@ -81,7 +81,7 @@ def prepare(
     state = world.together(lambda: storage.read(found)) if found else None
     task = tasks.load(cfg.task)(cfg)
     say("Loading data...\n")
-    train_set, val_set = world.together(task.datasets)
+    train_set, val_set = world.together(lambda: _pair(task.datasets()))
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
@@ -123,6 +123,7 @@ def prepare(
     inner = precision.Autocast(model, the_precision) if world.devices else model
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
     compared = agree.at_start(job)
+    loop.rehearse(job, loaders[1])
     say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
@@ -315,6 +316,16 @@ def farewell(job: Job, path: Path, keeper: Keeper) -> str:
         f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
         f"  metrics      {path / 'metrics.jsonl'}"
     )
+
+
+def _pair(datasets: Any) -> tuple[Any, Any]:
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 2:
+        raise LockstepError(
+            f"the datasets are a {type(datasets).__name__}, not a pair",
+            where="the task's `datasets`",
+            todo="return (train, val)",
+        )
+    return datasets[0], datasets[1]
 
 
 def _how_to_extend(job: Job) -> str:

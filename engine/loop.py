@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from engine import optim
-from engine.contract import Batch, Sums, Task
+from engine.contract import Batch, LockstepError, Loss, Sums, Task
 from engine.dist import World
 from engine.plan import Plan
 from engine.precision import Precision
@@ -205,7 +205,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
         with world.accumulate(job.net, micro.closes_step):
             pulse.set("forward")
             with job.precision.autocast():
-                loss = job.task.loss(job.net, batch)
+                loss = _checked(job.task.loss(job.net, batch))
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
             pulse.set("backward", waits=world.size > 1 and micro.closes_step)
@@ -246,6 +246,48 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
         pulse.set("data loading")
         asked = time.perf_counter()
+
+
+def _checked(loss: Any) -> Loss:
+    if isinstance(loss, Loss) and isinstance(loss.total, Tensor) and loss.total.ndim == 0 and loss.total.requires_grad:
+        return loss
+    raise LockstepError(
+        f"the loss is {_about(loss)}",
+        where="the task's `loss`",
+        todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
+    )
+
+
+def _about(loss: Any) -> str:
+    if not isinstance(loss, Loss):
+        return f"a {type(loss).__name__}"
+    if not isinstance(loss.total, Tensor) or loss.total.ndim:
+        return "a Loss whose total is no scalar tensor"
+    return "a Loss whose total has no graph"
+
+
+@torch.no_grad()
+def rehearse(job: Job, batches: Any) -> None:
+    """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
+    epoch. Rank 0's: the others may have none."""
+    sums, metrics = None, None
+    if job.world.main:
+        with job.world.own_random_numbers(), job.precision.autocast():
+            sums = job.task.score(job.model.eval(), next(iter(batches)))
+        if isinstance(sums, dict) and "count" in sums:
+            metrics = job.task.report(Sums(sums))
+    problem = ""
+    if job.world.main and (not isinstance(sums, dict) or not all(isinstance(v, Tensor) for v in sums.values())):
+        problem = "`score` returns no Sums of tensors: return Sums(loss=..., count=torch.tensor(len(batch)), ...)"
+    elif job.world.main and "count" not in (sums or {}):
+        problem = "the Sums of `score` lack `count`: add the number of samples of the batch, as a tensor"
+    elif job.world.main and not {"loss", job.task.monitor} <= (metrics or {}).keys():
+        problem = f"`report` lacks `loss` or the monitor `{job.task.monitor}`: return both"
+    if problem := job.world.broadcast(problem):
+        what, _, todo = problem.partition(": ")
+        error = LockstepError(what, where=f"task {job.cfg.task}", todo=todo)
+        error.everywhere = True
+        raise error
 
 
 def _outcome(job: Job, news: tuple[list[float], Any] | None) -> Outcome:

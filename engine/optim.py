@@ -21,6 +21,8 @@ def make_optimizer(model: nn.Module, cfg: Optim) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
 
 

@@ -1,0 +1,76 @@
+"""Mistakes in a task of one's own are said in words, before the first step."""
+
+import pytest
+from conftest import FAULTY, succeed
+
+HEAD = """
+import torch
+from torch.utils.data import TensorDataset
+from engine.contract import Loss, Sums
+from tests.tasks.toy import Net, Task as Toy
+
+class Task(Toy):
+"""
+
+MISTAKES = {
+    "tuples": (
+        "def datasets(self):\n  d = TensorDataset(torch.randn(40, 8), torch.randn(40, 4)); return d, d",
+        "a batch is no dict of tensors, but a list (TensorDataset): return {",
+    ),
+    "one dataset": ("def datasets(self):\n  return super().datasets()[0]", "the datasets are a Waves, not a pair"),
+    "a bare loss": (
+        "def loss(self, net, batch):\n  return super().loss(net, batch).total",
+        "the loss is a Tensor (the task's `loss`): return Loss(total, weight)",
+    ),
+    "a loss per sample": (
+        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum(1), len(batch['x']))",
+        "the loss is a Loss whose total is no scalar tensor",
+    ),
+    "a loss without graph": (
+        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum().detach(), 1)",
+        "the loss is a Loss whose total has no graph",
+    ),
+    "no count": (
+        "def score(self, model, batch):\n  return Sums(total=torch.tensor(1.0))",
+        "the Sums of `score` lack `count`",
+    ),
+    "a number for a sum": (
+        "def score(self, model, batch):\n  return Sums(total=1.0, count=torch.tensor(3), weight=torch.tensor(1))",
+        "`score` returns no Sums of tensors",
+    ),
+    "no monitor": ("monitor = 'f1'", "`report` lacks `loss` or the monitor `f1`"),
+    "nothing to train": ("def model(self):\n  return Net(4, 0.0).requires_grad_(False)", "no parameter to train"),
+    "an error in the evaluation": (
+        "def score(self, model, batch):\n  return batch['nothing']",
+        "KeyError: 'nothing' (",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(launch, tmp_path, mistake):
+    body, said = MISTAKES[mistake]
+    (tmp_path / "own.py").write_text(HEAD + "\n".join(f"    {line}" for line in body.splitlines()) + "\n")
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code in (1, 2) and len(done.err.splitlines()) == 1 and said in done.errors[0], done.err
+    assert "Traceback" not in done.out + done.err and "✓" not in done.out
+
+
+def test_a_weight_may_be_a_number(launch, tmp_path):
+    body = "    def loss(self, net, batch):\n        return Loss(self._errors(net, batch).sum(), len(batch['x']))\n"
+    (tmp_path / "own.py").write_text(HEAD + body)
+    succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"))
+
+
+def test_the_evaluation_changes_nothing_for_the_training(launch, tmp_path):
+    """However often it happens, and whatever it draws at random."""
+    import torch
+
+    body = "    def score(self, model, batch):\n        torch.randn(3)\n        return super().score(model, batch)\n"
+    (tmp_path / "own.py").write_text(HEAD + body)
+    states = []
+    for name, task, every in (("a", str(tmp_path / "own.py"), 1), ("b", FAULTY, 0)):
+        words = ["model.dropout=0.3", "epochs=2", f"eval_every={every}", f"save_dir={tmp_path / name}"]
+        succeed(launch.python("train.py", task, *words))
+        states.append(torch.load(tmp_path / name / "last.pt", weights_only=True)["model"])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
