@@ -75,6 +75,7 @@ def prepare(
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
+    cfg.save_dir = cfg.save_dir or world.on_main(lambda: world.recall("folder"))  # torchrun has started it again
     found, warnings = world.on_main(lambda: folder.look(cfg))
     for warning in warnings:
         say(f"warning: {warning}")
@@ -144,7 +145,7 @@ def fit(prepared: Prepared) -> dict[str, float]:
         None,
     )
     path = world.broadcast(path)
-    status.current.begin(path, cfg.save_dir)
+    status.current.begin(path)
     logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
     keeper = Keeper(job, logger, checkpoints)
     if prepared.resumed:
@@ -156,6 +157,7 @@ def fit(prepared: Prepared) -> dict[str, float]:
                 f"  note: the schedule now spans {change}; schedule.horizon={prepared.horizon} keeps it as it was"
             )
     if world.main:
+        world.remember("folder", str(path))
         status.current.write("running", step=progress.step)
 
     with keeper, job.stop.listen():

@@ -43,6 +43,7 @@ class World:
     devices  GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
     grouped  whether there is a process group (of one, perhaps)
     store    what the ranks leave notes for each other in; None without a process group
+    memory   the same, but shared with the attempts of torchrun that were before
     pulse    what this rank is doing
     """
 
@@ -53,6 +54,7 @@ class World:
     devices: tuple[int, ...] = ()
     grouped: bool = False
     store: Any = None
+    memory: Any = None
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
@@ -149,6 +151,15 @@ class World:
                     if buffer.is_floating_point():
                         self.sum(buffer)
                         buffer.div_(self.size)
+
+    def remember(self, key: str, value: str) -> None:
+        """(main only) Keep a text for the next attempt, if torchrun makes one."""
+        if self.memory is not None:
+            self.memory.set(key, value)
+
+    def recall(self, key: str) -> str:
+        """(main only) What an attempt before this one has remembered, or nothing."""
+        return self.memory.get(key).decode() if self.memory is not None and self.memory.check([key]) else ""
 
     def own_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
         """What is drawn inside doesn't move the stream of the training."""
@@ -269,7 +280,8 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        store = dist.HashStore() if alone else _store(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
+        lasting = dist.HashStore() if alone else _meet(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
+        store = lasting if alone else _of_this_attempt(lasting, launch, timedelta(seconds=cfg.ddp.init_timeout_s))
         dist.init_process_group(
             backend,
             store=store,
@@ -283,17 +295,22 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         raise _cannot_join(error, launch) from error
     # A name space of our own: the group's keys are none of our business.
     notes = dist.PrefixStore("lockstep", store)
-    _joined = World(launch.rank, launch.local_rank, launch.size, device, grouped=True, store=notes)
+    memory = dist.PrefixStore("lockstep", lasting)
+    _joined = World(launch.rank, launch.local_rank, launch.size, device, grouped=True, store=notes, memory=memory)
     return _joined
 
 
-def _store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The key-value store the ranks meet in."""
+def _meet(launch: Launch, timeout: timedelta) -> dist.Store:
+    """The key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     if launch.size == 1 and "MASTER_ADDR" not in os.environ:
         return dist.HashStore()
     store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-    # torchrun keeps one store for all attempts (pytorch#167288): a restarted rank would read the addresses of the
-    # dead ones. With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix.
+    return store
+
+
+def _of_this_attempt(store: dist.Store, launch: Launch, timeout: timedelta) -> dist.Store:
+    """The part of the store in which a restarted rank doesn't read the addresses of the dead ones (pytorch#167288)."""
+    # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.

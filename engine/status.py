@@ -29,11 +29,12 @@ class Status:
         self.writing = threading.Lock()  # the checkpoint thread writes, too
         self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
 
-    def begin(self, folder: Path, save_dir: str) -> None:
+    def begin(self, folder: Path) -> None:
         """(all ranks) The run's folder exists: from here on status.json can be written."""
         self.folder, self.fields = folder, {"step": 0, "checkpoint": None}
         command = os.environ.get(COMMAND) or _command()
-        self.resume_command = command if save_dir else f"{command} save_dir={shlex.quote(str(folder))}"
+        named = "save_dir" in command or "save-dir" in command
+        self.resume_command = command if named else f"{command} save_dir={shlex.quote(str(folder))}"
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
         """Say where the run stands. Failing to say so is a warning: the training matters more."""

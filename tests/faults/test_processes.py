@@ -143,6 +143,26 @@ def test_a_restart_joins_and_ends_in_the_same_weights(launch, tmp_path, straight
 
 
 @pytest.mark.slow
+def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight):
+    (tmp_path / "here").mkdir()
+    words = [FAULTY, "fault.kind=kill", "save_every=1", f"fault.once={tmp_path / 'once'}"]
+    done = succeed(
+        launch.start(
+            str(ROOT / "train_multigpu.sh"),
+            "2",
+            *words,
+            PYTHON=sys.executable,
+            TORCHRUN_ARGS="--max-restarts=1",
+            cwd=tmp_path / "here",
+        ).wait(100)
+    )
+    (run,) = (tmp_path / "here" / "checkpoints").iterdir()
+    assert f"Resuming checkpoints/{run.name}/" in done.out
+    assert_equal_weights(weights(run), straight)
+    assert status(run)["resume_command"].endswith(f" save_dir=checkpoints/{run.name}")
+
+
+@pytest.mark.slow
 def test_a_restart_of_two_nodes(launch, tmp_path, straight):
     """Two launchers on this machine, one process each, meeting at a free port."""
     import socket
