@@ -1,7 +1,7 @@
 """Mistakes in a task of one's own are said in words, before the first step."""
 
 import pytest
-from conftest import FAULTY, succeed
+from conftest import FAULTY, ROOT, succeed
 
 HEAD = """
 import torch
@@ -74,3 +74,10 @@ def test_the_evaluation_changes_nothing_for_the_training(launch, tmp_path):
         succeed(launch.python("train.py", task, *words))
         states.append(torch.load(tmp_path / name / "last.pt", weights_only=True)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_task_of_the_readme_trains(launch, tmp_path):
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "mine.py").write_text(text.split("```python\n")[1].split("```")[0])
+    words = [str(tmp_path / "mine.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"]
+    assert "accuracy" in (tmp_path / "mine.py").read_text() and succeed(launch.torchrun(2, "train_ddp.py", *words))

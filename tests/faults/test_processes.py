@@ -381,3 +381,24 @@ def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
     done = succeed(launch("unshare", "-rm", "sh", "-c", script, "sh", *command))
     assert done.err.count("warning: metrics.jsonl cannot be written") == 1 and "No space left" in done.err
     assert status(run)["state"] == "done" and weights(run)
+
+
+# ---- who can reach it ----
+
+
+def test_the_store_of_torchrun_listens_on_all_interfaces(launch, tmp_path):
+    """The README says so, and advises a firewall; if torch changes it, the README must."""
+    run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG)
+    run.wait_for("Saved best model")
+    mine = set()
+    for descriptor in Path(f"/proc/{run.process.pid}/fd").iterdir():
+        mine |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+    listening = [
+        row[1].split(":")[0]
+        for table in ("tcp", "tcp6")
+        for row in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+        if row[3] == "0A" and row[9] in mine
+    ]
+    run.signal(signal.SIGTERM)
+    assert run.wait(40).code == 75
+    assert listening and all(set(address) == {"0"} for address in listening), "0.0.0.0 or [::]"
