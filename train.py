@@ -37,7 +37,7 @@ from engine import (
     storage,
 )
 from engine.contract import LockstepError
-from engine.loop import Job, Progress, Stopwatch, Tally
+from engine.loop import Job, Progress, Tally
 from engine.stop import Stop, kill_children
 from engine.watch import Watch
 
@@ -116,7 +116,6 @@ def prepare(
         progress=Progress(),
         tally=Tally(world.device),
         stop=stop or Stop(cfg.max_time_s),
-        stopwatch=Stopwatch(model, world.device),
         fingerprint=data,
     )
     if found and state:

@@ -159,12 +159,14 @@ class Job:
     ema: AveragedModel | None
     progress: Progress
     tally: Tally
-    stop: Stop
-    stopwatch: Stopwatch
+    stop: Stop = field(default_factory=Stop)
     fingerprint: str = ""  # of the data
     first_step: int = 0  # where this process began
     times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch(self.model, self.world.device)
 
     @property
     def epoch_ended(self) -> bool:
