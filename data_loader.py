@@ -8,6 +8,7 @@ Where a run stands is one integer, the samples of this epoch that all ranks toge
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import math
@@ -149,7 +150,8 @@ class TrainLoader:
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
         epoch = self.sampler.epoch
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        batches = iter(self.loader)
+        with _signals_held():
+            batches = iter(self.loader)
         for micro in self.sampler.micro_batches():
             batch = _next(batches, self.loader.dataset, micro.indices)
             batch["index"] = torch.tensor(micro.indices)
@@ -165,7 +167,8 @@ class EvalLoader:
         self.loader, self.device = loader, device
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = iter(self.loader)
+        with _signals_held():
+            batches = iter(self.loader)
         for indices in cast(Any, self.loader.batch_sampler):
             yield to_device(_next(batches, self.loader.dataset, indices), self.device)
 
@@ -293,10 +296,24 @@ def fingerprint(*datasets: Any) -> str:
     return digest.hexdigest()[:12]
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """While loader processes are started: one that has just begun would die of what it is about to ignore."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_worker(worker: int) -> None:
     """A loader process leaves signals to the process it works for, and doesn't outlive it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -75,7 +75,10 @@ def prepare(
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    cfg.save_dir = cfg.save_dir or world.on_main(lambda: world.recall("folder"))  # torchrun has started it again
+    if folder_before := world.on_main(lambda: world.recall("folder")):  # torchrun has started it again
+        cfg.save_dir = folder_before
+        if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):
+            cfg.resume = "auto"
     found, warnings = world.on_main(lambda: folder.look(cfg))
     for warning in warnings:
         say(f"warning: {warning}")
@@ -144,7 +147,7 @@ def fit(prepared: Prepared) -> dict[str, float]:
         None,
     )
     path = world.broadcast(path)
-    status.current.begin(path)
+    status.current.begin(path, progress.step, prepared.resumed)
     logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
     keeper = Keeper(job, logger, checkpoints)
     if prepared.resumed:
@@ -157,9 +160,10 @@ def fit(prepared: Prepared) -> dict[str, float]:
             )
     if world.main:
         world.remember("folder", str(path))
-        status.current.write("running", step=progress.step)
+        status.current.write("running")
 
-    with keeper, job.stop.listen():
+    job.stop.listen()
+    with keeper:
         logger.say("Starting training...\n")
         metrics = train(prepared, logger, keeper)
         world.on_main(keeper.settle)
@@ -187,10 +191,10 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
             pause = job.epoch_ended or job.finished
             progress.evaluation_due = job.finished or due(cfg.eval_every, progress.step, pause)
 
-            if outcome.skipped:
-                logger.skipped(job, outcome.skipped)
-                if reason := loop.hopeless(job):
-                    raise diverged(job, reason)
+            for skipped in outcome.skipped:
+                logger.skipped(job, skipped)
+            if outcome.skipped and (reason := loop.hopeless(job)):
+                raise diverged(job, reason)
 
             if pause or progress.evaluation_due or progress.step % cfg.log_every == 0:
                 logger.slow(job, loop.find_slow(job))  # (all ranks) times meet; (main only) writes
@@ -240,7 +244,7 @@ def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str
     better = value == value and (best is None or (value > best if task.higher_is_better else value < best))
     progress.best, progress.stale = (value, 0) if better else (best, progress.stale + 1)
     progress.evaluation_due = False
-    state["progress"] = progress.as_dict()
+    state["progress"] = progress.as_dict()  # for the rest it is as before: an evaluation changes nothing else
     if better:
         file = f"best_model_epoch{progress.epoch}.pt"
         keeper.save(state, file)
@@ -257,6 +261,8 @@ class Keeper:
     def __init__(self, job: Job, logger: log.Silent, checkpoints: storage.Checkpoints | None):
         self.job, self.logger = job, logger
         self.writer = storage.Writer(checkpoints) if checkpoints else None
+        if self.writer:
+            status.current.settle = self.writer.wait
 
     def save(self, state: dict[str, Any], best_file: str = "") -> None:
         """(main only) The log goes to the disk first, so that a checkpoint never is ahead of it."""
@@ -388,7 +394,7 @@ def work(asked: config.Asked, world: dist.World, strict: bool = False) -> int:
             fit(prepared)
         stopped = prepared.job.stopped
         del prepared  # and DDP with it, before its process group
-        world.leave()
+    world.leave()  # without the watch: rank 0 may still be closing its log, over a network perhaps
     return status.leave_code(status.STOPPED if stopped else status.DONE)
 
 

@@ -34,7 +34,7 @@ STEPS, ROUNDS = 100, 15
 
 class NoPulse(Pulse):
     def set(self, phase: str, waits: bool = False) -> None:
-        self.phase, self.waits, self.since = "", False, 0.0
+        self.now = "", False, 0.0
 
 
 class NoStopwatch:

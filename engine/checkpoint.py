@@ -23,12 +23,15 @@ FREE_KEYS = (
 
 
 def capture(job: Job) -> dict[str, Any]:
-    """(all ranks) A copy of the run's state in host memory, as plain values and tensors: what `weights_only=True`
-    loads again. Training may go on while it is written."""
+    """(all ranks) A copy of the run's state in rank 0's memory, as plain values and tensors: what `weights_only=True`
+    loads again; nothing on the other ranks. Training may go on while it is written."""
     equalise_buffers(job)
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if job.world.device.type == "cuda":
         rng["cuda"] = [torch.cuda.get_rng_state(device) for device in job.world.devices or [job.world.device]]
+    ranks = job.world.gather(rng)
+    if not job.world.main:
+        return {}
     return {
         "format": FORMAT,
         "config": config.to_dict(job.cfg),
@@ -38,12 +41,12 @@ def capture(job: Job) -> dict[str, Any]:
         "horizon": job.plan.horizon,
         "precision": job.precision.name,
         "data": job.fingerprint,
-        "tally": job.tally.state(),
+        "tally": _copy(job.tally.state()),
         "model": _copy(job.model.state_dict()),
         "ema": None if job.ema is None else _copy(job.ema.state_dict()),
         "optimizer": _copy(job.optimizer.state_dict()),
         "scaler": job.scaler.state_dict(),
-        "rng": job.world.gather(rng),  # by rank
+        "rng": ranks,
     }
 
 

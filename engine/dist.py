@@ -69,6 +69,10 @@ class World:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Around a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
+        return self.pulse.during("waiting for the device", waits=self.size > 1)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank (pickled: for small things, now and then)."""
         if self.size == 1:
@@ -242,8 +246,8 @@ def _number(name: str, default: str) -> int:
 
 
 def speaks() -> bool:
-    """Whether this process prints errors that every process meets, before there is a World: rank 0 or a lone one."""
-    return os.environ.get("RANK", "0") in ("0", "")
+    """Whether this process prints what all processes of its machine meet, before there is a World: one per machine."""
+    return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
 def forgotten_launch() -> str:

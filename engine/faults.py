@@ -31,7 +31,7 @@ def end(error: BaseException, debug: bool) -> int:
     if world is None:
         if dist.speaks() or not mine.everywhere:
             watch.say_error(str(mine))
-        return status.leave_code(mine.exit_code)
+        return status.leave_code(mine.exit_code, mine.everywhere)
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watch is ending this process
     if mine.everywhere or world.size == 1:
@@ -55,7 +55,8 @@ def lost_connection(error: BaseException) -> bool:
     """Whether this is what a rank sees when another has failed: gloo's and NCCL's errors have no class of their own."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+    # torchrun sends SIGTERM to a failing job's loader processes too; one that has just begun doesn't ignore it yet.
+    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Terminated")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

@@ -114,19 +114,19 @@ class Mailbox:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
-        self.posted: tuple[Tensor, Any, torch.cuda.Event] | None = None
+        self.posted: list[tuple[Tensor, Any, torch.cuda.Event]] = []
 
-    def exchange(self, values: Tensor, note: Any) -> tuple[list[float], Any] | None:
-        """Post `values`; returns the latest that have arrived, with their note: the same step's on every rank."""
+    def exchange(self, values: Tensor, note: Any, wait: bool) -> list[tuple[list[float], Any]]:
+        """Post `values`; returns what has arrived, with its note, the same on every rank; with `wait` all of it."""
         if not self.on_gpu:
-            return values.tolist(), note
-        before, event = self.posted, torch.cuda.Event()
-        self.posted = values.to("cpu", non_blocking=True), note, event
+            return [(values.tolist(), note)]
+        event = torch.cuda.Event()
+        self.posted.append((values.to("cpu", non_blocking=True), note, event))
         event.record()
-        if before is None:
-            return None
-        before[2].synchronize()  # of the step before: long over, or the host is a whole step ahead
-        return before[0].tolist(), before[1]
+        arrived = [self.posted.pop(0) for _ in range(len(self.posted) - (0 if wait else 1))]
+        for _, _, event in arrived:
+            event.synchronize()  # of the step before: long over, or the host is a whole step ahead
+        return [(copy.tolist(), note) for copy, note, _ in arrived]
 
 
 class Skipped(NamedTuple):
@@ -137,10 +137,10 @@ class Skipped(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What all ranks know after a step. On a GPU it is about the step before."""
+    """What all ranks know after a step. On a GPU it is about the step before, but at the end of an epoch."""
 
     stopping: bool
-    skipped: Skipped | None
+    skipped: list[Skipped]
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Job:
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
 
     def __post_init__(self) -> None:
-        self.stopwatch = Stopwatch(self.model, self.world.device)
+        self.stopwatch, self.mailbox = Stopwatch(self.model, self.world.device), Mailbox(self.world.device)
 
     @property
     def epoch_ended(self) -> bool:
@@ -195,7 +195,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `factor` below.
     share = world.size / job.plan.global_batch
     buffers = optim.running_statistics(job.model)
-    mailbox, stopwatch = Mailbox(world.device), job.stopwatch
+    stopwatch = job.stopwatch
     job.net.train()
     job.optimizer.zero_grad(set_to_none=True)
     sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
@@ -240,9 +240,10 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             progress.samples += micro.consumed - progress.position
             progress.step, progress.position = progress.step + 1, micro.consumed
             pulse.step = progress.step
-            yield _outcome(
-                job, mailbox.exchange(torch.stack([everything[0], skipped.double()]), (progress.step, passes))
-            )
+            with world.reading():
+                values = torch.stack([everything[0], skipped.double()])
+                news = job.mailbox.exchange(values, (progress.step, passes), wait=job.epoch_ended)
+            yield _outcome(job, news)
             job.net.train()  # the caller may have evaluated
             job.optimizer.zero_grad(set_to_none=True)
             sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
@@ -277,7 +278,10 @@ def rehearse(job: Job, batches: Any) -> None:
         with job.world.own_random_numbers(), job.precision.autocast():
             sums = job.task.score(job.model.eval(), next(iter(batches)))
         if isinstance(sums, dict) and "count" in sums:
-            metrics = job.task.report(Sums(sums))
+            try:
+                metrics = job.task.report(Sums(sums))
+            except Exception:  # of one batch a report may make no sense: that of the whole split counts
+                metrics = {"loss": 0.0, job.task.monitor: 0.0}
     problem = ""
     if job.world.main and (not isinstance(sums, dict) or not all(isinstance(v, Tensor) for v in sums.values())):
         problem = "`score` returns no Sums of tensors: return Sums(loss=..., count=torch.tensor(len(batch)), ...)"
@@ -292,16 +296,17 @@ def rehearse(job: Job, batches: Any) -> None:
         raise error
 
 
-def _outcome(job: Job, news: tuple[list[float], Any] | None) -> Outcome:
-    """(all ranks) What the numbers of a step mean."""
-    if news is None:
-        return Outcome(False, None)
-    (votes, skipped), (step, passes) = news
-    job.progress.skipped_in_a_row = job.progress.skipped_in_a_row + 1 if skipped else 0
-    if not skipped:
-        return Outcome(votes > 0, None)
-    mine = [index for indices, loss in passes if not torch.isfinite(loss) for index in indices]
-    return Outcome(votes > 0, Skipped(step, {rank: ids for rank, ids in enumerate(job.world.gather(mine)) if ids}))
+def _outcome(job: Job, news: list[tuple[list[float], Any]]) -> Outcome:
+    """(all ranks) What the numbers of the latest steps mean."""
+    stopping, all_skipped = False, []
+    for (votes, skipped), (step, passes) in news:
+        stopping |= votes > 0
+        job.progress.skipped_in_a_row = job.progress.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            mine = [index for indices, loss in passes if not torch.isfinite(loss) for index in indices]
+            samples = {rank: indices for rank, indices in enumerate(job.world.gather(mine)) if indices}
+            all_skipped.append(Skipped(step, samples))
+    return Outcome(stopping, all_skipped)
 
 
 def hopeless(job: Job) -> str:
@@ -318,7 +323,8 @@ def training_metrics(job: Job) -> dict[str, float]:
     """The metrics since the last log point, on every rank: the one host sync of the training loop."""
     tally = job.tally
     names = list(tally.totals)
-    numbers = torch.stack([*tally.totals.values(), tally.grad_norm.double(), tally.skipped.double()]).tolist()
+    with job.world.reading():
+        numbers = torch.stack([*tally.totals.values(), tally.grad_norm.double(), tally.skipped.double()]).tolist()
     elapsed = time.perf_counter() - tally.since  # after the sync: the device has finished too
     totals = dict(zip(names, numbers, strict=False))
     for name, value in totals.items():
@@ -349,14 +355,17 @@ SLOW_S = 3.0
 def find_slow(job: Job, ratio: float = 1.5) -> Slow | None:
     """(all ranks) Whether one rank was clearly slower than the others since this last said anything; before
     `training_metrics`, which starts the clocks anew."""
-    world, computed = job.world, job.stopwatch.take()
+    world = job.world
+    with world.reading():
+        computed = job.stopwatch.take()
     if world.size == 1:
         return None
     times = torch.zeros(world.size, 2, device=world.device)
     times[world.rank] = torch.tensor([job.tally.waited, computed], device=world.device)
     world.sum(times)
     job.times = times if job.times is None else job.times + times
-    rows = job.times.tolist()
+    with world.reading():
+        rows = job.times.tolist()
     slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
     if sum(rows[slowest]) < SLOW_S:
         return None
@@ -403,8 +412,9 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
     pulse.set("validation")
     vote = torch.full((), broken_off, device=job.world.device)
     job.world.sum(vote)
-    if vote.item():
-        return None
+    with job.world.reading():
+        if vote.item():
+            return None
     sums = reduce_sums(sums, job.world)
     # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
     metrics = {name: float(value) for name, value in job.task.report(sums).items()}

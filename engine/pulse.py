@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 
 class Pulse:
-    """Set by the main thread at every change of phase: three assignments, no lock, no sync.
+    """Set by the main thread at every change of phase: one assignment of one tuple, no lock, no sync.
 
-    phase  a few words, such as "data loading"
-    waits  whether the phase ends only when other ranks have come to the same point
-    since  time.monotonic() of its begin
+    now  (phase, a few words such as "data loading"; whether it ends only when other ranks have come to the same point;
+         time.monotonic() of its begin)
     """
 
     def __init__(self) -> None:
@@ -20,12 +19,16 @@ class Pulse:
         self.set("preparing")
 
     def set(self, phase: str, waits: bool = False) -> None:
-        self.phase, self.waits, self.since = phase, waits, time.monotonic()
+        self.now = phase, waits, time.monotonic()
+
+    @property
+    def phase(self) -> str:
+        return self.now[0]
 
     @contextlib.contextmanager
     def during(self, phase: str, waits: bool = False) -> Iterator[None]:
         """A phase within another; where it fails, it stays what this process was doing."""
-        before = self.phase, self.waits
+        before = self.now
         self.set(phase, waits)
         yield
-        self.set(*before)
+        self.set(*before[:2])

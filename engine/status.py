@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shlex
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +29,23 @@ class Status:
         self.folder: Path | None = None
         self.fields: dict[str, Any] = {}
         self.resume_command = ""
+        self.settle: Callable[[float], None] = lambda seconds: None  # waits for the checkpoint in flight
         self.writing = threading.Lock()  # the checkpoint thread writes, too
         self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path, step: int, checkpoint: Path | None) -> None:
         """(all ranks) The run's folder exists: from here on status.json can be written."""
-        self.folder, self.fields = folder, {"step": 0, "checkpoint": None}
-        command = os.environ.get(COMMAND) or _command()
+        self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+        # The run goes on from its own last checkpoint, wherever it once started.
+        command = re.sub(r"\s(--)?resume[= ]\S+", "", os.environ.get(COMMAND) or _command())
         named = "save_dir" in command or "save-dir" in command
         self.resume_command = command if named else f"{command} save_dir={shlex.quote(str(folder))}"
+
+    def adopt(self) -> None:
+        """(another rank, when rank 0 is dead) What rank 0 wrote last."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))  # type: ignore[operator]
+            self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
         """Say where the run stands. Failing to say so is a warning: the training matters more."""
@@ -53,18 +64,21 @@ class Status:
 current = Status()
 
 
-def leave_code(exit_code: int) -> int:
+def leave_code(exit_code: int, everywhere: bool = True) -> int:
     """Tell the launcher, if there is one that asks, and return the code to exit with.
 
     torchrun restarts whatever does not exit with 0, and flattens every code to 1. Where starting again would end the
-    same way, or where somebody wanted the run to stop, the process says 0 to torchrun and the truth to the launcher.
+    same way, or where somebody wanted the run to stop, the process says 0 to torchrun and the truth to the launcher;
+    but not where it is the only one (`everywhere` false), for then torchrun must end the others.
     """
     path = os.environ.get(EXIT_FILE)
     if not path:
         return exit_code
-    with contextlib.suppress(OSError):
+    try:
         Path(path).write_text(str(exit_code))
-    return 0 if exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
+    except OSError:
+        return exit_code
+    return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
 
 
 def _command() -> str:

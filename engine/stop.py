@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from types import FrameType
 
 from engine import dist
@@ -32,15 +29,12 @@ class Stop:
             self.ask("max_time_s is over")
         return bool(self.reason)
 
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[None]:
+    def listen(self) -> None:
         """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
-        this process with SIGINT ignored, as it does after `&`. After an exception they stay: torchrun's SIGTERM must
-        not cut short the telling of what went wrong."""
-        before = {number: signal.signal(number, self._hear) for number in SIGNALS}
-        yield
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        this process with SIGINT ignored, as it does after `&`. They stay to the end of the process: torchrun sends
+        SIGTERM as soon as one rank has ended, and the others still have something to write or to say."""
+        for number in SIGNALS:
+            signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -49,7 +43,7 @@ class Stop:
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
-            if not self.interrupted and sys.stderr.isatty() and dist.speaks():
+            if not self.interrupted and dist.speaks():
                 os.write(2, b"\nstopping after this step; Ctrl-C again quits at once\n")
             self.interrupted = self.interrupted or now
         self.ask(signal.Signals(number).name)

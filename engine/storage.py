@@ -19,6 +19,7 @@ import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -526,6 +527,11 @@ class Writer:
         self._collect(wait=True)
         if self.failed:
             raise self.failed
+
+    def wait(self, seconds: float) -> None:
+        """Give what is in flight so long: for whoever is about to end this process."""
+        if self.pending is not None:
+            futures.wait([self.pending], timeout=seconds)
 
     def close(self) -> None:
         """Wait, whatever comes of it: the run is over."""

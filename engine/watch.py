@@ -28,6 +28,18 @@ BEAT_S = 1.0
 GRACE_S = 4.0
 """What a rank gets, once another has failed, to notice by itself and say nothing."""
 
+
+def _machine() -> str:
+    """What tells this machine, and this container on it, from others of the same name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+MACHINE = _machine()
+
 ORPHAN_S = 20.0
 """What a rank gets to stop in good order, once the torchrun that started it is dead."""
 
@@ -49,9 +61,9 @@ class Watch:
         self.world, self.stop, self.timeout_s = world, stop, timeout_s
         self.notes = _Notes(world)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.orphaned = self.heard = self.lost = 0.0
+        self.orphaned = self.heard = self.lost = self.bereft = 0.0
         self.beats = 0
-        self.said = self.dumped = False
+        self.said, self.dumped = 0.0, -1  # the wait that was warned of, by its begin; the step whose stacks were given
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -72,26 +84,29 @@ class Watch:
                 self._beat()
                 self._mind_the_stop()
                 self._mind_the_failed()
+                self._mind_the_dead()
                 self._mind_the_store()
             self._mind_the_time()
 
     # ---- what this rank tells ----
 
     def _beat(self) -> None:
-        pulse = self.world.pulse
+        phase, waits, since = self.world.pulse.now
         self.beats += 1
         beat = {
             "beats": self.beats,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "step": pulse.step,
-            "phase": pulse.phase,
-            "waits": pulse.waits,
-            "for_s": time.monotonic() - pulse.since,
+            "machine": MACHINE,
+            "step": self.world.pulse.step,
+            "phase": phase,
+            "waits": waits,
+            "for_s": time.monotonic() - since,
         }
         self.notes.put(f"beat{self.world.rank}", beat)
-        if not self.dumped and self.notes.has("dump"):
-            self.dumped = True
+        asked = self.notes.get("dump")
+        if asked is not None and asked != self.dumped:
+            self.dumped = asked
             self.notes.put(f"stacks{self.world.rank}", stacks())
 
     def _mind_the_stop(self) -> None:
@@ -129,21 +144,36 @@ class Watch:
         if time.monotonic() - self.lost > GRACE_S:
             self._end(Cause(self.world.rank, "rank 0, or the torchrun beside it, is gone", status.DISTRIBUTED))
 
+    def _mind_the_dead(self) -> None:
+        """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
+        cause = _dead_peer(self.notes, self.world)
+        self.bereft = (self.bereft or time.monotonic()) if cause else 0.0
+        if cause and time.monotonic() - self.bereft > GRACE_S:
+            claimed = self.notes.claim(cause)
+            if claimed:
+                say_error(cause.text)
+            self._end(self.notes.cause() or cause, claimed)
+
     def _mind_the_time(self) -> None:
-        pulse = self.world.pulse
-        took = time.monotonic() - pulse.since
-        if self.world.size == 1:
-            if took > self.timeout_s / 2 and pulse.step and not self.said:
-                self.said = True
-                self._say(f"{pulse.phase} has taken {took:.0f} s (step {pulse.step})", {0: stacks()})
+        pulse, world = self.world.pulse, self.world
+        phase, waits, since = pulse.now
+        took = time.monotonic() - since
+        if took > self.timeout_s / 2 and self.said != since and pulse.step and world.size == 1:
+            self.said = since
+            self._say(f"{phase} has taken {took:.0f} s (step {pulse.step})", {0: stacks()})
+        if not waits or world.size == 1:
             return
-        if pulse.waits and took > self.timeout_s / 2 and not self.said:
-            self.said = True
-            if self.notes.put_first("dump", True):
+        if took > self.timeout_s / 2 and self.said != since:
+            self.said = since
+            if self.notes.put_first(f"dump{pulse.step}", True):
+                self.notes.put("dump", pulse.step)
                 _, text, _ = self._verdict()
-                self._say(text, self._stacks_of_all())
-        if pulse.waits and took > self.timeout_s - 3 * BEAT_S:
+                if pulse.now[2] == since:  # else it went on meanwhile
+                    self._say(text, self._stacks_of_all())
+        if took > max(self.timeout_s - 3 * BEAT_S, self.timeout_s / 2):
             blamed, text, silent = self._verdict()
+            if pulse.now[2] != since or self.over.is_set():
+                return
             folder = status.current.folder
             error = LockstepError(
                 text,
@@ -155,7 +185,7 @@ class Watch:
             if claimed:
                 say_error(cause.text)
                 for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
-                    if beat["host"] == socket.gethostname():
+                    if beat["machine"] == MACHINE:
                         with contextlib.suppress(OSError):
                             os.kill(beat["pid"], signal.SIGKILL)
             self._end(self.notes.cause() or cause, claimed)
@@ -171,7 +201,6 @@ class Watch:
         return *verdict(before, now, self.world.size), silent
 
     def _stacks_of_all(self) -> dict[int, str]:
-        self.dumped = True
         found = {self.world.rank: stacks()}
         for rank in range(self.world.size):
             note = self.notes.get(f"stacks{rank}")
@@ -241,14 +270,17 @@ class _Notes:
     """What the ranks leave for each other in the store; a store that is gone answers nothing."""
 
     def __init__(self, world: World):
-        self.world, self.store = world, world.store
+        self.world, self.store, self.failures = world, world.store, 0
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:
         try:
             yield
+            self.failures = 0
         except Exception:  # its server lives in torchrun or in rank 0, and may be dead
-            self.store = None
+            self.failures += 1
+            if self.failures > 3:
+                self.store = None
 
     def has(self, key: str) -> bool:
         with self._reachable():
@@ -316,7 +348,7 @@ def first_cause(world: World, mine: LockstepError, details: str, secondary: bool
 
 def _dead_peer(notes: _Notes, world: World) -> Cause | None:
     for rank, beat in notes.beats().items():
-        if rank != world.rank and beat["host"] == socket.gethostname() and not _alive(beat["pid"]):
+        if rank != world.rank and beat["machine"] == MACHINE and not _alive(beat["pid"]):
             text = (
                 f"rank {rank} is gone without a word (process {beat['pid']}, last seen in {beat['phase']} at step "
                 f"{beat['step']}): killed from outside, perhaps because memory ran out, or it left early; "
@@ -348,7 +380,10 @@ def say_error(text: str) -> None:
 def leave(world: World, cause: Cause, claimed: bool) -> None:
     """Record the cause and end this process at once. Rank 0 keeps the run's status; if it is the dead one, then the
     rank that has noticed."""
+    status.current.settle(60)  # a checkpoint that is nearly there is worth the wait
     if world.main or (claimed and cause.rank == 0):
+        if not world.main:
+            status.current.adopt()
         if cause.details and status.current.folder:
             with contextlib.suppress(OSError):
                 (status.current.folder / "error.txt").write_text(cause.details, encoding="utf-8")

@@ -257,6 +257,7 @@ def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
     run.wait_for("step 29/")
     before = weights(tmp_path / "run")
     run.signal(signal.SIGINT)
+    run.wait_for("stopping after this step; Ctrl-C again quits at once")
     run.signal(signal.SIGINT)
     done = run.wait(10)
     assert done.code == 130 and "quitting at once; the last checkpoint is as it was" in done.err
