@@ -116,7 +116,7 @@ def restore(job: Job, state: dict[str, Any], path: Path) -> None:
             exit_code=3,
         ) from error
     job.progress = Progress(**state["progress"])
-    job.first_step, job.world.pulse.step = job.progress.step, job.progress.step
+    job.world.pulse.step = job.progress.step
     job.tally.load(state["tally"])
     world = job.world
     if len(state["rng"]) == world.size:

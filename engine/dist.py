@@ -147,6 +147,12 @@ class World:
             return net.no_sync()
         return contextlib.nullcontext()
 
+    def check_all_reduced(self, net: nn.Module) -> None:
+        """After the backward passes of a step, before anything else meets. DDP all-reduces a bucket once all its
+        gradients are there: a rank that lacks one would answer the others' all-reduce with the next thing it sums."""
+        if isinstance(net, DistributedDataParallel):
+            net._check_reducer_finalized()
+
     def equalise_buffers(self, model: nn.Module) -> None:
         """Average the running statistics of BatchNorm, the one kind of buffer that training changes per rank."""
         for module in model.modules():

@@ -101,7 +101,7 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         )
     if "Expected to have finished reduction in the prior iteration" in str(error):
         return LockstepError(
-            f"some parameters got no gradient in this step: {_unused(str(error))}",
+            f"some parameters got no gradient: {_unused(str(error))}",
             where=where,
             todo="set ddp.find_unused_parameters=true, or use every parameter in every step",
         )

@@ -161,7 +161,6 @@ class Job:
     tally: Tally
     stop: Stop = field(default_factory=Stop)
     fingerprint: str = ""  # of the data
-    first_step: int = 0  # where this process began
     times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
 
@@ -221,9 +220,8 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             passes.append((micro.indices, seen["loss"]))
         sums += seen
         if micro.closes_step:
+            world.check_all_reduced(job.net)
             pulse.set("optimizer step")
-            if progress.step == job.first_step:
-                optim.require_gradients(job.model, world.grouped and not job.cfg.ddp.find_unused_parameters)
             # The one all-reduce of a step beside DDP's own: (stop votes, loss, weight, the task's sums).
             everything = torch.stack([torch.full_like(sums["loss"], float(job.stop.asked)), *sums.values()])
             world.sum(everything)

@@ -61,17 +61,6 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for module in norms for buffer in module.buffers(recurse=False)]
 
 
-def require_gradients(model: nn.Module, needed: bool) -> None:
-    """After a first backward: DDP needs a gradient for every parameter, or it leaves others unsynchronised."""
-    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if needed and without:
-        raise LockstepError(
-            f"{len(without)} parameter(s) got no gradient: {', '.join(without[:5])}",
-            where="the first backward pass",
-            todo="use them in the loss, set requires_grad=False, or set ddp.find_unused_parameters=true",
-        )
-
-
 def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
     """The peak learning rate: `lr` times the growth of the global batch (linear, Goyal et al. 2017), its root, or 1."""
     if rule == "none":

@@ -30,6 +30,8 @@ def weights(folder):
     return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
+UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., backward at "
+
 FAILURES = {
     # fault: (exit code, what the one error line says, further settings)
     "kill": (6, r"rank 1 is gone without a word \(process \d+, last seen in [a-z ]+ at step \d\): killed from outside"),
@@ -48,8 +50,10 @@ FAILURES = {
         r"rank 1 differs from rank 0 in parameter layers.0.weight: \w+ instead of \w+ \(step 4\)",
         "check_every=2",
     ),
-    "unused": (2, r"2 parameter\(s\) got no gradient: spare.weight, spare.bias .* ddp.find_unused_parameters=true"),
-    "sometimes unused": (2, r"got no gradient in this step: spare.weight, spare.bias \(.* ddp.find_unused_param"),
+    "unused": (2, UNUSED + "step 0"),
+    "sometimes unused": (2, UNUSED + "step 2"),
+    "unused at times": (2, UNUSED + "step 0", "gradient_accumulation_steps=2"),
+    "unused on rank 1": (2, UNUSED.replace("rank .", "rank 1") + "step 0"),
     "corrupt sample": (5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)"),
     "worker killed": (5, r"a loader process failed: .* killed by signal: Killed \(.* rank 1", "num_workers=2"),
     "worker crashes": (5, r"a loader process failed: .* Segmentation fault \(.* rank 1", "num_workers=1"),

@@ -71,15 +71,19 @@ class NormNet(toy.Net):
     def __init__(self, width, kind):
         super().__init__(width, 0.0)
         self.norm = nn.BatchNorm1d(8, dtype=torch.float32)
-        if kind in ("unused", "sometimes unused"):
+        if "unused" in kind:
             self.spare = nn.Linear(8, 4)
         self.kind, self.calls = kind, 0
 
     def forward(self, x):
-        self.calls += 1
+        self.calls += self.training
         y = super().forward(self.norm(x.float()))
-        use_spare = self.kind == "sometimes unused" and self.calls < 3
-        return y + self.spare(x.float()) if use_spare else y
+        used = {
+            "sometimes unused": self.calls < 3,
+            "unused at times": self.calls % 2,  # in every step, but not in the micro-batch that closes it
+            "unused on rank 1": os.environ.get("RANK") != "1",
+        }
+        return y + self.spare(x.float()) if used.get(self.kind) else y
 
 
 class Task(toy.Task):
@@ -99,7 +103,7 @@ class Task(toy.Task):
 
     def model(self):
         kind = self.cfg.fault.kind
-        if kind in ("unused", "sometimes unused", "nan loss"):
+        if kind == "nan loss" or "unused" in kind:
             return NormNet(self.cfg.model.width, kind)
         return super().model()
 
