@@ -38,7 +38,7 @@ def section(cls: type) -> Any:
 
 @dataclass
 class Optim:
-    lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0)
+    lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0, high=1000)
     weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
     beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
     beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
@@ -172,7 +172,8 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
     problems: list[str] = []
     switches, files, given = _tokens(argv, problems)
     layers = [*(_read_yaml(path, problems) for path in files), given]
-    task_name = next((str(s.value) for layer in reversed(layers) for s in layer if s.key == "task"), Config.task)
+    named = (str(s.value) for layer in reversed(layers) for s in layer if s.key == "task" and s.value is not None)
+    task_name = next(named, Config.task)
     try:
         task = load_task(task_name)
     except LockstepError as error:
@@ -409,7 +410,7 @@ def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: li
         if key not in fields:
             problems.append(_unknown(setting, fields, aliases))
             continue
-        if key in said and said[key] != setting:
+        if key in said:
             problems.append(f"{key!r} is given twice ({said[key].where} and {setting.where}): keep one")
             continue
         said[key] = setting

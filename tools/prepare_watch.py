@@ -117,15 +117,15 @@ the inertial signals from a smartwatch", Physiological Measurement 39(7), 2018, 
 
 ## Fields of watch.npz
 
-R = 140 recordings, end to end in one array. Any .npz with the first four fields can be trained on:
-`python train.py har dataset.root=mine.npz`.
+R = 140 recordings, end to end in one array. Any .npz with the first three fields can be trained on:
+`python train.py har dataset.root=mine.npz`; with the fourth, training and validation share no subject.
 
 | field | shape | type | |
 |---|---|---|---|
 | signal | (sum of lengths, C) | float32 | acceleration ax ay az, turning rate wx wy wz |
 | lengths | (R,) | int64 | steps of each recording |
 | label | (R,) | int64 | index into `classes` |
-| subject | (R,) | int64 | 1 to 10; any integers or strings |
+| subject | (R,) | int64 | optional: 1 to 10; any integers or strings |
 | classes | (K,) | str | optional; without it each value of `label` is a class |
 | channels | (C,) | str | optional |
 | rate_hz | () | float64 | optional |

@@ -74,6 +74,7 @@ def in_child(work) -> tuple[int, str]:
     child = os.fork()
     if child == 0:
         code, said = 0, ""
+        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
         try:
             said = str(work())
         except BaseException:
