@@ -12,10 +12,12 @@ import contextlib
 import ctypes
 import hashlib
 import math
+import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -209,7 +211,7 @@ def create_data_loaders(
         "multiprocessing_context": "fork" if cfg.num_workers else None,
         "pin_memory": world.device.type == "cuda",
         "timeout": cfg.loader_timeout_s if cfg.num_workers else 0,
-        "worker_init_fn": _begin_worker,
+        "worker_init_fn": partial(_begin_worker, os.getpid()),
     }
     loaders = [
         DataLoader(
@@ -309,7 +311,7 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_worker(worker: int) -> None:
+def _begin_worker(parent: int, worker: int) -> None:
     """A loader process leaves signals to the process it works for, and doesn't outlive it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -317,3 +319,5 @@ def _begin_worker(worker: int) -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that call
+        os._exit(1)

@@ -75,7 +75,7 @@ def prepare(
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    if folder_before := world.on_main(lambda: world.recall("folder")):  # torchrun has started it again
+    if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
         cfg.save_dir = folder_before
         if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):
             cfg.resume = "auto"

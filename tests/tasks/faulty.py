@@ -158,6 +158,8 @@ class Task(toy.Task):
         return loss._replace(total=loss.total * float("nan")) if now and self.fires("nan loss") else loss
 
     def score(self, model, batch):
+        if not self.calls:  # the rehearsal
+            return super().score(model, batch)
         if self.fires("raise in validation"):
             raise ZeroDivisionError("an error in the validation")
         if self.fires("term in validation"):
