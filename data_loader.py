@@ -28,6 +28,7 @@ from engine.config import Config
 from engine.contract import Batch, LockstepError, sample_seeds
 from engine.dist import World
 from engine.plan import Plan
+from engine.stop import own_scratch
 
 
 class Micro(NamedTuple):
@@ -192,6 +193,8 @@ def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
 ) -> tuple[TrainLoader, EvalLoader]:
     """The loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
+    if cfg.num_workers:
+        own_scratch()
     labels = None
     if cfg.sampler == "balanced":
         if not hasattr(train_set, "labels"):

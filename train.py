@@ -38,7 +38,7 @@ from engine import (
 )
 from engine.contract import LockstepError
 from engine.loop import Job, Progress, Tally
-from engine.stop import Stop, kill_children
+from engine.stop import Stop, leave_nothing
 from engine.watch import Watch
 
 
@@ -414,7 +414,7 @@ def guarded(argv: list[str], work: Any) -> int:
     except BaseException as error:
         return faults.end(error, debug)
     finally:
-        kill_children()
+        leave_nothing()
         signal.signal(signal.SIGINT, before)
 
 

@@ -9,17 +9,19 @@ torchrun ends with 1 whatever its processes ended with, and with a table of fort
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
-EXIT_FILE = "LOCKSTEP_EXIT_FILE"
-"""Environment variable: where the processes leave the exit code that they agreed on."""
+SCRATCH = "LOCKSTEP_SCRATCH"
+"""Environment variable: a folder that ends with this process, for all temporary files of the run's processes, and for
+EXIT_CODE. Where this process is killed, they remove it."""
+
+EXIT_CODE = "exit_code"
+"""File in it: the exit code that the processes agreed on."""
 
 COMMAND = "LOCKSTEP_COMMAND"
 """Environment variable: what the person typed."""
@@ -42,8 +44,9 @@ def main(argv: list[str]) -> int:
     args = torchrun.parse_args(argv)
     if args.rdzv_backend == "static" and not args.standalone:
         os.environ[STATIC] = "1"
-    with _exit_file() as path:
-        os.environ[EXIT_FILE] = path
+    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
+        os.environ[SCRATCH], path = scratch, os.path.join(scratch, EXIT_CODE)
+        args.log_dir = args.log_dir or scratch  # torchrun's own would stay
         try:
             torchrun.run(args)
             return _said(path) or 0
@@ -56,20 +59,12 @@ def main(argv: list[str]) -> int:
             return _not_started(error, args)
 
 
-@contextlib.contextmanager
-def _exit_file() -> Iterator[str]:
-    """A file that vanishes with this process, however that ends."""
-    if hasattr(os, "memfd_create"):
-        yield f"/proc/{os.getpid()}/fd/{os.memfd_create('exit code')}"
-        return
-    with tempfile.NamedTemporaryFile(prefix="lockstep_exit_code_") as file:
-        yield file.name
-
-
 def _said(path: str) -> int | None:
-    with open(path, encoding="utf-8") as file:
-        text = file.read().strip()
-    return int(text) if text else None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return int(file.read())
+    except (OSError, ValueError):  # nobody came so far
+        return None
 
 
 def _failed(failures: dict[int, Any], said: int | None) -> int:

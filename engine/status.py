@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import storage
-from engine.agent import COMMAND, EXIT_FILE
+from engine.agent import COMMAND, EXIT_CODE, SCRATCH
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
 """Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command goes on."""
@@ -71,11 +71,11 @@ def leave_code(exit_code: int, everywhere: bool = True) -> int:
     same way, or where somebody wanted the run to stop, the process says 0 to torchrun and the truth to the launcher;
     but not where it is the only one (`everywhere` false), for then torchrun must end the others.
     """
-    path = os.environ.get(EXIT_FILE)
-    if not path:
+    scratch = os.environ.get(SCRATCH)
+    if not scratch:
         return exit_code
     try:
-        Path(path).write_text(str(exit_code))
+        (Path(scratch) / EXIT_CODE).write_text(str(exit_code))
     except OSError:
         return exit_code
     return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import shutil
 import signal
+import tempfile
 import time
 from types import FrameType
 
-from engine import dist
+from engine import agent, dist
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
@@ -51,15 +54,29 @@ class Stop:
 
 def quit_at_once(exit_code: int, why: str) -> None:
     """Leave without another line of Python: from a signal handler, or a thread."""
-    kill_children()
+    leave_nothing()
     if dist.speaks():
         os.write(2, f"{why}\n".encode())
     os._exit(exit_code)
 
 
-def kill_children() -> None:
-    """The loader's worker processes: they would end by themselves only after seconds, and a hung one never."""
-    import multiprocessing
+def own_scratch() -> None:
+    """Before the first loader process: it would make a folder of its own for its sockets, which is left behind where it
+    is killed. It inherits this process's; under the launcher that lies in the agent's."""
+    before, tempfile.tempdir = tempfile.tempdir, os.environ.get(agent.SCRATCH)
+    _scratch[:] = [multiprocessing.util.get_temp_dir()]
+    tempfile.tempdir = before
 
+
+_scratch: list[str] = []
+_parent = os.getppid()
+
+
+def leave_nothing() -> None:
+    """Before the end of this process: its loader processes, which would end by themselves only after seconds, and a
+    hung one never; its temporary files, and those of an agent that was killed."""
     for child in multiprocessing.active_children():
         child.kill()
+    orphaned = agent.SCRATCH in os.environ and os.getppid() != _parent
+    for folder in _scratch + ([os.environ[agent.SCRATCH]] if orphaned else []):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from typing import Any
 from engine import status, storage
 from engine.contract import LockstepError
 from engine.dist import World
-from engine.stop import Stop, kill_children
+from engine.stop import Stop, leave_nothing
 
 BEAT_S = 1.0
 GRACE_S = 4.0
@@ -388,7 +388,7 @@ def leave(world: World, cause: Cause, claimed: bool) -> None:
             with contextlib.suppress(OSError):
                 (status.current.folder / "error.txt").write_text(cause.details, encoding="utf-8")
         status.current.write("failed", cause.exit_code, cause.text)
-    kill_children()
+    leave_nothing()
     sys.stdout.flush()
     sys.stderr.flush()
     code = status.leave_code(cause.exit_code)

@@ -91,6 +91,9 @@ class Launcher:
 
     def __init__(self, cwd: Path):
         self.mark = f"LOCKSTEP_TEST_{uuid.uuid4().hex}"
+        # A short path: sockets lie in it, whose names have at most 108 characters.
+        self.temporary = tempfile.TemporaryDirectory(prefix="lt_", ignore_cleanup_errors=True)
+        self.may_stay = ["torchinductor_"]  # torch's cache
         self.cwd = cwd
 
     def environment(self, **more: str | None) -> dict[str, str]:
@@ -106,11 +109,13 @@ class Launcher:
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         # One thread: two on a busy machine take ten times as long, and the number of threads changes the last bits.
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), self.mark: "1"}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name, self.mark: "1"}
         env |= {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in env.items() if name not in more or more[name] is not None}
 
     def __call__(self, *command: str, timeout: float = 240, cwd: Path | None = None, **env: str | None) -> Done:
+        if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
+            self.may_stay.append("torchelastic_")  # torchrun leaves its own
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.cwd,
@@ -174,6 +179,9 @@ def launch(tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes left behind: {left}"
+    stayed = [name for name in os.listdir(launcher.temporary.name) if not name.startswith(tuple(launcher.may_stay))]
+    launcher.temporary.cleanup()
+    assert not stayed, f"temporary files left behind: {stayed}"
     shared = [path.name for path in Path("/dev/shm").glob("*") if path.name not in before]
     assert not [name for name in shared if name.startswith(("torch_", "psm_"))], f"shared memory left behind: {shared}"
 
