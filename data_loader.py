@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate, get_worker_info
 
 from engine.config import Config
 from engine.contract import Batch, LockstepError, sample_seeds
@@ -153,7 +154,7 @@ class TrainLoader:
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
         epoch = self.sampler.epoch
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        with _signals_held():
+        with _starting_processes():
             batches = iter(self.loader)
         for micro in self.sampler.micro_batches():
             batch = _next(batches, self.loader.dataset, micro.indices)
@@ -170,7 +171,7 @@ class EvalLoader:
         self.loader, self.device = loader, device
 
     def __iter__(self) -> Iterator[Batch]:
-        with _signals_held():
+        with _starting_processes():
             batches = iter(self.loader)
         for indices in cast(Any, self.loader.batch_sampler):
             yield to_device(_next(batches, self.loader.dataset, indices), self.device)
@@ -236,7 +237,13 @@ def create_data_loaders(
 
 def _collate(fetched: Any) -> Batch:
     """`__getitems__` gives a ready batch; a dataset with only `__getitem__` gives a list of samples."""
-    return fetched if isinstance(fetched, dict) else default_collate(fetched)
+    batch = fetched if isinstance(fetched, dict) else default_collate(fetched)
+    if get_worker_info() and isinstance(batch, dict):
+        # Here, not in the thread that sends it: that one cannot say that there is no room, and the batch never comes.
+        for value in batch.values():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
+    return batch
 
 
 def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
@@ -248,6 +255,8 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
             raise  # the process, not the sample; engine/faults.py has the words
+        if "unable to allocate shared memory" in str(error):
+            raise _no_shared_memory() from error
         sample = next((index for index in indices if _fails(dataset, index)), None)
         name = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "") if sample is None else sample
         what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
@@ -266,6 +275,11 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
             todo='return {"name": value, ...} from __getitem__ or __getitems__',
         )
     return batch
+
+
+def _no_shared_memory() -> LockstepError:
+    todo = "give it more (docker run --shm-size=8g), or num_workers=0"
+    return LockstepError("/dev/shm is full", where="the loader's processes", todo=todo, exit_code=5)
 
 
 def _fails(dataset: Any, index: int) -> bool:
@@ -305,11 +319,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """While loader processes are started: one that has just begun would die of what it is about to ignore."""
+def _starting_processes() -> Iterator[None]:
+    """With signals held: a loader process that has just begun would die of what it is about to ignore."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
+    except OSError as error:  # semaphores lie in /dev/shm, too
+        raise _no_shared_memory() if error.errno == errno.ENOSPC else error from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

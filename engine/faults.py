@@ -43,6 +43,7 @@ def end(error: BaseException, debug: bool) -> int:
     if claimed:
         watch.say_error(cause.text)
     if not world.grouped:
+        sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
         status.current.write("failed", cause.exit_code, cause.text)
         if details and status.current.folder:
             (status.current.folder / "error.txt").write_text(details, encoding="utf-8")
@@ -83,13 +84,6 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
             where=where,
             todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
             "out has hung, or needs a longer loader_timeout_s",
-            exit_code=status.DATA,
-        )
-    if "unable to allocate shared memory" in text:
-        return LockstepError(
-            "/dev/shm is full",
-            where=where,
-            todo="give it more (docker run --shm-size=8g), or num_workers=0",
             exit_code=status.DATA,
         )
     if lost_connection(error):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
+import atexit
+import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from types import FrameType
 
@@ -63,9 +65,11 @@ def quit_at_once(exit_code: int, why: str) -> None:
 def own_scratch() -> None:
     """Before the first loader process: it would make a folder of its own for its sockets, which is left behind where it
     is killed. It inherits this process's; under the launcher that lies in the agent's."""
-    before, tempfile.tempdir = tempfile.tempdir, os.environ.get(agent.SCRATCH)
-    _scratch[:] = [multiprocessing.util.get_temp_dir()]
-    tempfile.tempdir = before
+    if not _scratch:
+        _scratch.append(tempfile.mkdtemp(prefix="lockstep_", dir=os.environ.get(agent.SCRATCH)))
+        atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
+        # What multiprocessing.util.get_temp_dir() looks up; its own folder complains where it is gone at the end.
+        getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]
 
 
 _scratch: list[str] = []
@@ -75,6 +79,8 @@ _parent = os.getppid()
 def leave_nothing() -> None:
     """Before the end of this process: its loader processes, which would end by themselves only after seconds, and a
     hung one never; its temporary files, and those of an agent that was killed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():
         child.kill()
     orphaned = agent.SCRATCH in os.environ and os.getppid() != _parent

@@ -372,7 +372,15 @@ def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path):
     assert "rank 0 takes" not in done.out
 
 
-# ---- the log ----
+# ---- full disks ----
+
+
+def on_a_small_disk(launch, place, size, *command):
+    """The command, for which `place` is a disk of `size`."""
+    script = f'mount -t tmpfs -o size={size} none "{place}" && exec "$@"'
+    if launch("unshare", "-rm", "sh", "-c", script, "sh", "true").code:
+        pytest.skip("this kernel lets no user mount a file system")
+    return launch("unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *command)
 
 
 def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
@@ -381,13 +389,30 @@ def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
     run.mkdir()
     disk.mkdir()
     (run / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-    script = f'mount -t tmpfs -o size=4k none "{disk}" && exec "$@"'
-    if launch("unshare", "-rm", "sh", "-c", script, "sh", "true").code:
-        pytest.skip("this kernel lets no user mount a file system")
-    command = [sys.executable, "train.py", TOY, "log_every=1", f"save_dir={run}"]
-    done = succeed(launch("unshare", "-rm", "sh", "-c", script, "sh", *command))
+    done = succeed(on_a_small_disk(launch, disk, "4k", "train.py", TOY, "log_every=1", f"save_dir={run}"))
     assert done.err.count("warning: metrics.jsonl cannot be written") == 1 and "No space left" in done.err
     assert status(run)["state"] == "done" and weights(run)
+
+
+@pytest.mark.parametrize("size", ["4k", "64k"])  # room for nothing; for the loader's semaphores, but for no batch
+def test_no_room_in_dev_shm_is_said_at_once(launch, tmp_path, size):
+    words = ["train.py", TOY, "batch_size=60", "num_workers=2", f"save_dir={tmp_path / 'run'}"]
+    done = on_a_small_disk(launch, "/dev/shm", size, *words)
+    assert done.code == 5 and done.err.splitlines() == done.errors, done.err
+    assert "/dev/shm is full (the loader's processes): give it more (docker run --shm-size=8g)" in done.errors[0]
+
+
+# ---- who can read it ----
+
+
+def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
+    run = tmp_path / "run"
+    words = ["-c", "import os, sys; os.umask(0o027); import train; sys.exit(train.main(sys.argv[1:]))", TOY]
+    succeed(launch.python(*words, f"save_dir={run}", WANDB_API_KEY="open-sesame", HF_TOKEN="open-sesame"))
+    files = [path for path in run.rglob("*") if not path.is_symlink()]
+    assert len(files) > 6 and {path.stat().st_mode & 0o777 for path in (run, *files) if path.is_dir()} == {0o750}
+    assert {path.stat().st_mode & 0o777 for path in files if path.is_file()} == {0o640}
+    assert not [path for path in files if path.is_file() and b"open-sesame" in path.read_bytes()]
 
 
 # ---- who can reach it ----
