@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -159,6 +160,18 @@ def test_other_numbers_of_processes_continue_the_same_run(launch, tmp_path):
             torch.testing.assert_close(a[part][name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_batchnorm_statistics_of_all_ranks(launch, tmp_path):
+    """Of the inputs, so that they depend on nothing but the samples: rank 0's alone would be others."""
+    common = [FAULTY, "fault.kind=nan loss", "fault.step=1000", "global_batch=12", "dataset.samples=60"]
+    common += ["schedule.horizon=4"]
+    succeed(launch.python("train.py", *common, "steps=4", f"save_dir={tmp_path / 'one'}"))
+    for steps in (2, 4):
+        succeed(launch.torchrun(2, "train.py", *common, f"steps={steps}", f"save_dir={tmp_path / 'two'}"))
+    one, two = (load(tmp_path / name)["model"]["norm.running_mean"] for name in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
 def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
     common = [
         "train.py",
@@ -226,6 +239,26 @@ def test_a_config_that_contradicts_the_checkpoint_is_refused(launch, finished, c
     done = launch.python("train.py", *words_of_task, "epochs=2", change, f"save_dir={finished}")
     assert done.code == 2 and len(done.errors) == 1 and words in done.errors[0], done.err
     assert contents(finished) == before
+
+
+OWN_DATA = """
+from tests.tasks.toy import Task as Toy, Waves
+
+class Task(Toy):
+    def datasets(self):
+        return Waves(61, SEED), Waves(23, 1)
+"""
+
+
+def test_other_data_of_the_same_size_are_refused(launch, tmp_path):
+    task, run = tmp_path / "own.py", tmp_path / "run"
+    task.write_text(OWN_DATA.replace("SEED", "0"))
+    succeed(launch.python("train.py", str(task), "epochs=1", f"save_dir={run}"))
+    before = contents(run)
+    task.write_text(OWN_DATA.replace("SEED", "1000"))
+    done = launch.python("train.py", str(task), "epochs=2", f"save_dir={run}")
+    assert done.code == 2 and re.search(r"not the run of the checkpoint: data: \w+ -> \w+ \(", done.errors[0]), done.err
+    assert contents(run) == before
 
 
 def test_force_goes_on_all_the_same(launch, finished):

@@ -77,6 +77,7 @@ def test_one_rank_fails(launch, tmp_path, kind):
         assert (now["state"], now["exit_code"], f"error: {now['reason']}") == ("failed", code, done.errors[0])
         if now["checkpoint"]:
             assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
+        assert kind != "raise in validation" or now["step"] == 3, "the training before the evaluation is kept"
     if code == 1 and kind not in ("raise in data", "out of memory", "exit"):
         assert "ZeroDivisionError" in (run / "error.txt").read_text()
     if kind in ("freeze", "hang", "hang in validation"):
@@ -88,10 +89,12 @@ def test_one_rank_fails(launch, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "freeze", "raise"])
 def test_rank_0_fails(launch, tmp_path, kind):
-    """The one that keeps the status is the dead one: another writes it."""
-    done = launch.launcher(2, *words_of(kind, tmp_path / "run", TIMEOUT, "fault.rank=0"))
+    """The one that keeps the status is the dead one: another writes it, and knows of the last checkpoint."""
+    done = launch.launcher(2, *words_of(kind, tmp_path / "run", TIMEOUT, "fault.rank=0", "save_every=1"))
     assert done.code == (1 if kind == "raise" else 6) and len(done.errors) == 1 and "rank 0" in done.errors[0], done.err
-    assert status(tmp_path / "run")["state"] == "failed"
+    now = status(tmp_path / "run")
+    assert now["state"] == "failed" and now["step"] in (1, 2)
+    assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
 
 
 def test_the_same_under_plain_torchrun(launch, tmp_path):
@@ -109,6 +112,15 @@ def test_a_single_process_fails_in_the_same_words(launch, tmp_path):
     assert done.code == 1 and len(done.err.splitlines()) == 1 and "faulty.py" in done.errors[0], done.err
     debug = launch.python("train.py", *words_of("raise", tmp_path / "other", "fault.rank=0", "--debug"))
     assert "Traceback" in debug.err and debug.errors == [done.errors[0].replace("/run/", "/other/")]
+
+
+@pytest.mark.slow
+def test_a_single_process_that_hangs_tells_where(launch, tmp_path):
+    run = launch.start(sys.executable, "train.py", *words_of("hang", tmp_path / "run", TIMEOUT, "fault.rank=0"))
+    run.wait_for("warning: forward has taken ")
+    assert "in misbehave" in (tmp_path / "run/stacks.txt").read_text()
+    run.signal(signal.SIGKILL)
+    assert run.wait().code == -signal.SIGKILL
 
 
 # ---- restarts ----
@@ -167,28 +179,42 @@ def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight
 
 
 @pytest.mark.slow
-def test_a_restart_of_two_nodes(launch, tmp_path, straight):
+def test_a_restart_goes_on_from_its_own_checkpoint(launch, tmp_path, straight):
+    """Not from the other run's, where resume= let it begin."""
+    begun, run = tmp_path / "begun", tmp_path / "run"
+    more = ["save_every=1", "schedule.horizon=9", f"fault.once={tmp_path / 'once'}"]
+    succeed(launch.launcher(2, *words_of("kill", begun, "steps=2", *more)))
+    words = words_of("kill", run, f"resume={begun}", *more)
+    done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=1"))
+    assert f"Resuming {begun}/" in done.out and f"Resuming {run}/" in done.out
+    assert_equal_weights(weights(run), straight)
+    assert status(run)["resume_command"].endswith(f" save_dir={run} {' '.join(more)}"), "it says no resume="
+
+
+def two_nodes(launch, *words, **how):
     """Two launchers on this machine, one process each, meeting at a free port."""
     import socket
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    nodes = [
-        launch.start_launcher(
-            1,
-            *words_of("kill", tmp_path / "run", "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}"),
-            NNODES="2",
-            NODE_RANK=str(node),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHRUN_ARGS="--max-restarts=2",
-        )
-        for node in (0, 1)
-    ]
-    for node in nodes:
+        meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    return [launch.start_launcher(1, *words, NODE_RANK=str(node), **meeting, **how) for node in (0, 1)]
+
+
+@pytest.mark.slow
+def test_a_restart_of_two_nodes(launch, tmp_path, straight):
+    words = words_of("kill", tmp_path / "run", "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}")
+    for node in two_nodes(launch, *words, TORCHRUN_ARGS="--max-restarts=2"):
         succeed(node.wait(120))
     assert_equal_weights(weights(tmp_path / "run"), straight)
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_killed_by_another_rank(launch, tmp_path):
+    """Its own torchrun sees nothing wrong, and would wait for ever."""
+    done = [node.wait(60) for node in two_nodes(launch, *words_of("freeze", tmp_path / "run", TIMEOUT))]
+    assert done[0].code == 6 and len(done[0].errors) == 1 and "rank 1 gives no sign of life" in done[0].errors[0]
+    assert done[1].code != 0 and "was killed by SIGKILL" in done[1].err, done[1].err
 
 
 @pytest.mark.slow
@@ -227,6 +253,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
         (run.signal_all if to == "everybody" else run.signal)(number)
     done = run.wait(40)
     assert done.code == 75 and not done.errors, done.err
+    assert done.err.count("stopping after this step") == (number == signal.SIGINT), "one of the ranks says so"
     now = status(tmp_path / "run")
     assert now["state"] == "stopped" and number.name in now["reason"]
     assert weights(tmp_path / "run") and f"Stopped after step {now['step']} of" in done.out
@@ -237,6 +264,19 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     again.wait_for("Epoch ")
     again.signal(signal.SIGTERM)
     assert again.wait(40).code == 75
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path):
+    """Rank 1 gets it in its first batch of very many: rank 0 must not go through its own to the end."""
+    words = words_of(
+        "term in validation", tmp_path / "run", TIMEOUT, "dataset.val_samples=1000000", "eval_batch_size=1"
+    )
+    done = launch.launcher(2, *words)
+    assert done.code == 75 and not done.errors, done.err
+    now = status(tmp_path / "run")
+    progress = torch.load(now["checkpoint"], weights_only=True)["progress"]
+    assert (now["state"], now["step"], progress["step"]) == ("stopped", 3, 3) and progress["evaluation_due"]
 
 
 def rank_pid(launch, rank):
@@ -357,7 +397,9 @@ def test_a_loss_scale_that_falls_to_nothing_ends_the_run(launch, tmp_path):
 
 
 def test_a_sample_with_nan_is_named(launch, tmp_path):
-    done = succeed(launch.python("train.py", *words_of("nan sample", tmp_path / "run", "fault.rank=0", "batch_size=1")))
+    """Three skipped steps, never two of them in a row: the run goes on."""
+    words = words_of("nan sample", tmp_path / "run", "fault.rank=0", "batch_size=1", "max_skipped_steps=2")
+    done = succeed(launch.python("train.py", *words))
     assert done.out.count("skipped: the loss is not finite (rank 0, samples 7)") == 3, "once in each of three epochs"
 
 
