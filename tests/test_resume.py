@@ -261,6 +261,53 @@ def test_other_data_of_the_same_size_are_refused(launch, tmp_path):
     assert contents(run) == before
 
 
+def foreign(finished, change):
+    """The finished run's checkpoint, changed as another program might have, outside of any run."""
+    state = load(finished)
+    change(state)
+    torch.save(state, finished.parent / "foreign.pt")
+    return finished.parent / "foreign.pt"
+
+
+@pytest.mark.parametrize(("version", "todo"), [(3, "update Lockstep"), (1, "go on with the version that wrote it")])
+def test_another_format_is_refused(launch, finished, version, todo):
+    path = foreign(finished, lambda state: state.update(format=version))
+    done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
+    assert done.code == 3 and f"the checkpoint has format {version}, this version reads 2 ({path}): {todo}" in done.err
+    assert len(done.errors) == 1 and not (finished.parent / "new").exists()
+
+
+WEIGHTS = {
+    # what another model's weights look like: what the error names
+    "lacks one": (lambda weights: weights.pop("layers.0.bias"), 'Missing key(s) in state_dict: "layers.0.bias"'),
+    "has one more": (lambda weights: weights.update(head=torch.ones(1)), 'Unexpected key(s) in state_dict: "head"'),
+    "another shape": (
+        lambda weights: weights.update({"layers.0.bias": torch.ones(3)}),
+        "size mismatch for layers.0.bias: copying a param with shape torch.Size([3]) from checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_of_another_model_are_named(launch, finished, kind):
+    change, words = WEIGHTS[kind]
+    path = foreign(finished, lambda state: change(state["model"]))
+    done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
+    assert done.code == 3 and len(done.errors) == 1, done.err
+    assert "the checkpoint is of another model: " in done.err and words in done.err and str(path) in done.err
+    assert not (finished.parent / "new").exists()
+
+
+def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
+    def prefix(state):
+        state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
+
+    path, new = foreign(finished, prefix), finished.parent / "new"
+    succeed(launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={new}"))
+    succeed(launch.python("train.py", TOY, "epochs=2", f"save_dir={finished}"))
+    assert_same(load(new)["model"], load(finished)["model"])
+
+
 def test_force_goes_on_all_the_same(launch, finished):
     done = succeed(launch.python("train.py", TOY, "epochs=2", "lr=0.005", "--force", f"save_dir={finished}"))
     assert "warning: --force: this is not the run of" in done.out and "optim.lr: 0.01 -> 0.005" in done.out
