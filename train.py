@@ -229,17 +229,17 @@ def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str
     try:
         batches = logger.progress(prepared.val_loader, len(prepared.val_loader), "Validation")
         scored = loop.evaluate(job, batches)
+        if scored is None:
+            job.stopped = job.stop_reason()
+            keeper.save(state)
+            return {}
+        metrics, sums = scored
+        logger.eval(job, metrics, loop.means(progress.epoch_totals), task.monitor)
+        if job.world.main:
+            logger.pictures(job, loop.pictures(job, next(iter(prepared.val_loader)), sums))
     except Exception:
         keeper.save(state)
         raise
-    if scored is None:
-        job.stopped = job.stop_reason()
-        keeper.save(state)
-        return {}
-    metrics, sums = scored
-    logger.eval(job, metrics, loop.means(progress.epoch_totals), task.monitor)
-    if job.world.main:
-        logger.pictures(job, loop.pictures(job, next(iter(prepared.val_loader)), sums))
     value, best = metrics[task.monitor], progress.best
     better = value == value and (best is None or (value > best if task.higher_is_better else value < best))
     progress.best, progress.stale = (value, 0) if better else (best, progress.stale + 1)

@@ -123,6 +123,13 @@ def test_a_single_process_that_hangs_tells_where(launch, tmp_path):
     assert run.wait().code == -signal.SIGKILL
 
 
+def test_pictures_that_fail_lose_no_training(launch, tmp_path):
+    done = launch.python("train.py", *words_of("raise in pictures", tmp_path / "run", "fault.rank=0"))
+    assert done.code == 1 and len(done.errors) == 1 and "an error in the pictures" in done.errors[0]
+    now = status(tmp_path / "run")
+    assert now["step"] == 6 and torch.load(now["checkpoint"], weights_only=True)["progress"]["evaluation_due"] is True
+
+
 # ---- restarts ----
 
 

@@ -167,3 +167,8 @@ class Task(toy.Task):
         if self.fires("hang in validation"):
             time.sleep(self.cfg.fault.seconds)
         return super().score(model, batch)
+
+    def pictures(self, model, batch, sums):
+        if self.fires("raise in pictures"):
+            raise ZeroDivisionError("an error in the pictures")
+        return super().pictures(model, batch, sums)
