@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from conftest import TOY, succeed
+from conftest import FAULTY, TOY, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -127,9 +127,10 @@ def test_the_folder_tells_what_was_run(runs):
 
 
 def test_json_holds_no_nan(launch, tmp_path):
-    """A learning rate that blows the weights up: skipped steps are counted, the log stays JSON."""
+    """Losses that are not finite: skipped steps are counted, the log stays JSON."""
     run = tmp_path / "run"
-    succeed(launch.python("train.py", TOY, "lr=1e38", "grad_clip=0", "log_every=1", "epochs=1", f"save_dir={run}"))
+    fault = ["fault.kind=nan loss", "fault.rank=0", "fault.step=2", "fault.times=2"]
+    succeed(launch.python("train.py", FAULTY, *fault, "log_every=1", "epochs=1", f"save_dir={run}"))
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
