@@ -129,7 +129,7 @@ def test_the_folder_tells_what_was_run(runs):
 def test_json_holds_no_nan(launch, tmp_path):
     """Losses that are not finite: skipped steps are counted, the log stays JSON."""
     run = tmp_path / "run"
-    fault = ["fault.kind=nan loss", "fault.rank=0", "fault.step=2", "fault.times=2"]
+    fault = ["fault.kind=nan loss", "fault.rank=0", "fault.step=2", "fault.times=2", "drop_last=true"]
     succeed(launch.python("train.py", FAULTY, *fault, "log_every=1", "epochs=1", f"save_dir={run}"))
 
     def refuse(name):
