@@ -316,6 +316,22 @@ def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
     assert_equal_weights(weights(tmp_path / "run"), before)
 
 
+@pytest.mark.slow
+def test_a_ctrl_c_that_arrives_twice_is_one(launch, tmp_path):
+    """A rank gets it from whoever signals all processes, and from torchrun: here both in the middle of one step."""
+    words = words_of("slow", tmp_path / "run", "fault.rank=0", "fault.seconds=4", "log_every=1")
+    run = launch.start_launcher(2, *words)
+    run.wait_for("Starting training")
+    rank_0 = rank_pid(launch, 0)
+    run.wait_for("step 2/")
+    os.kill(rank_0, signal.SIGINT)
+    run.wait_for("stopping after this step")
+    os.kill(rank_0, signal.SIGINT)
+    done = run.wait(40)
+    assert done.code == 75 and not done.errors and "quitting at once" not in done.err, done.err
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("stopped", 3)
+
+
 def test_ctrl_c_before_the_first_step_leaves_nothing(launch, tmp_path):
     words = words_of("hang in data", tmp_path / "run", "fault.rank=0")
     run = launch.start(sys.executable, "train.py", *words)
@@ -342,7 +358,7 @@ def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
 def test_loader_processes_die_with_their_rank(launch, tmp_path):
     """Even one that hangs, and torch's own watchdog would not notice. Nobody is left to remove the folder of their
     sockets; under the launcher torchrun's agent does."""
-    launch.may_stay.append("pymp-")
+    launch.may_stay.append("lockstep_")
     words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=2", "loader_timeout_s=600")
     run = launch.start(sys.executable, "train.py", *words)
     run.wait_for("Starting training")
