@@ -115,6 +115,16 @@ def test_a_single_process_fails_in_the_same_words(launch, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, tmp_path):
+    """A loader process ignores SIGTERM, and Python would join it at the end."""
+    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=1", "loader_timeout_s=5")
+    done = launch.start(sys.executable, "train.py", *words).wait(60)
+    assert done.code == 5 and len(done.err.splitlines()) == 1 and "timed out after 5.0 seconds" in done.errors[0], (
+        done.err
+    )
+
+
+@pytest.mark.slow
 def test_a_single_process_that_hangs_tells_where(launch, tmp_path):
     run = launch.start(sys.executable, "train.py", *words_of("hang", tmp_path / "run", TIMEOUT, "fault.rank=0"))
     run.wait_for("warning: forward has taken ")
