@@ -44,7 +44,7 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT:
-            # On a terminal one Ctrl-C reaches a worker twice: from the terminal, and a moment later from torchrun.
+            # Whoever signals all processes of a run reaches a rank twice: itself, and a moment later through torchrun.
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +71,6 @@ class Running:
     def signal(self, number: int) -> None:
         """To this process alone."""
         self.process.send_signal(number)
-
-    def signal_all(self, number: int) -> None:
-        """To everybody in its session, as a terminal does."""
-        os.killpg(self.process.pid, number)
 
     def wait(self, timeout: float = 60) -> Done:
         try:
@@ -154,6 +151,12 @@ class Launcher:
     def torchrun(self, processes: int, *words: str, **how) -> Done:
         run = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
         return self(sys.executable, *run, *words, **how)
+
+    def signal_all(self, number: int) -> None:
+        """To each process by itself: torchrun puts every rank into a session of its own."""
+        for pid in self.left_behind():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def left_behind(self) -> list[int]:
         found = []

@@ -44,11 +44,11 @@ def interrupt(kind: str, launcher: Launcher, run: Running, processes: int, dice:
     elif kind == "stop a rank":
         os.kill(rank_of(launcher, rank), signal.SIGTERM)
     elif kind == "pull the plug":
-        run.signal_all(signal.SIGKILL)
+        launcher.signal_all(signal.SIGKILL)
     elif kind == "kill torchrun":
         run.signal(signal.SIGKILL)
     elif kind == "Ctrl-C":
-        run.signal_all(signal.SIGINT)
+        launcher.signal_all(signal.SIGINT)
     else:
         run.signal(getattr(signal, kind))
 

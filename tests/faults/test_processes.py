@@ -258,8 +258,8 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
-    """One checkpoint, exit code 75, and the same command goes on. SIGTERM to everybody includes the loader's processes,
-    as Slurm sends it."""
+    """One checkpoint, exit code 75, and the same command goes on. Everybody is each process by itself, the loader's
+    included, as Slurm signals them; the ranks get it from torchrun, too."""
     words = [TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1"]
     run = launch.start_launcher(2, *words)
     run.wait_for("Saved best model")
@@ -267,7 +267,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     if to == "rank 1":
         os.kill(rank_pid(launch, 1), number)
     else:
-        (run.signal_all if to == "everybody" else run.signal)(number)
+        launch.signal_all(number) if to == "everybody" else run.signal(number)
     done = run.wait(40)
     assert done.code == 75 and not done.errors, done.err
     assert done.err.count("stopping after this step") == (number == signal.SIGINT), "one of the ranks says so"
