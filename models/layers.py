@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,3 +32,74 @@ class Standardise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.to(self.mean.dtype) - self.mean) / self.std
+
+
+class Quantiles(nn.Module):
+    """Uniform draws in [0, 1) -> draws of another distribution, by a table of its quantiles at 2^16 equally likely points.
+
+    A gather gives the same bits on every device and at every place in a batch; the functions that it stands for (erfinv,
+    pow) may not. The tails are cut at probability 2^-17: a normal draw never leaves +-4.3.
+    """
+
+    table: Tensor
+
+    def __init__(self, inverse_cdf: Callable[[Tensor], Tensor]):
+        super().__init__()
+        middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+        # Computed anew from the code, so neither a weight nor part of a checkpoint.
+        self.register_buffer("table", inverse_cdf(middles).to(torch.float32), persistent=False)
+
+    def forward(self, uniform: Tensor) -> Tensor:
+        return self.table[(uniform * 2**16).long()]
+
+
+def normal_quantiles() -> Quantiles:
+    """Standard normal draws from uniform ones."""
+    return Quantiles(torch.special.ndtri)
+
+
+class Normalizer(nn.Module):
+    """Feature by feature from recorded units to what a network learns from, and back.
+
+    stats  {feature: {mean, std, min, max, q01, q99, ...}}, arrays that broadcast against the feature's trailing axes
+    modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX, QUANTILES (1 % to 99 %) and QUANTILE10 (10 % to
+           90 %) to [-1, 1]; IDENTITY leaves a feature alone
+
+    A dimension that never changes in the data becomes 0, and its recorded value again on the way back.
+    """
+
+    SPANS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+    MODES = ("MEAN_STD", *SPANS, "IDENTITY")
+
+    def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
+        super().__init__()
+        dtype = torch.get_default_dtype()  # the parameters' own
+        for feature, mode in modes.items():
+            if mode == "IDENTITY":
+                continue
+            values = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in stats[feature].items()}
+            if mode == "MEAN_STD":
+                middle, half = values["mean"], values["std"]
+            else:
+                low, high = (values[name] for name in self.SPANS[mode])
+                middle, half = (low + high) / 2, (high - low) / 2
+            # What doesn't change has no scale; relative, for a sum of float32 numbers leaves dust behind.
+            half = torch.where(half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half)
+            self.register_buffer(self._name(feature, "middle"), middle.to(dtype))
+            self.register_buffer(self._name(feature, "half"), half.to(dtype))
+
+    @staticmethod
+    def _name(feature: str, what: str) -> str:
+        return f"{feature.replace('.', '_')}__{what}"  # a buffer's name may hold no dot
+
+    def forward(self, feature: str, x: Tensor) -> Tensor:
+        middle = getattr(self, self._name(feature, "middle"), None)
+        if middle is None:
+            return x
+        return (x.to(middle.dtype) - middle) / getattr(self, self._name(feature, "half"))
+
+    def inverse(self, feature: str, x: Tensor) -> Tensor:
+        middle = getattr(self, self._name(feature, "middle"), None)
+        if middle is None:
+            return x
+        return x * getattr(self, self._name(feature, "half")) + middle
