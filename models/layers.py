@@ -35,10 +35,10 @@ class Standardise(nn.Module):
 
 
 class Quantiles(nn.Module):
-    """Uniform draws in [0, 1) -> draws of another distribution, by a table of its quantiles at 2^16 equally likely points.
+    """Uniform draws in [0, 1) -> draws of another distribution, by a table of 2^16 equally likely quantiles.
 
-    A gather gives the same bits on every device and at every place in a batch; the functions that it stands for (erfinv,
-    pow) may not. The tails are cut at probability 2^-17: a normal draw never leaves +-4.3.
+    A gather gives the same bits on every device and at every place in a batch; the functions that it stands for
+    (erfinv, pow) may not. The tails are cut at probability 2^-17: a normal draw never leaves +-4.33.
     """
 
     table: Tensor
