@@ -39,6 +39,7 @@ class Micro(NamedTuple):
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
+    mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     """
 
     indices: list[int]
@@ -46,6 +47,7 @@ class Micro(NamedTuple):
     closes_step: bool
     consumed: int
     filler: bool
+    mean_weight: float | None
 
 
 class TrainSampler(DistributedSampler[Any]):
@@ -58,6 +60,7 @@ class TrainSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: np.ndarray | None = None):
         super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
         self.plan = plan
+        self.weights = getattr(dataset, "weights", None)  # (N,)
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         self.position = 0
 
@@ -80,6 +83,9 @@ class TrainSampler(DistributedSampler[Any]):
             mine = places[self.rank :: plan.processes]
             largest = -(-len(places) // plan.processes)  # rank 0's share
             passes = range(0, largest, plan.micro_batch)
+            mean_weight = (
+                None if self.weights is None else float(np.mean(self.weights[order[places]], dtype=np.float64))
+            )
             for first in passes:
                 share = mine[first : first + plan.micro_batch]
                 filler = not len(share)
@@ -90,6 +96,7 @@ class TrainSampler(DistributedSampler[Any]):
                     closes_step=first == passes[-1],
                     consumed=int(places[-1]) + 1,
                     filler=filler,
+                    mean_weight=mean_weight,
                 )
 
     def __iter__(self) -> Iterator[Any]:
@@ -161,6 +168,8 @@ class TrainLoader:
             batch["index"] = torch.tensor(micro.indices)
             batch["position"] = torch.tensor(micro.positions)
             batch["seed"] = sample_seeds(self.seed, epoch, batch["position"])
+            if micro.mean_weight is not None:
+                batch["mean_weight"] = torch.full((len(micro.indices),), micro.mean_weight, dtype=torch.float64)
             yield to_device(batch, self.device), micro
 
 

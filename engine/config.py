@@ -36,6 +36,12 @@ def section(cls: type) -> Any:
     return field(default_factory=cls)
 
 
+def choice(default: str, classes: dict[str, type]) -> Any:
+    """A config field that is one of several such dataclasses: the key `type` in it says which. A class may have
+    `defaults`, as a task has: keys of the common config that this choice starts from."""
+    return field(default_factory=classes[default], metadata={"classes": classes})
+
+
 @dataclass
 class Optim:
     lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0, high=1000)
@@ -74,6 +80,7 @@ class Wandb:
     enable: bool = option(False, "log to Weights & Biases too (`pip install wandb`)")
     project: str = option("lockstep", "the project's name")
     name: str = option("", "the run's name; empty = the run folder's")
+    entity: str = option("", "the account or team that the run belongs to; empty = your own")
     mode: Literal["online", "offline"] = option(
         "online", "offline writes to the run folder, `wandb sync` sends it later"
     )
@@ -179,15 +186,28 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
     except LockstepError as error:
         raise LockstepError("\n".join([*problems, str(error)])) from error
     cfg = schema(task)()
-    aliases = ALIASES | task.aliases
-    for key, value in task.defaults.items():
+    aliases = ALIASES | task.foreign | task.aliases
+    for key, value in (task.defaults | _choose(cfg, layers)).items():
         _assign(cfg, key, value)
     for layer in layers:
         _apply(cfg, layer, aliases, problems)
+    cfg.resume = {"true": "auto", "false": "never"}.get(cfg.resume.lower(), cfg.resume)  # LeRobot's is a switch
     problems += _contradictions(cfg)
     if problems and not switches & {"help"}:
         raise LockstepError("\n".join(problems))
     return Asked(cfg, **{name: name in switches for name in SWITCHES})
+
+
+def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:
+    """Put the dataclasses in place that the layers name in `<section>.type`; returns their defaults of other keys."""
+    defaults: dict[str, Any] = {}
+    for f in dataclasses.fields(cfg):
+        classes = f.metadata.get("classes", {})
+        named = (s.value for layer in reversed(layers) for s in layer if s.key == f"{f.name}.type")
+        if (name := next(named, None)) in classes:  # else it is refused later, like any wrong value
+            setattr(cfg, f.name, classes[name](type=name))
+        defaults |= getattr(getattr(cfg, f.name), "defaults", {}) if classes else {}
+    return defaults
 
 
 def schema(task: type[Task]) -> type:
@@ -214,7 +234,7 @@ def to_yaml(cfg: Any) -> str:
 
 def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
     """The text of --help: every everyday flag with the default that it has for this task."""
-    aliases = ALIASES | task.aliases
+    aliases = ALIASES | task.aliases  # the foreign ones are accepted, and not listed
     flat, fields = flatten(to_dict(cfg)), _fields(cfg)
     lines = [
         f"usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 """Tensors by name; the leading axis of each is the batch. The loader adds three of its own, all (B,) int64:
 `index` (which sample of the dataset), `position` (place in the epoch's global order) and `seed` (what random
-augmentation is drawn from, see `uniform`)."""
+augmentation is drawn from, see `uniform`). Where the dataset has `weights`, it adds `mean_weight` (B,): their mean
+over the whole global batch, the same number everywhere."""
 
 
 class LockstepError(Exception):
@@ -62,6 +63,7 @@ class Task:
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
+    foreign   another suite's spellings of any key, accepted but not listed in --help
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     """
@@ -69,6 +71,7 @@ class Task:
     Settings: ClassVar[type] = Settings
     defaults: ClassVar[dict[str, Any]] = {}
     aliases: ClassVar[dict[str, str]] = {}
+    foreign: ClassVar[dict[str, str]] = {}
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
 
@@ -76,9 +79,14 @@ class Task:
         self.cfg = cfg
 
     def datasets(self) -> tuple[Any, Any]:
-        """(train, val). A dataset has `__len__` and either `__getitems__(indices) -> Batch` (fast: one gather)
-        or `__getitem__(i) -> dict` (collated by torch); `labels` (N,) int64 as well if `sampler: balanced` is to work.
-        Called once, before `model`. A dataset must not draw random numbers: the loader gives `batch["seed"]`."""
+        """(train, val), called once, before `model`. A dataset has `__len__` and either `__getitems__(indices) -> Batch`
+        (fast: one gather) or `__getitem__(i) -> dict` (collated by torch). It must not draw random numbers: the loader
+        gives `batch["seed"]`. It may have
+
+        labels   (N,) int64: what `sampler: balanced` balances
+        weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
+                 another term is a mean over samples: divide the first by `batch["mean_weight"]`, and both add up
+        """
         raise NotImplementedError
 
     def model(self) -> nn.Module:
@@ -96,6 +104,16 @@ class Task:
     def report(self, sums: Sums) -> dict[str, float]:
         """The metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
         raise NotImplementedError
+
+    num_trials: int = 0
+    """How many trials an evaluation makes beside the split."""
+
+    def trials(self, model: nn.Module, which: range) -> Sums:
+        """What recorded data cannot tell: trials of the model, in simulation say; adds totals for `report`.
+
+        which  the numbers of the trials to make, a share of range(num_trials); all shares together are all of them
+        """
+        return Sums()
 
     def summary(self) -> str:
         """What to print about the data before training (rank 0 prints it): counts, split, classes."""

@@ -230,6 +230,7 @@ def _start_wandb(cfg: Any, folder: Path) -> Any:
     return wandb.init(
         project=cfg.wandb.project,
         name=cfg.wandb.name or folder.name,
+        entity=cfg.wandb.entity or None,
         mode=cfg.wandb.mode,
         dir=str(folder),
         config=config.to_dict(cfg),

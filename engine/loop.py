@@ -408,6 +408,10 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
             sums += job.task.score(model, batch)
         pulse.set("loading validation data")
     pulse.set("validation")
+    if job.task.num_trials and not job.stop.asked:
+        with job.world.own_random_numbers(), job.precision.autocast():
+            which = range(job.world.rank, job.task.num_trials, job.world.size)
+            sums = Sums(sums | job.task.trials(model, which))
     vote = torch.full((), broken_off, device=job.world.device)
     job.world.sum(vote)
     with job.world.reading():
