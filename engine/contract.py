@@ -79,9 +79,9 @@ class Task:
         self.cfg = cfg
 
     def datasets(self) -> tuple[Any, Any]:
-        """(train, val), called once, before `model`. A dataset has `__len__` and `__getitems__(indices) -> Batch` (fast:
-        one gather) or `__getitem__(i) -> dict` (collated by torch). It must not draw random numbers: the loader gives
-        `batch["seed"]`. It may have
+        """(train, val), called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`, which
+        gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
+        numbers: the loader gives `batch["seed"]`. It may have
 
         labels   (N,) int64: what `sampler: balanced` balances
         weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
