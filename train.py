@@ -398,12 +398,15 @@ def work(asked: config.Asked, world: dist.World, strict: bool = False) -> int:
     return status.leave_code(status.STOPPED if stopped else status.DONE)
 
 
-def guarded(argv: list[str], work: Any) -> int:
-    """Parse, answer --help and --print-config, do the work; an error becomes one line and an exit code."""
+def guarded(argv: list[str], work: Any, spell_out: Any = list) -> int:
+    """Parse, answer --help and --print-config, do the work; an error becomes one line and an exit code.
+
+    spell_out  turns another tool's words into a training's
+    """
     debug = "--debug" in argv
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
     try:
-        asked = _parse(argv)
+        asked = _parse(argv, spell_out)
         if asked.help:
             print(config.usage(asked.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(asked.cfg.task)))
             return 0
@@ -418,9 +421,9 @@ def guarded(argv: list[str], work: Any) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _parse(argv: list[str]) -> config.Asked:
+def _parse(argv: list[str], spell_out: Any) -> config.Asked:
     try:
-        return config.parse(argv, tasks.load)
+        return config.parse(spell_out(argv), tasks.load)
     except LockstepError as error:
         error.everywhere = True  # every rank reads the same command line
         raise

@@ -17,9 +17,11 @@ FORMAT = 2
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic dataset.root patience check_every "
-    "max_time_s loader_timeout_s keep_checkpoints max_skipped_steps"
+    "max_time_s loader_timeout_s keep_checkpoints max_skipped_steps dataset.repo_id dataset.cache dataset.cache_dir "
+    "policy.pretrained_path"
 ).split()
-"""What may differ from the checkpoint's config; so may everything under ddp. and wandb. The global batch may not."""
+FREE_SECTIONS = ("ddp.", "wandb.", "eval.")
+"""What may differ from the checkpoint's config. The global batch may not, and the data have a fingerprint."""
 
 
 def capture(job: Job) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def check_same_run(
         differences = [
             f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
             for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and key not in FREE_KEYS and not key.startswith(("ddp.", "wandb."))
+            if now.get(key) != then.get(key) and key not in FREE_KEYS and not key.startswith(FREE_SECTIONS)
         ]
         for name, old, new in (
             ("global batch", state["global_batch"], plan.global_batch),

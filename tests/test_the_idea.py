@@ -16,6 +16,7 @@ CUTS = {"1x12": (1, 12, 1), "1x3x4": (1, 3, 4), "2x6": (2, 6, 1), "2x3x2": (2, 3
 SMALL = {
     "har": ["dataset.stride=512", "model.width=8"],
     "video": ["dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"],
+    "robot": ["env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5"],
     TOY: [],
 }
 """What makes a task quick; a task that is not named here runs at its own size, and is held to the same."""

@@ -22,6 +22,7 @@ def naive_epoch(job, loader):
     job.optimizer.zero_grad()
     for batch, micro in loader:
         with job.world.accumulate(job.net, micro.closes_step):
+            batch.pop("mean_weight", None)  # the tutorials' mean is of the micro-batch
             loss = job.task.loss(job.net, batch)
             (loss.total / loss.weight / job.plan.accumulation).backward()
         if micro.closes_step:

@@ -1,0 +1,459 @@
+"""Imitation: which actions follow from what a robot sees, feels and is told, learned from recorded demonstrations.
+
+The data are in LeRobot's format (formats/lerobot.py). Without any, the demonstrations are of a simulated table with
+coloured discs (envs/discs.py), recorded at the first start, and every evaluation lets the policy try for itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine import contract
+from engine.config import choice, option, section
+from engine.contract import Batch, LockstepError, Loss, Sums
+from envs import discs
+from formats import lerobot, pretrained
+from formats.frames import Frames
+from formats.lerobot_writer import Recorder
+from models.act import ACT, ACTConfig
+from models.layers import Normalizer
+from models.policy import STATES, Policy
+from models.vla import VLA, VLAConfig, hash_words
+
+GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
+IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
+UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
+FRESH = 10**9
+"""The first seed of the trials: no demonstration has it or one after it."""
+
+Kind = Literal["act", "vla", "smolvla"]
+Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
+
+
+@dataclass
+class DatasetSettings:
+    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
+    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
+    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
+    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
+    eval_split: float = option(
+        0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
+    )
+    split_seed: int = option(0, "of the choice of these episodes", low=0)
+    tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
+    use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
+    resize: list[int] = option(
+        [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
+    )
+    cache: Literal["memmap", "none"] = option("memmap", "pictures decoded once into files, or at every use")
+    cache_dir: str = option("", "where these files go; empty = $LOCKSTEP_CACHE or ~/.cache/lockstep")
+
+
+@dataclass
+class Modes:
+    VISUAL: Mode = option("MEAN_STD", "normalisation of pictures")
+    STATE: Mode = option("MEAN_STD", "normalisation of observation.state")
+    ENV: Mode = option("MEAN_STD", "normalisation of observation.environment_state")
+    ACTION: Mode = option("MEAN_STD", "normalisation of action")
+
+
+@dataclass
+class VisualRange(Modes):
+    VISUAL: Mode = option("MIN_MAX", "normalisation of pictures; MIN_MAX is from -1 to 1")
+
+
+@dataclass
+class PolicySettings:
+    """What every policy has."""
+
+    type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
+    pretrained_path: str = option(
+        "", "weights to start from: a pretrained_model folder, a run's folder, or an id in the local hub cache"
+    )
+    pretrained_strict: bool = option(True, "refuse weights whose names or shapes are not all the policy's")
+    push_to_hub: bool = option(False, "only false: nothing is uploaded")
+
+
+@dataclass
+class ActSettings(PolicySettings):
+    """LeRobot's names and defaults."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 8,
+        "epochs": 0,
+        "steps": 100_000,
+        "optim.lr": 1e-5,
+        "optim.weight_decay": 1e-4,
+        "optim.grad_clip": 10.0,
+        "schedule.kind": "constant",
+    }
+    type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
+    chunk_size: int = option(100, "actions predicted at once", low=1)
+    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    dim_model: int = option(512, "width of the transformers", low=8)
+    n_heads: int = option(8, "attention heads", low=1)
+    dim_feedforward: int = option(3200, "width inside their perceptrons", low=1)
+    n_encoder_layers: int = option(4, "layers of the encoder", low=1)
+    n_decoder_layers: int = option(1, "layers of the decoder", low=1)
+    n_vae_encoder_layers: int = option(4, "layers of the encoder of actions", low=1)
+    use_vae: bool = option(True, "train with a latent variable that says in which of many ways to act")
+    latent_dim: int = option(32, "its dimensions", low=1)
+    kl_weight: float = option(10.0, "weight of its KL divergence from a standard normal", low=0)
+    dropout: float = option(0.1, "share of activations dropped in training", low=0, high=0.9)
+    pre_norm: bool = option(False, "normalise before attention and perceptron instead of after")
+    normalization_mapping: Modes = section(Modes)
+
+
+@dataclass
+class VlaSettings(PolicySettings):
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 64,
+        "epochs": 0,
+        "steps": 1500,
+        "optim.lr": 2e-3,
+        "optim.weight_decay": 1e-2,
+        "schedule.warmup_steps": 100,
+        "eval_every": 500,
+    }
+    preset: Literal["test", "tiny", "small", "base"] = option("test", "0.3, 1.9, 36 or 201 million parameters")
+    chunk_size: int = option(8, "actions predicted at once", low=1)
+    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    num_steps: int = option(10, "Euler steps from noise to actions", low=1)
+    freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
+    train_expert_only: bool = option(False, "train the action expert alone")
+    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
+    normalization_mapping: Modes = section(VisualRange)
+
+
+@dataclass
+class SmolVlaSettings(PolicySettings):
+    defaults: ClassVar[dict[str, Any]] = ActSettings.defaults | {"optim.lr": 1e-4, "optim.weight_decay": 1e-10}
+    type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
+    chunk_size: int = option(50, "actions predicted at once", low=1)
+    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    normalization_mapping: Modes = section(Modes)
+
+
+@dataclass
+class EnvSettings:
+    type: Literal["auto", "none", "discs"] = option(
+        "auto", "simulation to try the policy in; auto: the one that the data are from"
+    )
+    demonstrations: int = option(600, "simulated demonstrations to record", low=4)
+    size: int = option(32, "height and width of the simulated camera in pixels", low=16)
+    data_seed: int = option(0, "of the demonstrations", low=0, high=999)
+    noise: float = option(0.1, "noise in the demonstrator's hand, so that recovering is seen", low=0)
+
+
+@dataclass
+class EvalSettings:
+    n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+
+
+@dataclass
+class Augment:
+    enabled: bool = option(False, "change the training pictures at random")
+    brightness: float = option(0.2, "largest change of brightness, as a share", low=0, high=1)
+    contrast: float = option(0.2, "largest change of contrast, as a share", low=0, high=1)
+    saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
+
+
+@dataclass
+class Settings(contract.Settings):
+    dataset: DatasetSettings = section(DatasetSettings)
+    policy: PolicySettings = choice("vla", {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings})
+    env: EnvSettings = section(EnvSettings)
+    eval: EvalSettings = section(EvalSettings)
+    augment: Augment = section(Augment)
+
+
+class Task(contract.Task):
+    """Batches as formats/lerobot.py gives them: a feature by its name, `action` as a chunk with `action_is_pad`."""
+
+    Settings = Settings
+    monitor = "action_l1"
+    foreign = {
+        "policy.path": "policy.pretrained_path",
+        "policy.use_amp": "amp",
+        "policy.device": "device",
+        "policy.optimizer_lr": "optim.lr",
+        "policy.optimizer_weight_decay": "optim.weight_decay",
+        "policy.optimizer_grad_clip_norm": "optim.grad_clip",
+        "optimizer.lr": "optim.lr",
+        "optimizer.weight_decay": "optim.weight_decay",
+        "optimizer.grad_clip_norm": "optim.grad_clip",
+        "accelerator.mixed_precision": "amp",
+        "accelerator.gradient_accumulation.steps": "gradient_accumulation_steps",
+        "output_dir": "save_dir",
+        "job_name": "wandb.name",
+        "log_freq": "log_every",
+        "save_freq": "save_every",
+        "eval_freq": "eval_every",
+        "env_eval_freq": "eval_every",
+        "eval_steps": "eval_every",
+        "tolerance_s": "dataset.tolerance_s",
+        "cudnn_deterministic": "deterministic",
+        "dataset.image_transforms.enable": "augment.enabled",
+        "chunk_size": "policy.chunk_size",
+    }
+    aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
+
+    def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
+        cfg, policy = self.cfg.dataset, self.cfg.policy
+        _check(self.cfg)
+        given = bool(cfg.root or cfg.repo_id)
+        root = lerobot.find(cfg.root, cfg.repo_id) if given else recorded_discs(self.cfg.env)
+        self.simulated = self.cfg.env.type == "discs" or (self.cfg.env.type == "auto" and not given)
+        self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
+        self.demos = demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
+        self.cameras = sorted(name for name, feature in demos.features.items() if feature.is_picture)
+        if "action" not in demos.columns:
+            raise LockstepError("the dataset has no feature `action`", where=str(root), todo="imitation needs one")
+        self.action_dim = demos.columns["action"].shape[-1]
+        self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
+        train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
+        self.shared = not len(val)
+        if self.shared:
+            val = train
+        self.counts = len(train), len(val)
+        frames = Frames(demos, self._size(), cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
+        deltas = {"action": list(range(policy.chunk_size))}
+        return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+
+    def _size(self) -> tuple[int, int] | None:
+        """(H, W) of the pictures, or None for as they were recorded."""
+        cfg = self.cfg.dataset
+        if cfg.resize:
+            return cfg.resize[0], cfg.resize[-1]
+        if self.cfg.policy.type != "vla":
+            return None
+        side = VLAConfig.preset(self.cfg.policy.preset).image_size
+        return side, side
+
+    def model(self) -> nn.Module:
+        cfg, demos = self.cfg.policy, self.demos
+        modes = {name: cfg.normalization_mapping.STATE for name in self.dims}
+        if STATES[1] in modes:
+            modes[STATES[1]] = cfg.normalization_mapping.ENV
+        modes |= {"action": cfg.normalization_mapping.ACTION}
+        modes |= {camera: cfg.normalization_mapping.VISUAL for camera in self.cameras}
+        stats = dict(demos.stats)
+        for camera in self.cameras:
+            stats[camera] = UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else stats.get(camera, IMAGENET))
+        policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
+        if cfg.pretrained_path:
+            self._start_from(policy, cfg)
+        self.words: Tensor | None = None
+        if cfg.type == "vla":
+            self.words = self._hashed(demos.tasks)
+        self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
+        return policy
+
+    def _net(self) -> nn.Module:
+        cfg = self.cfg.policy
+        state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
+        if cfg.type == "act":
+            names = ACTConfig.__dataclass_fields__.keys() & vars(cfg).keys()
+            wanted = ACTConfig(**{name: vars(cfg)[name] for name in names} | {"n_action_steps": steps_of(cfg)})
+            return ACT(wanted, state_dim, env_dim, self.action_dim, self.cameras)
+        if cfg.type == "vla":
+            names = VLAConfig.__dataclass_fields__.keys() & vars(cfg).keys()
+            wanted_vla = VLAConfig.preset(cfg.preset, **{name: vars(cfg)[name] for name in names})
+            return VLA(wanted_vla, state_dim, self.action_dim, self.cameras)
+        raise _no_smolvla()
+
+    def _start_from(self, policy: Policy, cfg: Any) -> None:
+        found = pretrained.load(pretrained.find(cfg.pretrained_path))
+        pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+
+    def _hashed(self, commands: list[str]) -> Tensor:
+        """(len(commands), L) int64."""
+        config = VLAConfig.preset(self.cfg.policy.preset)
+        return torch.tensor([hash_words(text, config.max_words, config.vocabulary) for text in commands])
+
+    # ---- training ----
+
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """The mean error over steps and dimensions that are not padding, and the policy's penalty times the mean KL."""
+        augment = self.cfg.augment
+        draws = contract.uniform(batch["seed"], 3 * augment.enabled + self.num_draws)
+        inputs = self._with_words(batch)
+        if augment.enabled:
+            changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
+            inputs, draws = inputs | changed, draws[:, 3:]
+        out = net(inputs, draws)
+        steps = (~batch["action_is_pad"]).sum(1)  # (B,)
+        error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
+        # The steps of the whole global batch: it is one quotient, and the KL's mean over samples another.
+        mean_steps = batch["mean_weight"].to(error.dtype) if "mean_weight" in batch else steps.to(error.dtype).mean()
+        total = (error / (mean_steps * self.action_dim)).sum()
+        sums = {"error": (error.detach().double() / self.action_dim).sum(), "steps": steps.sum()}
+        if "kl" in out:
+            total = total + self.penalty * out["kl"].to(error.dtype).sum()
+            sums["kl"] = out["kl"].detach().sum()
+        return Loss(total, torch.tensor(float(len(steps)), device=steps.device), Sums(sums))
+
+    def _with_words(self, batch: Batch) -> Batch:
+        if self.words is None:
+            return batch
+        self.words = self.words.to(batch["task_index"].device)  # copied once: a copy is a sync point
+        return batch | {"words": self.words[batch["task_index"]]}
+
+    # ---- evaluation ----
+
+    def score(self, model: nn.Module, batch: Batch) -> Sums:
+        """Errors of the training's kind under fixed draws, and of the actions taken, in recorded units."""
+        assert isinstance(model, Policy)
+        inputs = self._with_words(batch)
+        seeds = contract.sample_seeds(0, 0, batch["row"])
+        out = model(inputs, contract.uniform(seeds, self.num_draws))
+        valid = ~batch["action_is_pad"][:, :, None]  # (B, chunk, 1)
+        truth = batch["action"].double()
+        mean = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64, device=truth.device)
+
+        def off(actions: Tensor) -> Tensor:
+            return ((actions.double() - truth).abs() * valid).sum()
+
+        sums = Sums(
+            error=out["error"].double().sum(),
+            kl=out["kl"].double().sum() if "kl" in out else torch.zeros((), dtype=torch.float64),
+            numbers=valid.sum() * self.action_dim,
+            off=off(model.act(inputs)),
+            off_mean=off(mean.expand_as(truth)),
+            count=torch.tensor(len(truth)),
+        )
+        state = batch.get("observation.state")
+        if state is not None and state.shape[-1] == self.action_dim:
+            sums["off_hold"] = off(state[:, None].expand_as(truth))
+        return sums
+
+    def report(self, sums: Sums) -> dict[str, float]:
+        """`action_l1` beside two baselines: to act as on average, and to stay where one is."""
+        numbers, count = float(sums["numbers"]), float(sums["count"])
+        metrics = {
+            "loss": float(sums["error"]) / numbers + self.penalty * float(sums["kl"]) / count,
+            "action_l1": float(sums["off"]) / numbers,
+            "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
+        }
+        if "off_hold" in sums:
+            metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
+        if "trials" in sums and sums["trials"] > 0:
+            metrics["success_rate"] = float(sums["successes"] / sums["trials"])
+        return metrics
+
+    def trials(self, model: nn.Module, which: range) -> Sums:
+        """Trials of the policy in the simulation, from places that no demonstration began in."""
+        assert isinstance(model, Policy)
+        device = next(model.parameters()).device
+
+        def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
+            batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
+            if self.words is not None:
+                batch["words"] = self._hashed(commands).to(device)
+            return model.act(batch).float().cpu().numpy()
+
+        seeds = [FRESH + trial for trial in which]
+        if not seeds:
+            return Sums(successes=torch.zeros((), dtype=torch.int64), trials=torch.zeros((), dtype=torch.int64))
+        success, films = discs.roll_out(policy, seeds, self.cfg.env.size, steps_of(self.cfg.policy))
+        self.film = films[0], bool(success[0])
+        return Sums(successes=torch.tensor(int(success.sum())), trials=torch.tensor(len(seeds)))
+
+    def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
+        """A film of one trial, and the same as a strip of ten frames."""
+        if not self.num_trials:
+            return {}
+        film, success = self.film
+        film = np.ascontiguousarray(film.transpose(0, 2, 3, 1)).repeat(4, 1).repeat(4, 2)  # (T, 4 H, 4 W, 3)
+        chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, 4 H, 4 W, 3)
+        return {"trial": film, "trial_strip": np.concatenate(list(chosen), 1)}
+
+    def summary(self) -> str:
+        demos, (train, val) = self.demos, self.counts
+        texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        rows = [
+            f"Found {len(demos.episodes)} episodes with {len(demos)} frames at {demos.fps:g} Hz"
+            f" in {os.path.relpath(demos.root)} ({demos.version})",
+            f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
+            f" {len(self.cameras)} camera(s); {len(demos.tasks)} command(s): {texts}",
+            f"Train episodes: {train}, Val episodes: {val}"
+            + (" (the same: there is no other to validate on)" if self.shared else ""),
+        ]
+        return "\n".join(rows)
+
+
+def steps_of(policy: Any) -> int:
+    """How many actions of a chunk are executed."""
+    return int(policy.n_action_steps or policy.chunk_size)
+
+
+def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
+    """x (B, 3, H, W) of 0 to 255, u (B, 3) in [0, 1) -> float32 of the same range, another light per sample."""
+    x = x.float()
+    most = torch.tensor([wanted.brightness, wanted.saturation, wanted.contrast], device=u.device)
+    light, colour, contrast = (1 + most * (2 * u - 1)).T[:, :, None, None, None]  # each (B, 1, 1, 1)
+    x = x * light
+    gray = x.mean(1, keepdim=True)  # (B, 1, H, W)
+    x = gray + (x - gray) * colour
+    middle = gray.mean((2, 3), keepdim=True)
+    return (middle + (x - middle) * contrast).clamp(0, 255)
+
+
+def recorded_discs(cfg: EnvSettings) -> Path:
+    """The folder of the simulated demonstrations; recorded if it is missing. Any number of processes may ask at once."""
+    folder = (
+        GENERATED / f"discs_v{discs.VERSION}_{cfg.demonstrations}x{cfg.size}_seed{cfg.data_seed}_noise{cfg.noise:g}"
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{folder.name}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+        if not folder.exists():
+            record_discs(folder, cfg)
+    return folder
+
+
+def record_discs(folder: Path, cfg: EnvSettings) -> None:
+    features = {
+        "observation.state": ("float32", (2,)),
+        "observation.images.top": ("image", (3, cfg.size, cfg.size)),
+        "action": ("float32", (2,)),
+    }
+    seeds = [cfg.data_seed * 10**6 + n for n in range(cfg.demonstrations)]
+    with Recorder(folder, discs.FPS, features, robot_type="discs") as recorder:
+        for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise):
+            recorder.add_episode(episode, command)
+
+
+def _check(cfg: Any) -> None:
+    """What no single field can know."""
+    policy = cfg.policy
+    if policy.type == "smolvla":
+        raise _no_smolvla()
+    if policy.push_to_hub:
+        raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
+    if policy.n_action_steps > policy.chunk_size:
+        what = f"policy.n_action_steps={policy.n_action_steps} is more than policy.chunk_size={policy.chunk_size}"
+        raise LockstepError(what, where="policy", todo="execute at most as many as are predicted")
+
+
+def _no_smolvla() -> LockstepError:
+    return LockstepError(
+        "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
+        where="policy.type=smolvla",
+        todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
+    )
+
+
+def _cache_dir(wanted: str, given: bool) -> Path:
+    if not given:
+        return GENERATED
+    return Path(wanted or os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep")).expanduser()
