@@ -19,7 +19,7 @@ STATE, ENVIRONMENT, ACTION, PADDED = (
     "action_is_pad",
 )
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
 def grid_positions(features: Tensor, width: int) -> Tensor:
     """(B, C, H, W) -> (1, H * W, width): the sine code of the row, then of the column, both running up to 2 pi.
 
-    The relative positions of DETR (Carion et al., ECCV 2020), with its 1e-6, so that any picture size has the same code.
+    The relative positions of DETR (Carion et al., ECCV 2020) with its 1e-6: any picture size has the same code.
     """
     rows, columns = (
         sine_code(torch.arange(1, n + 1, device=features.device) * (2 * torch.pi / (n + 1e-6)), width // 2)
@@ -290,8 +290,8 @@ class ACT(nn.Module):
 class TemporalEnsemble:
     """Blends the chunks that were predicted at the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
 
-    Predictions of the same moment are weighted by exp(-coefficient * i), i = 0 being the oldest; so the older ones count
-    for more where the coefficient is positive, and for less where it is negative.
+    Predictions of the same moment are weighted by exp(-coefficient * i), i = 0 being the oldest: a positive coefficient
+    trusts the older ones more, a negative one the newer.
     """
 
     def __init__(self, coefficient: float = 0.01):

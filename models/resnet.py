@@ -1,4 +1,4 @@
-"""The residual network of He et al. (CVPR 2016) as a feature extractor for pictures: ResNet-18 or -34, without a head."""
+"""The residual network of He et al. (CVPR 2016) as a feature extractor: ResNet-18 or -34, without a head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 class FrozenBatchNorm2d(nn.Module):
     """(B, C, H, W) -> the same, by the statistics and the affine map that a checkpoint brought; they never change.
 
-    Without a checkpoint it is the identity times `gain`. So the step does not depend on how the batch is cut.
+    Without a checkpoint it is the identity. Either way the step does not depend on how the batch is cut.
     """
 
     weight: Tensor
@@ -21,9 +21,9 @@ class FrozenBatchNorm2d(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, gain: float = 1.0):
+    def __init__(self, channels: int):
         super().__init__()
-        self.register_buffer("weight", torch.full((channels,), gain))
+        self.register_buffer("weight", torch.ones(channels))
         self.register_buffer("bias", torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
@@ -40,29 +40,28 @@ def conv3x3(before: int, after: int, stride: int, dilation: int) -> nn.Conv2d:
 class Block(nn.Module):
     """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)): two convolutions beside a shortcut.
 
-    dilation  of every convolution that comes after the block's stride
-    gain      of the residual branch at the start
+    dilations  of the one and the other
     """
 
-    def __init__(self, before: int, after: int, stride: int, first_dilation: int, dilation: int, gain: float):
+    def __init__(self, before: int, after: int, stride: int, dilations: tuple[int, int]):
         super().__init__()
-        self.conv1 = conv3x3(before, after, stride, first_dilation)
+        self.conv1 = conv3x3(before, after, stride, dilations[0])
         self.bn1 = FrozenBatchNorm2d(after)
-        self.conv2 = conv3x3(after, after, 1, dilation)
-        self.bn2 = FrozenBatchNorm2d(after, gain)
-        self.downsample = nn.Identity()
-        if stride > 1 or before != after:
-            self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), FrozenBatchNorm2d(after))
+        self.conv2 = conv3x3(after, after, 1, dilations[1])
+        self.bn2 = FrozenBatchNorm2d(after)
+        self.downsample = nn.Sequential()
+        if before != after:
+            self.downsample.extend([nn.Conv2d(before, after, 1, stride, bias=False), FrozenBatchNorm2d(after)])
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(self.downsample(x) + branch)
 
 
-def stage(before: int, after: int, depth: int, stride: int, dilation: int, gain: float) -> nn.Sequential:
+def stage(before: int, after: int, depth: int, stride: int, dilation: int = 1) -> nn.Sequential:
     # Where a dilation replaces the stride, the first convolution still sees its neighbours as they were.
-    first = Block(before, after, stride, 1, dilation, gain)
-    return nn.Sequential(first, *(Block(after, after, 1, dilation, dilation, gain) for _ in range(depth - 1)))
+    first = Block(before, after, stride, (1, dilation))
+    return nn.Sequential(first, *(Block(after, after, 1, (dilation, dilation)) for _ in range(depth - 1)))
 
 
 class ResNet(nn.Module):
@@ -79,15 +78,13 @@ class ResNet(nn.Module):
     def __init__(self, name: str = "resnet18", dilate: bool = False):
         super().__init__()
         depths = DEPTHS[name]
-        # With nothing learned in the norms the signal would grow with each block, 30 times in ResNet-18; the gain
-        # holds it (De & Smith, NeurIPS 2020). Zero, the usual start, would stay zero: a frozen weight learns nothing.
-        gain = sum(depths) ** -0.5
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = FrozenBatchNorm2d(64)
-        self.layer1 = stage(64, 64, depths[0], 1, 1, gain)
-        self.layer2 = stage(64, 128, depths[1], 2, 1, gain)
-        self.layer3 = stage(128, 256, depths[2], 2, 1, gain)
-        self.layer4 = stage(256, self.num_features, depths[3], 1 if dilate else 2, 2 if dilate else 1, gain)
+        self.layer1 = stage(64, 64, depths[0], stride=1)
+        self.layer2 = stage(64, 128, depths[1], stride=2)
+        self.layer3 = stage(128, 256, depths[2], stride=2)
+        self.layer4 = stage(256, self.num_features, depths[3], stride=1 if dilate else 2, dilation=2 if dilate else 1)
+        # No norm rescales a random network's signal here: this start takes ResNet-18 from 1 to 2.5 (root mean square).
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
