@@ -15,6 +15,13 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(8, channels), channels)
 
 
+def sine_code(positions: Tensor, width: int) -> Tensor:
+    """(N,) positions -> (N, width) float32, the fixed sine and cosine code of Vaswani et al. (NeurIPS 2017)."""
+    rates = torch.exp(torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width))
+    angles = positions[:, None] * rates  # (N, ceil(width / 2))
+    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :width]
+
+
 class Standardise(nn.Module):
     """(B, C, T) raw sensor units -> the same with mean 0 and standard deviation 1 per channel of the training data.
 

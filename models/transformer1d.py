@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers import Standardise
-
-
-def sine_positions(count: int, width: int) -> Tensor:
-    """(count, width) float32, the fixed sine and cosine code of Vaswani et al. (NeurIPS 2017)."""
-    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-    angles = torch.arange(count)[:, None] * rates  # (count, ceil(width / 2))
-    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :width]
+from models.layers import Standardise, sine_code
 
 
 class Block(nn.Module):
@@ -65,7 +56,8 @@ class Transformer1d(nn.Module):
         super().__init__()
         self.standardise = Standardise(mean, std)
         self.patches = nn.Conv1d(len(mean), width, patch, stride=patch // 2, padding=patch // 2)
-        self.register_buffer("positions", sine_positions(length // (patch // 2) + 1, width), persistent=False)
+        positions = sine_code(torch.arange(length // (patch // 2) + 1), width)
+        self.register_buffer("positions", positions, persistent=False)
         self.body = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)), nn.LayerNorm(width))
         self.head = nn.Linear(width, num_classes)
 

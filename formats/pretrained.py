@@ -1,0 +1,376 @@
+"""LeRobot's `pretrained_model` folders: found, read, fitted to a network, and written so that LeRobot reads them.
+
+    config.json                 the policy's type, its features and its hyper-parameters
+    model.safetensors           the weights, each name with a leading `model.`
+    policy_preprocessor.json    what is done to an observation, and policy_preprocessor_step_3_normalizer_processor
+                                .safetensors beside it: the statistics, `<feature>.<stat>`
+    policy_postprocessor.json   what is done to an action; likewise, in policy_postprocessor_step_0_...
+
+Until LeRobot 0.3 the statistics lay among the weights; such folders are read too. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.contract import LockstepError
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+STATISTICS_IN = f"{PREPROCESSOR}_step_3_normalizer_processor.safetensors"
+STATISTICS_OUT = f"{POSTPROCESSOR}_step_0_unnormalizer_processor.safetensors"
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_OLD = re.compile(r"(?:normalize_inputs|normalize_targets|unnormalize_outputs)\.buffer_(.+)\.(\w+)")
+_DTYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
+
+Stats = dict[str, dict[str, Tensor]]
+"""{feature: {"mean": ..., "std": ..., "min": ..., ...}}"""
+
+
+class Pretrained(NamedTuple):
+    """What a folder holds.
+
+    config   config.json: "type", "input_features", "output_features", "normalization_mapping", hyper-parameters
+    weights  the network's state, without the leading `model.`
+    stats    of the data that it learned from; {} if the folder has none
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    stats: Stats
+
+
+# ---- find -----------------------------------------------------------------------------------------------------------
+
+
+def find(path_or_id: str) -> Path:
+    """The folder with config.json that is meant by a `pretrained_model` folder itself or a file in it, by the
+    checkpoint's or the run's folder around it (its last checkpoint), or by a `user/name` in the hub's local cache.
+
+    Raises LockstepError with every place that was tried.
+    """
+    tried: list[Path] = []
+    try:
+        for folder in _candidates(path_or_id):
+            tried.append(folder)
+            if (folder / CONFIG).is_file():
+                return folder
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a `~` of nobody, a NUL
+        raise LockstepError(f"cannot look for {path_or_id[:80]!r}: {error}", where="policy.pretrained_path") from None
+    todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
+    if _ID.fullmatch(path_or_id):
+        todo += f", but `hf download {path_or_id}` does it"
+    what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'an empty name'}"
+    raise LockstepError(what, where=f"policy.pretrained_path={path_or_id}", todo=todo)
+
+
+def _candidates(path_or_id: str) -> Iterable[Path]:
+    if not path_or_id:
+        return
+    path = Path(path_or_id).expanduser()
+    if path.is_file():
+        path = path.parent
+    yield path
+    yield from (path / inside / "pretrained_model" for inside in ("", "last", "checkpoints/last"))
+    if _ID.fullmatch(path_or_id):
+        model = _hub_cache() / f"models--{path_or_id.replace('/', '--')}"
+        yield model / "snapshots" / _commit(model / "refs" / "main")
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloads."""
+    env = os.environ.get
+    home = env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(env("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+def _commit(ref: Path) -> str:
+    """The commit that a ref names, or what stands for it in a message."""
+    commit = ref.read_text(errors="replace").strip() if ref.is_file() else ""
+    return commit if re.fullmatch(r"\w+", commit) else "<refs/main>"
+
+
+# ---- read -----------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> Pretrained:
+    """Everything that a `pretrained_model` folder holds, on the CPU.
+
+    Raises LockstepError, naming the file, if one is missing, cut short or not what it should be.
+    """
+    config = _read_json(folder / CONFIG)
+    weights = _read_tensors(folder / WEIGHTS)
+    stats: Stats = {}
+    for path in sorted(folder.glob(f"{PREPROCESSOR}*.safetensors")):
+        for key, value in _read_tensors(path).items():
+            feature, _, stat = key.rpartition(".")
+            stats.setdefault(feature, {})[stat] = value
+    weights, old_stats = _split_old(weights, config)
+    bad = sorted(name for name, value in weights.items() if not value.isfinite().all())
+    if bad:
+        what = f"{len(bad)} of {len(weights)} tensors hold NaN or infinity, such as {bad[0]}"
+        raise LockstepError(what, where=str(folder / WEIGHTS), todo="take an earlier checkpoint")
+    return Pretrained(config, weights, stats or old_stats)
+
+
+def _split_old(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[str, Tensor], Stats]:
+    """Weights without the prefix, and the statistics that LeRobot kept among them until version 0.3.
+
+    There a feature's dots are underscores; only the config knows which of them are dots.
+    """
+    features = [name for key in ("input_features", "output_features") for name in _mapping(config.get(key))]
+    dotted = {name.replace(".", "_"): name for name in features}
+    weights: dict[str, Tensor] = {}
+    stats: Stats = {}
+    for key, value in tensors.items():
+        old = _OLD.fullmatch(key)
+        if old is None:
+            weights[key.removeprefix("model.")] = value
+        elif value.isfinite().all():  # infinity says that nobody ever set it
+            stats.setdefault(dotted.get(old[1], old[1]), {})[old[2]] = value
+    return weights, stats
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _cannot("read", path, error) from None
+    except (ValueError, RecursionError) as error:
+        why = str(error).splitlines()[0][:120]
+        raise LockstepError(f"{path.name} is no JSON: {why}", where=str(path), todo="copy the folder again") from None
+    if not isinstance(value, dict):
+        what = f"{path.name} holds a {type(value).__name__}, not a mapping"
+        raise LockstepError(what, where=str(path), todo="copy the folder again")
+    return value
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    safetensors = _safetensors()
+    try:
+        with open(path, "rb") as file:
+            if file.read(64).startswith(b"version https://git-lfs"):
+                what = f"{path.name} is a git-lfs pointer, not the file itself"
+                raise LockstepError(what, where=str(path), todo="run `git lfs pull` in that repository")
+        tensors = safetensors.torch.load_file(path)
+        if strange := {value.dtype for value in tensors.values()} - _DTYPES:
+            raise ValueError(f"it holds {strange.pop()}")
+        return tensors
+    except OSError as error:
+        raise _cannot("read", path, error) from None
+    except LockstepError:
+        raise
+    except Exception as error:  # its own error class on damaged bytes, torch's and Python's on absurd shapes
+        why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        what = f"{path.name} is cut short or no safetensors file: {why}"
+        raise LockstepError(what, where=str(path), todo="copy the folder again") from None
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise LockstepError(
+            "the package that reads and writes LeRobot's weights is missing",
+            where="policy.pretrained_path",
+            todo="pip install safetensors",
+        ) from None
+    return safetensors
+
+
+def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
+    what = f"cannot {verb} {path.name}: {getattr(error, 'strerror', None) or str(error)[:120]}"
+    return LockstepError(
+        what, where=str(path), todo="see that it is there, that it may be used, and that there is room"
+    )
+
+
+# ---- fit ------------------------------------------------------------------------------------------------------------
+
+
+def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
+    """Put `weights` into `net`, and return what did not fit, in one line; "" if all did.
+
+    Raises LockstepError with that line if `strict`, and in any case if nothing fits at all; then `net` is as it was.
+    """
+    expected = net.state_dict()
+    misshaped = {
+        name: f"{name} {tuple(weights[name].shape)}, not {tuple(value.shape)}"
+        for name, value in expected.items()
+        if name in weights and weights[name].shape != value.shape
+    }
+    missing = [f"{name} {tuple(value.shape)}" for name, value in expected.items() if name not in weights]
+    unexpected = [f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in expected]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": list(misshaped.values())}
+    report = "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
+    good = {name: value for name, value in weights.items() if name in expected and name not in misshaped}
+    if report and (strict or not good):
+        what = f"the pretrained weights do not fit ({len(good)} of {len(expected)} tensors do): {report}"
+        todo = "set the policy's options as it was trained"
+        raise LockstepError(
+            what,
+            where="policy.pretrained_path",
+            todo=f"{todo}, or policy.pretrained_strict=false to start the rest afresh" if good else todo,
+        )
+    net.load_state_dict(good, strict=False)
+    return report
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+# ---- write ----------------------------------------------------------------------------------------------------------
+
+
+def save(
+    folder: Path,
+    policy_type: str,
+    config: Mapping[str, Any],
+    net: nn.Module,
+    stats: Mapping[str, Mapping[str, Any]],
+    features: Mapping[str, Mapping[str, Any]],
+    modes: Mapping[str, str],
+) -> None:
+    """Write a `pretrained_model` folder as LeRobot 0.4.4 does. It is whole or not there; one that is there is replaced.
+
+    config    hyper-parameters: names and values that LeRobot's own config of that type knows
+    stats     {feature: {"mean": ..., ...}} in recorded units
+    features  {feature: {"type": "STATE" | "VISUAL" | "ENV" | "ACTION", "shape": [...]}}, channels first
+    modes     {feature: mode} as for `Normalizer`; what is missing is IDENTITY
+
+    Raises LockstepError when it cannot be written, when the features of one type have several modes, which the layout
+    cannot say, or when `folder` exists and holds something else.
+    """
+    folder = Path(folder).resolve()  # a link's target is replaced, not the link
+    by_type = _modes_by_type(features, modes)
+    texts = {CONFIG: _config(policy_type, config, features, by_type)} | _processors(features, by_type)
+    flat = {
+        f"{feature}.{name}": torch.as_tensor(value, dtype=torch.float32)
+        for feature in features
+        for name, value in stats.get(feature, {}).items()
+    }
+    weights = {f"model.{name}": value for name, value in net.state_dict().items()}
+    tensors = {WEIGHTS: weights, STATISTICS_IN: flat, STATISTICS_OUT: flat}
+    safetensors = _safetensors()
+    beside = folder.parent / f".{folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
+    try:
+        if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+            todo = "choose another folder"
+            raise LockstepError("the folder holds something else than a policy", where=str(folder), todo=todo)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        for name, content in texts.items():
+            (beside / name).write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
+        for name, values in tensors.items():
+            # Copied, for safetensors refuses tensors that share memory.
+            own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
+            safetensors.torch.save_file(own, beside / name, metadata={"format": "pt"})
+        for name in (*texts, *tensors):
+            with open(beside / name, "rb") as file:
+                os.fsync(file.fileno())  # a rename may reach the disk before the contents do
+        _replace(beside, folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _cannot("write", folder, error) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """`new` under the name `folder`. No system call swaps folders portably: a crash between the two renames leaves the
+    old one beside, under its own name with `.old` before it."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except OSError:
+        if old.exists():
+            os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _modes_by_type(features: Mapping[str, Mapping[str, Any]], modes: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, feature in features.items():
+        mode = modes.get(name, "IDENTITY")
+        if found.setdefault(feature["type"], mode) != mode:
+            what = f"{name} is normalised by {mode}, other {feature['type']} features by {found[feature['type']]}"
+            raise LockstepError(what, where="policy", todo="LeRobot's layout has one mode for a type: choose one")
+    return found
+
+
+def _config(
+    policy_type: str,
+    config: Mapping[str, Any],
+    features: Mapping[str, Mapping[str, Any]],
+    by_type: Mapping[str, str],
+) -> dict[str, Any]:
+    # LeRobot's default would fetch ImageNet's weights from the network, only to overwrite them with those beside.
+    quiet = {"pretrained_backbone_weights": None} if policy_type == "act" else {}
+    return {
+        "type": policy_type,
+        "n_obs_steps": 1,
+        "input_features": {name: dict(f) for name, f in features.items() if f["type"] != "ACTION"},
+        "output_features": {name: dict(f) for name, f in features.items() if f["type"] == "ACTION"},
+        "normalization_mapping": dict(by_type),
+        "device": "cpu",
+        "push_to_hub": False,
+        **config,
+        **quiet,
+    }
+
+
+def _processors(features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The two pipelines as LeRobot's own writer describes them, by their files' names."""
+    actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
+    to_cpu = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
+    inputs = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        to_cpu,
+        {
+            "registry_name": "normalizer_processor",
+            "config": {"eps": 1e-8, "features": features, "norm_map": by_type},
+            "state_file": STATISTICS_IN,
+        },
+    ]
+    outputs = [
+        {
+            "registry_name": "unnormalizer_processor",
+            "config": {"eps": 1e-8, "features": actions, "norm_map": by_type},
+            "state_file": STATISTICS_OUT,
+        },
+        to_cpu,
+    ]
+    return {
+        f"{PREPROCESSOR}.json": {"name": PREPROCESSOR, "steps": inputs},
+        f"{POSTPROCESSOR}.json": {"name": POSTPROCESSOR, "steps": outputs},
+    }
