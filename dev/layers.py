@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         view = Path(folder)
-        for package in ("engine", "tasks", "formats", "models", "tools"):
+        for package in ("engine", "tasks", "formats", "envs", "models", "tools"):
             shutil.copytree(ROOT / package, view / package, ignore=shutil.ignore_patterns("__pycache__"))
         for script in ("train", "train_ddp", "data_loader"):
             (view / script).mkdir()

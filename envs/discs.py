@@ -1,0 +1,174 @@
+"""Coloured discs on a table, and a magnet that obeys words: a simulated robot that needs nothing but NumPy.
+
+The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the place where the magnet
+is to go; it gets there at its own speed. The first disc that it comes over clings to it for good and goes with it, so
+the wrong disc is a failure. Which disc is meant only the words tell, and where it lies only the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+COLOURS = {"red": (214, 48, 49), "green": (38, 166, 91), "blue": (52, 106, 219)}
+VERBS = ("move to the {} disc", "bring the {} disc to the centre")
+STATE, CAMERA, ACTION = "observation.state", "observation.images.top", "action"
+
+RADIUS = 0.18  # of a disc, in table units
+SPEED = 0.15  # table units per step
+TOLERANCE = 0.1  # how far from the centre a brought disc may be
+HORIZON = 40
+LINGER = 3  # steps that a recording goes on after success
+_TABLE, _MARK, _MAGNET = (226, 221, 211), (190, 184, 172), (35, 35, 40)
+
+
+class Discs:
+    """n worlds, each a pure function of its seed.
+
+    seeds  (n,) integers
+    size   H = W of the pictures, in pixels
+
+    commands  what each world asks for, of len(VERBS) * len(COLOURS) kinds
+    success   (n,) bool: the world's command has been obeyed, now or earlier
+    """
+
+    horizon = HORIZON
+
+    def __init__(self, seeds: np.ndarray, size: int = 32):
+        self.size = size
+        start = [_begin(int(seed) % 2**64) for seed in seeds]
+        self.bring = np.array([one.bring for one in start], bool)  # (n,)
+        self.target = np.array([one.target for one in start], np.int64)  # (n,) the disc that is meant
+        self.discs = np.array([one.places[1:] for one in start]).reshape(-1, len(COLOURS), 2)
+        self.magnet = np.array([one.places[0] for one in start]).reshape(-1, 2)
+        self.held = np.full(len(start), -1)  # (n,) the disc that clings to the magnet, -1 = none
+        self.success = np.zeros(len(start), bool)
+        names = list(COLOURS)
+        self.commands = [VERBS[one.bring].format(names[one.target]) for one in start]
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """{"observation.state": (n, 2) float32, the magnet's place; "observation.images.top": (n, 3, H, W) uint8}."""
+        return {STATE: self.magnet.astype(np.float32), CAMERA: self.render()}
+
+    def render(self) -> np.ndarray:
+        """(n, 3, H, W) uint8, edges smoothed over a pixel."""
+        image = np.empty((len(self.magnet), 3, self.size, self.size), np.float32)
+        image[:] = np.reshape(_TABLE, (3, 1, 1))
+        _paint(image, np.zeros_like(self.magnet), TOLERANCE, _MARK)
+        for number, colour in enumerate(COLOURS.values()):
+            _paint(image, self.discs[:, number], RADIUS, colour)
+        _paint(image, self.magnet, 0.07, _MAGNET)
+        return np.rint(image).astype(np.uint8)
+
+    def expert(self) -> np.ndarray:
+        """(n, 2) actions: to the disc that is meant; once it clings, to the centre if it is to be brought there."""
+        goal = self.discs[np.arange(len(self.discs)), self.target]
+        return np.where((self.bring & (self.held == self.target))[:, None], 0.0, goal)
+
+    def step(self, actions: np.ndarray) -> None:
+        """actions (n, 2): where to go; what lies off the table counts as its edge."""
+        way = np.clip(actions, -1.0, 1.0) - self.magnet
+        length = np.hypot(way[:, 0], way[:, 1])
+        self.magnet = self.magnet + way * np.minimum(1.0, SPEED / np.maximum(length, 1e-12))[:, None]
+        apart = np.hypot(*np.moveaxis(self.discs - self.magnet[:, None], 2, 0))  # (n, discs)
+        touched = np.where(apart.min(1) < RADIUS, apart.argmin(1), -1)
+        self.held = np.where(self.held < 0, touched, self.held)
+        self.discs = np.where(
+            (np.arange(len(COLOURS)) == self.held[:, None])[:, :, None], self.magnet[:, None], self.discs
+        )
+        there = np.hypot(self.magnet[:, 0], self.magnet[:, 1]) < TOLERANCE
+        self.success = self.success | ((self.held == self.target) & (there | ~self.bring))
+
+
+class _Start(NamedTuple):
+    bring: bool
+    target: int
+    places: np.ndarray  # (1 + discs, 2): the magnet's, then the discs'
+
+
+def _begin(seed: int) -> _Start:
+    """A world whose command can be obeyed in straight lines, drawn again until it is one."""
+    rng = np.random.default_rng(seed)
+    bring, target = bool(rng.integers(len(VERBS))), int(rng.integers(len(COLOURS)))
+    while True:
+        places = rng.uniform(-0.8, 0.8, (1 + len(COLOURS), 2))
+        apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
+        goal, others = places[1 + target], np.delete(places, [0, 1 + target], 0)
+        # A disc's breadth of room beside each way, for a magnet that errs: the wrong disc is not let go again.
+        clear = min(_distance(others, places[0], goal).min(), _distance(others, goal, np.zeros(2)).min())
+        if apart.min() > 2.2 * RADIUS and clear > 1.8 * RADIUS and np.hypot(*places.T)[1:].min() > 2 * RADIUS:
+            return _Start(bring, target, places)
+
+
+def _distance(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """(k,) from points (k, 2) to the line from start (2,) to end (2,), ends included."""
+    way = end - start
+    share = np.clip((points - start) @ way / (way @ way), 0.0, 1.0)
+    return np.hypot(*(points - start - share[:, None] * way).T)
+
+
+def _paint(image: np.ndarray, at: np.ndarray, radius: float, colour: tuple[int, int, int]) -> None:
+    """Blend a disc at (n, 2), table units, into each picture of image (n, 3, H, W)."""
+    size = image.shape[2]
+    centres = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
+    x, y = at.astype(np.float32)[:, :, None].transpose(1, 0, 2)  # each (n, 1)
+    squared = (centres - x)[:, None] ** 2 + (centres - y)[:, :, None] ** 2  # (n, H, W)
+    cover = np.clip((radius - np.sqrt(squared)) * np.float32(size / 2) + np.float32(0.5), 0, 1)[:, None]
+    image += cover * (np.reshape(colour, (3, 1, 1)).astype(np.float32) - image)
+
+
+class Episode(NamedTuple):
+    """features {name: (T, ...)} as `Discs.observe` names them, and "action" (T, 2) float32; command: what was asked."""
+
+    features: dict[str, np.ndarray]
+    command: str
+
+
+def demonstrate(seeds: np.ndarray, size: int = 32, noise: float = 0.05) -> list[Episode]:
+    """The expert's recordings, one per seed; the few that fail are left out.
+
+    The magnet goes to a place that is off by `noise` (deviation, table units) while the recording holds what the expert
+    wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
+    """
+    worlds = Discs(seeds, size)
+    shocks = np.array([np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (HORIZON, 2)) for s in seeds])
+    frames: list[dict[str, np.ndarray]] = []
+    lengths = np.full(len(seeds), HORIZON)
+    for now in range(HORIZON):
+        action = worlds.expert()
+        frames.append(worlds.observe() | {ACTION: action.astype(np.float32)})
+        worlds.step(action + shocks[:, now])
+        lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + LINGER), lengths)
+    tracks = {name: np.stack([frame[name] for frame in frames], 1) for name in frames[0]}  # (n, T, ...)
+    return [
+        Episode({name: track[i, : lengths[i]].copy() for name, track in tracks.items()}, worlds.commands[i])
+        for i in np.flatnonzero(worlds.success)
+    ]
+
+
+Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
+"""(what `Discs.observe` gives, n commands) -> (n, chunk, 2) actions in table units."""
+
+
+def roll_out(policy: Policy, seeds: np.ndarray, size: int, chunk_steps: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Let a policy drive; it looks again after every `chunk_steps` actions.
+
+    Returns (n,) bool, whose command was obeyed within the horizon, and n films (T, 3, H, W) uint8 that end shortly
+    after success. Raises ValueError for chunks that are too short.
+    """
+    worlds = Discs(seeds, size)
+    pictures: list[np.ndarray] = []
+    lengths = np.full(len(seeds), HORIZON)
+    for now in range(HORIZON):
+        seen = worlds.observe()
+        if now % chunk_steps == 0:
+            chunk = policy(seen, worlds.commands)
+            if chunk.shape[1] < chunk_steps:
+                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps} to execute")
+        pictures.append(seen[CAMERA])
+        worlds.step(chunk[:, now % chunk_steps])
+        lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + LINGER), lengths)
+    films = np.stack(pictures, 1)  # (n, T, 3, H, W)
+    return worlds.success, [film[:length] for film, length in zip(films, lengths, strict=True)]

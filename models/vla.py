@@ -1,0 +1,390 @@
+"""A compact vision-language-action policy: a transformer reads cameras, command and state, and an action expert
+draws a chunk of actions by flow matching. Trained from scratch; the recipe of the expert's training is SmolVLA's
+(Shukor et al., arXiv 2506.01844)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.layers import Quantiles, group_norm, normal_quantiles
+from models.transformer1d import sine_positions
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "test": {  # 0.39 million parameters
+        "image_size": 32,
+        "patch_size": 4,
+        "width": 64,
+        "depth": 2,
+        "expert_width": 64,
+        "expert_depth": 2,
+        "head_width": 32,
+        "vocabulary": 512,
+    },
+    "tiny": {  # 2.0 million
+        "image_size": 64,
+        "patch_size": 8,
+        "width": 128,
+        "depth": 4,
+        "expert_width": 96,
+        "expert_depth": 4,
+        "head_width": 32,
+        "vocabulary": 1024,
+    },
+    "small": {  # 34 million
+        "image_size": 224,
+        "patch_size": 16,
+        "width": 384,
+        "depth": 8,
+        "expert_width": 288,
+        "expert_depth": 8,
+        "head_width": 48,
+        "vocabulary": 4096,
+    },
+    "base": {  # 200 million
+        "image_size": 256,
+        "patch_size": 16,
+        "width": 768,
+        "depth": 12,
+        "expert_width": 576,
+        "expert_depth": 12,
+        "head_width": 64,
+        "vocabulary": 8192,
+    },
+}
+
+
+@dataclass(frozen=True)
+class VLASettings:
+    """The hyper-parameters; a size of 0 is the preset's own, see `resolved`.
+
+    image_size    H = W that each camera's picture is fitted into, a multiple of patch_size
+    patch_size    pixels of a token's side, a power of two: one stride-2 convolution per doubling
+    width, depth  of the trunk; a width is a multiple of head_width and of 4
+    vocabulary    rows of the word table, 0 = padding among them
+    num_words     the longest command
+    chunk_size    actions of one forecast
+    n_action_steps  how many of them a robot executes before it looks again; 0 = all. Whoever drives the robot reads it
+    num_steps     Euler steps of sampling
+    gradient_checkpointing  forget the blocks' activations and compute them again: a third more time, far less memory
+    freeze_vision_encoder   the convolutions, positions and camera embeddings keep their weights
+    train_expert_only       all but the action expert keeps its weights
+    """
+
+    preset: str = "tiny"
+    image_size: int = 0
+    patch_size: int = 0
+    width: int = 0
+    depth: int = 0
+    expert_width: int = 0
+    expert_depth: int = 0
+    head_width: int = 0
+    vocabulary: int = 0
+    num_words: int = 32
+    chunk_size: int = 50
+    n_action_steps: int = 0
+    num_steps: int = 10
+    dropout: float = 0.0
+    gradient_checkpointing: bool = False
+    freeze_vision_encoder: bool = False
+    train_expert_only: bool = False
+
+    def resolved(self) -> VLASettings:
+        """With every 0 replaced. Raises ValueError where the sizes do not fit together."""
+        if self.preset not in PRESETS:
+            raise ValueError(f"no preset {self.preset!r}: choose one of {', '.join(PRESETS)}")
+        own = PRESETS[self.preset] | {"n_action_steps": self.chunk_size}
+        full = replace(self, **{name: value for name, value in own.items() if not getattr(self, name)})
+        for name in ("width", "expert_width"):
+            if getattr(full, name) % full.head_width or getattr(full, name) % 4:
+                raise ValueError(f"{name} {getattr(full, name)} is no multiple of head_width {full.head_width} and 4")
+        if full.patch_size < 2 or full.patch_size & (full.patch_size - 1) or full.image_size % full.patch_size:
+            raise ValueError(f"patch_size {full.patch_size} is no power of two that divides {full.image_size} pixels")
+        if not 1 <= full.n_action_steps <= full.chunk_size:
+            raise ValueError(f"n_action_steps {full.n_action_steps} of a chunk of {full.chunk_size}")
+        return full
+
+
+# An ideograph or a kana is a word by itself: such a text has no spaces.
+_WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
+
+
+def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
+    """`length` numbers, the text's words as CRC-32 modulo `vocabulary`, then 0 for padding; later words are cut off.
+
+    Case and punctuation do not count. There is no tokeniser's file, and no unknown word; two words may share a number.
+    """
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())[:length]
+    numbers = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]  # Python's hash() is salted
+    return numbers + [0] * (length - len(numbers))
+
+
+def grid_positions(side: int, width: int) -> Tensor:
+    """(side^2, width) float32 in row-major order: sines and cosines of the row, then of the column.
+
+    The slowest wave is half a turn over the picture, so that one linear map reads a place off it; the fastest tells
+    neighbours apart.
+    """
+    rates = math.pi * torch.logspace(0, math.log2(max(2, side / 2)), width // 4, base=2)
+    angles = ((torch.arange(side) + 0.5) / side)[:, None] * rates  # (side, width / 4)
+    waves = torch.cat([angles.sin(), angles.cos()], 1)  # (side, width / 2)
+    rows, columns = waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)
+    return torch.cat([rows, columns], 2).flatten(0, 1)
+
+
+def fit(images: Tensor, size: int) -> Tensor:
+    """(B, C, H, W) -> (B, C, size, size), the proportions kept and black (-1) bars where they leave room."""
+    height, width = images.shape[2:]
+    if height == width == size:
+        return images
+    scale = size / max(height, width)
+    shape = max(1, round(height * scale)), max(1, round(width * scale))
+    small = F.interpolate(images, shape, mode="bilinear", antialias=True)
+    top, left = (size - shape[0]) // 2, (size - shape[1]) // 2
+    return F.pad(small, (left, size - shape[1] - left, top, size - shape[0] - top), value=-1.0)
+
+
+class Eyes(nn.Module):
+    """Pictures (B, N, C, S, S) of N cameras, about -1 to 1 -> tokens (B, N * (S / patch)^2, width)."""
+
+    positions: Tensor
+
+    def __init__(self, cameras: int, channels: int, image_size: int, patch_size: int, width: int):
+        super().__init__()
+        steps = patch_size.bit_length() - 1
+        sizes = [max(8, width >> (steps - 1 - i)) for i in range(steps)]  # doubling, up to the width
+        stem: list[nn.Module] = []
+        for before, after in zip([channels, *sizes], sizes, strict=False):
+            stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
+        self.stem = nn.Sequential(*stem)
+        self.out = nn.Linear(sizes[-1], width)
+        # Fixed, for a learned table takes far longer to say where things are; the linear map chooses the scale.
+        positions = grid_positions(image_size // patch_size, width).to(torch.get_default_dtype())
+        self.register_buffer("positions", positions, persistent=False)
+        self.place = nn.Linear(width, width)
+        self.camera = nn.Parameter(0.02 * torch.randn(cameras, 1, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images.flatten(0, 1)).flatten(2).transpose(1, 2)  # (B * N, P, width)
+        tokens = self.out(features) + self.place(self.positions)
+        return (tokens.unflatten(0, images.shape[:2]) + self.camera).flatten(1, 2)  # (B, N * P, width)
+
+
+class Attention(nn.Module):
+    """(B, L, width) looks at a source (B, M, source width), of which `recall` makes keys and values, once."""
+
+    def __init__(self, width: int, head_width: int, source_width: int):
+        super().__init__()
+        self.head_width = head_width
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(source_width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def recall(self, source: Tensor) -> Tensor:
+        return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # (2, B, H, M, width / H)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask (B, 1, 1, M) bool: True where a source may be looked at."""
+        q = self.q(x).unflatten(2, (-1, self.head_width)).transpose(1, 2)  # (B, H, L, width / H)
+        mixed = F.scaled_dot_product_attention(q, memory[0], memory[1], attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def feed_forward(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class TrunkBlock(nn.Module):
+    """(B, M, width) -> (B, M, width): masked self-attention and a feed-forward layer, each normalised before."""
+
+    def __init__(self, width: int, head_width: int, dropout: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, head_width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = feed_forward(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        x = x + self.dropout(self.attention(normed, self.attention.recall(normed), mask))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Modulation(nn.Module):
+    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width), all 0 at first."""
+
+    def __init__(self, width: int, parts: int):
+        super().__init__()
+        self.parts = parts
+        self.linear = nn.Linear(width, parts * width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, code: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(code))[:, None].chunk(self.parts, 2)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+
+
+Memory = Callable[[Attention], Tensor]
+"""What the trunk's output is to a cross-attention: its keys and values, made anew or kept from the last time."""
+
+
+class ExpertBlock(nn.Module):
+    """(B, T, width) -> (B, T, width): each step of the chunk looks at the others, then at the trunk's output."""
+
+    def __init__(self, width: int, head_width: int, source_width: int, dropout: float):
+        super().__init__()
+        self.modulation = Modulation(width, 9)
+        self.attention = Attention(width, head_width, width)
+        self.cross = Attention(width, head_width, source_width)
+        self.mlp = feed_forward(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, code: Tensor, memory: Memory, mask: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(code)
+        normed = modulated(x, shift1, scale1)
+        x = x + gate1 * self.dropout(self.attention(normed, self.attention.recall(normed)))
+        x = x + gate2 * self.dropout(self.cross(modulated(x, shift2, scale2), memory(self.cross), mask))
+        return x + gate3 * self.dropout(self.mlp(modulated(x, shift3, scale3)))
+
+
+class Expert(nn.Module):
+    """The velocity field: noisy chunk (B, T, A) and its time (B,) in [0, 1] -> (B, T, A)."""
+
+    positions: Tensor
+    rates: Tensor
+
+    def __init__(self, settings: VLASettings, action_dim: int):
+        super().__init__()
+        width = settings.expert_width
+        self.checkpointing = settings.gradient_checkpointing
+        self.enter = nn.Linear(action_dim, width)
+        positions = sine_positions(settings.chunk_size, width).to(torch.get_default_dtype())
+        self.register_buffer("positions", positions, persistent=False)
+        # SmolVLA's: periods from 0.004 to 4.
+        rates = torch.logspace(math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2)
+        self.register_buffer("rates", rates.to(torch.get_default_dtype()), persistent=False)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(
+            ExpertBlock(width, settings.head_width, settings.width, settings.dropout)
+            for _ in range(settings.expert_depth)
+        )
+        self.modulation = Modulation(width, 2)
+        self.out = nn.Linear(width, action_dim)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor, time: Tensor, memory: Memory, mask: Tensor) -> Tensor:
+        angles = time[:, None] * self.rates
+        code = self.time(torch.cat([angles.sin(), angles.cos()], 1))  # (B, width)
+        x = self.enter(x) + self.positions
+        for block in self.blocks:
+            x = run(self.checkpointing, block, x, code, memory, mask)
+        return self.out(modulated(x, *self.modulation(code)))
+
+
+def run(checkpointing: bool, block: nn.Module, *inputs: Any) -> Tensor:
+    if checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return block(*inputs)
+
+
+class VLA(nn.Module):
+    """The policy; everything that goes in and comes out is in normalised units.
+
+    state_dim, action_dim  S, which may be 0, and A
+    cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
+    num_draws  uniform draws in [0, 1) that a training sample needs: 1 for the time and chunk * A for the noise
+    penalty    weight of a "penalty" in what `forward` returns; there is none here
+
+    `inputs` holds "observation.state" (B, S), each camera's (B, channels, H, W) of about -1 to 1, and "words" (B, L)
+    int64 of `hash_words`, L at most num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk) bool.
+    """
+
+    penalty = 0.0
+    order: Tensor
+
+    def __init__(
+        self, settings: VLASettings, state_dim: int, action_dim: int, cameras: Sequence[str], channels: int = 3
+    ):
+        super().__init__()
+        settings = self.settings = settings.resolved()
+        self.cameras = tuple(cameras)
+        self.shape = (settings.chunk_size, action_dim)
+        self.num_draws = 1 + settings.chunk_size * action_dim
+        # SmolVLA's Beta(1.5, 1), whose inverse distribution function is p^(1 / 1.5), kept off the clean end.
+        self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
+        self.noise = normal_quantiles()
+        width = settings.width
+        self.eyes = Eyes(len(cameras), channels, settings.image_size, settings.patch_size, width) if cameras else None
+        self.words = nn.Embedding(settings.vocabulary, width, padding_idx=0)
+        order = sine_positions(settings.num_words, width).to(torch.get_default_dtype())
+        self.register_buffer("order", order, persistent=False)
+        self.state = nn.Linear(state_dim, width) if state_dim else None
+        self.trunk = nn.ModuleList(
+            TrunkBlock(width, settings.head_width, settings.dropout) for _ in range(settings.depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.expert = Expert(settings, action_dim)
+        if settings.train_expert_only:
+            self.requires_grad_(False)
+            self.expert.requires_grad_(True)
+        if settings.freeze_vision_encoder and self.eyes is not None:
+            self.eyes.requires_grad_(False)
+
+    def prefix(self, inputs: dict[str, Tensor]) -> tuple[Memory, Tensor]:
+        """The trunk's output, for the expert to look at, and (B, 1, 1, M) bool: False where a word is padding."""
+        words = inputs["words"]  # (B, L)
+        tokens = [self.words(words) + self.order[: words.shape[1]]]
+        if self.state is not None:
+            tokens.append(self.state(inputs["observation.state"])[:, None])
+        if self.eyes is not None:
+            images = [fit(inputs[name], self.settings.image_size) for name in self.cameras]
+            tokens.append(self.eyes(torch.stack(images, 1)))
+        x = torch.cat(tokens, 1)  # (B, M, width)
+        mask = F.pad(words != 0, (0, x.shape[1] - words.shape[1]), value=True)[:, None, None]
+        for block in self.trunk:
+            x = run(self.settings.gradient_checkpointing, block, x, mask)
+        source = self.norm(x)
+        # Made within a block of the expert: of a long prefix they are most of what a checkpointed block would keep.
+        return lambda attention: attention.recall(source), mask
+
+    def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
+        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over the steps
+        that are not padding and over their dimensions."""
+        action = inputs["action"]  # (B, T, A)
+        time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
+        noise = self.noise(draws[:, 1:]).to(action.dtype).view_as(action)
+        mixed = torch.lerp(action, noise, time[:, None, None])
+        velocity = self.expert(mixed, time, *self.prefix(inputs))
+        errors = (velocity - (noise - action)).square()
+        return {"error": errors.masked_fill(inputs["action_is_pad"][:, :, None], 0.0).sum((1, 2))}
+
+    @torch.no_grad()
+    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
+        """(B, chunk, A): Euler steps from the noise of draws (B, chunk * A), or from 0, at time 1 to an action at 0."""
+        memory, mask = self.prefix(inputs)
+        memory = functools.cache(memory)  # alike at every step
+        x = self.words.weight.new_zeros(len(inputs["words"]), *self.shape)
+        if draws is not None:
+            x = self.noise(draws).to(x.dtype).view_as(x)
+        steps = self.settings.num_steps
+        for i in range(steps, 0, -1):
+            time = x.new_full((len(x),), i / steps)
+            x = x - self.expert(x, time, memory, mask) / steps
+        return x
