@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,8 @@ class Policy(nn.Module):
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
         super().__init__()
-        self.net, self.normalizer, self.cameras = net, normalizer, cameras
+        self.net: Any = net
+        self.normalizer, self.cameras = normalizer, cameras
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every feature normalised; pictures (B, C, H, W) of 0 to 255, uint8 or not, are 0 to 1 before that."""
@@ -39,7 +42,8 @@ class Policy(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
         """Training: the sums of the batch's samples, each (B,)."""
-        return self.net(self.inputs(batch), draws)
+        sums: dict[str, Tensor] = self.net(self.inputs(batch), draws)
+        return sums
 
     @torch.no_grad()
     def act(self, batch: dict[str, Tensor]) -> Tensor:

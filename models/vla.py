@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import Quantiles, group_norm, normal_quantiles
-from models.transformer1d import sine_positions
+from models.layers import Quantiles, group_norm, normal_quantiles, sine_code
 
 PRESETS: dict[str, dict[str, Any]] = {
     "test": {  # 0.39 million parameters
@@ -274,7 +273,7 @@ class Expert(nn.Module):
         width = settings.expert_width
         self.checkpointing = settings.gradient_checkpointing
         self.enter = nn.Linear(action_dim, width)
-        positions = sine_positions(settings.chunk_size, width).to(torch.get_default_dtype())
+        positions = sine_code(torch.arange(settings.chunk_size), width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
         # SmolVLA's: periods from 0.004 to 4.
         rates = torch.logspace(math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2)
@@ -333,7 +332,7 @@ class VLA(nn.Module):
         width = settings.width
         self.eyes = Eyes(len(cameras), channels, settings.image_size, settings.patch_size, width) if cameras else None
         self.words = nn.Embedding(settings.vocabulary, width, padding_idx=0)
-        order = sine_positions(settings.num_words, width).to(torch.get_default_dtype())
+        order = sine_code(torch.arange(settings.num_words), width).to(torch.get_default_dtype())
         self.register_buffer("order", order, persistent=False)
         self.state = nn.Linear(state_dim, width) if state_dim else None
         self.trunk = nn.ModuleList(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,14 +23,14 @@ from envs import discs
 from formats import lerobot, pretrained
 from formats.frames import Frames
 from formats.lerobot_writer import Recorder
-from models.act import ACT, ACTConfig
+from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from models.vla import VLA, VLAConfig, hash_words
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
+FPS, RECIPE = 10, 1  # of the simulated demonstrations; raise the second when the same config would give other ones
 FRESH = 10**9
 """The first seed of the trials: no demonstration has it or one after it."""
 
@@ -231,22 +230,24 @@ class Task(contract.Task):
 
     def _size(self) -> tuple[int, int] | None:
         """(H, W) of the pictures, or None for as they were recorded."""
-        cfg = self.cfg.dataset
-        if cfg.resize:
-            return cfg.resize[0], cfg.resize[-1]
-        if self.cfg.policy.type != "vla":
+        wanted = self.cfg.dataset.resize
+        if wanted:
+            return wanted[0], wanted[-1]
+        if self.cfg.policy.type != "vla" or not self.cameras:
             return None
-        side = VLAConfig.preset(self.cfg.policy.preset).image_size
-        return side, side
+        side = vla_settings(self.cfg.policy).image_size
+        _, height, width = self.demos.features[self.cameras[0]].shape
+        larger = max(height, width)  # the sides' ratio stays: the network fills its square up
+        return max(1, round(side * height / larger)), max(1, round(side * width / larger))
 
     def model(self) -> nn.Module:
         cfg, demos = self.cfg.policy, self.demos
-        modes = {name: cfg.normalization_mapping.STATE for name in self.dims}
+        modes = dict.fromkeys(self.dims, cfg.normalization_mapping.STATE)
         if STATES[1] in modes:
             modes[STATES[1]] = cfg.normalization_mapping.ENV
         modes |= {"action": cfg.normalization_mapping.ACTION}
-        modes |= {camera: cfg.normalization_mapping.VISUAL for camera in self.cameras}
-        stats = dict(demos.stats)
+        modes |= dict.fromkeys(self.cameras, cfg.normalization_mapping.VISUAL)
+        stats: dict[str, Any] = dict(demos.stats)
         for camera in self.cameras:
             stats[camera] = UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else stats.get(camera, IMAGENET))
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
@@ -262,14 +263,8 @@ class Task(contract.Task):
         cfg = self.cfg.policy
         state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
         if cfg.type == "act":
-            names = ACTConfig.__dataclass_fields__.keys() & vars(cfg).keys()
-            wanted = ACTConfig(**{name: vars(cfg)[name] for name in names} | {"n_action_steps": steps_of(cfg)})
-            return ACT(wanted, state_dim, env_dim, self.action_dim, self.cameras)
-        if cfg.type == "vla":
-            names = VLAConfig.__dataclass_fields__.keys() & vars(cfg).keys()
-            wanted_vla = VLAConfig.preset(cfg.preset, **{name: vars(cfg)[name] for name in names})
-            return VLA(wanted_vla, state_dim, self.action_dim, self.cameras)
-        raise _no_smolvla()
+            return act.ACT(act_settings(cfg), state_dim, env_dim, self.action_dim, self.cameras)
+        return vla.VLA(vla_settings(cfg), state_dim, self.action_dim, self.cameras)
 
     def _start_from(self, policy: Policy, cfg: Any) -> None:
         found = pretrained.load(pretrained.find(cfg.pretrained_path))
@@ -277,8 +272,8 @@ class Task(contract.Task):
 
     def _hashed(self, commands: list[str]) -> Tensor:
         """(len(commands), L) int64."""
-        config = VLAConfig.preset(self.cfg.policy.preset)
-        return torch.tensor([hash_words(text, config.max_words, config.vocabulary) for text in commands])
+        settings = vla_settings(self.cfg.policy)
+        return torch.tensor([vla.hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
 
     # ---- training ----
 
@@ -339,7 +334,7 @@ class Task(contract.Task):
     def report(self, sums: Sums) -> dict[str, float]:
         """`action_l1` beside two baselines: to act as on average, and to stay where one is."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
-        metrics = {
+        metrics: dict[str, float] = {
             "loss": float(sums["error"]) / numbers + self.penalty * float(sums["kl"]) / count,
             "action_l1": float(sums["off"]) / numbers,
             "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
@@ -361,18 +356,18 @@ class Task(contract.Task):
                 batch["words"] = self._hashed(commands).to(device)
             return model.act(batch).float().cpu().numpy()
 
-        seeds = [FRESH + trial for trial in which]
-        if not seeds:
+        seeds = FRESH + np.array(which, dtype=np.int64)
+        if not len(seeds):
             return Sums(successes=torch.zeros((), dtype=torch.int64), trials=torch.zeros((), dtype=torch.int64))
         success, films = discs.roll_out(policy, seeds, self.cfg.env.size, steps_of(self.cfg.policy))
-        self.film = films[0], bool(success[0])
+        self.film = films[0]
         return Sums(successes=torch.tensor(int(success.sum())), trials=torch.tensor(len(seeds)))
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """A film of one trial, and the same as a strip of ten frames."""
         if not self.num_trials:
             return {}
-        film, success = self.film
+        film = self.film
         film = np.ascontiguousarray(film.transpose(0, 2, 3, 1)).repeat(4, 1).repeat(4, 2)  # (T, 4 H, 4 W, 3)
         chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, 4 H, 4 W, 3)
         return {"trial": film, "trial_strip": np.concatenate(list(chosen), 1)}
@@ -381,7 +376,7 @@ class Task(contract.Task):
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
         rows = [
-            f"Found {len(demos.episodes)} episodes with {len(demos)} frames at {demos.fps:g} Hz"
+            f"Found {len(demos.episodes)} episodes with {(demos.end - demos.start).sum()} frames at {demos.fps:g} Hz"
             f" in {os.path.relpath(demos.root)} ({demos.version})",
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
             f" {len(self.cameras)} camera(s); {len(demos.tasks)} command(s): {texts}",
@@ -389,6 +384,18 @@ class Task(contract.Task):
             + (" (the same: there is no other to validate on)" if self.shared else ""),
         ]
         return "\n".join(rows)
+
+
+def act_settings(policy: Any) -> act.ACTConfig:
+    """The config's section as the network's own hyper-parameters. Raises ValueError where they do not fit together."""
+    told = {name: value for name, value in vars(policy).items() if name in act.ACTConfig.__dataclass_fields__}
+    return act.ACTConfig(**told | {"n_action_steps": steps_of(policy)})
+
+
+def vla_settings(policy: Any) -> vla.VLASettings:
+    """The same for the other one."""
+    told = {name: value for name, value in vars(policy).items() if name in vla.VLASettings.__dataclass_fields__}
+    return vla.VLASettings(**told).resolved()
 
 
 def steps_of(policy: Any) -> int:
@@ -409,10 +416,8 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def recorded_discs(cfg: EnvSettings) -> Path:
-    """The folder of the simulated demonstrations; recorded if it is missing. Any number of processes may ask at once."""
-    folder = (
-        GENERATED / f"discs_v{discs.VERSION}_{cfg.demonstrations}x{cfg.size}_seed{cfg.data_seed}_noise{cfg.noise:g}"
-    )
+    """The folder of the simulated demonstrations; recorded if missing, by one of any number of processes."""
+    folder = GENERATED / f"discs_v{RECIPE}_{cfg.demonstrations}x{cfg.size}_seed{cfg.data_seed}_noise{cfg.noise:g}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
@@ -427,8 +432,8 @@ def record_discs(folder: Path, cfg: EnvSettings) -> None:
         "observation.images.top": ("image", (3, cfg.size, cfg.size)),
         "action": ("float32", (2,)),
     }
-    seeds = [cfg.data_seed * 10**6 + n for n in range(cfg.demonstrations)]
-    with Recorder(folder, discs.FPS, features, robot_type="discs") as recorder:
+    seeds = cfg.data_seed * 10**6 + np.arange(cfg.demonstrations)
+    with Recorder(folder, FPS, features, robot_type="discs") as recorder:
         for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise):
             recorder.add_episode(episode, command)
 
@@ -440,9 +445,10 @@ def _check(cfg: Any) -> None:
         raise _no_smolvla()
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
-    if policy.n_action_steps > policy.chunk_size:
-        what = f"policy.n_action_steps={policy.n_action_steps} is more than policy.chunk_size={policy.chunk_size}"
-        raise LockstepError(what, where="policy", todo="execute at most as many as are predicted")
+    try:
+        act_settings(policy) if policy.type == "act" else vla_settings(policy)
+    except ValueError as error:
+        raise LockstepError(str(error), where="policy", todo="change one of them") from None
 
 
 def _no_smolvla() -> LockstepError:

@@ -1,0 +1,221 @@
+"""The robot task: LeRobot's command lines, its data, the loss of two quotients, trials, evaluation, exact resume."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, succeed
+
+import tasks
+from engine import config
+from engine.contract import LockstepError, sample_seeds
+from formats.lerobot_writer import Recorder
+
+TINY_ACT = (
+    "policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
+    "policy.n_vae_encoder_layers=1 policy.chunk_size=6 policy.latent_dim=4"
+).split()
+DISCS = ["robot", "env.demonstrations=8", "env.size=16", "policy.chunk_size=5", "eval.n_episodes=4"]
+
+
+def record(root, episodes=4, frames=9, dim=3, cameras=1):
+    """A dataset of random walks; returns its folder."""
+    rng = np.random.default_rng(0)
+    pictures = {f"observation.images.cam{n}": ("image", (3, 32, 40)) for n in range(cameras)}
+    features = {"observation.state": ("float32", (dim,)), "action": ("float32", (dim,)), **pictures}
+    with Recorder(root, 10, features) as recorder:
+        for episode in range(episodes):
+            length = frames + episode
+            walk = rng.normal(size=(length, dim)).cumsum(0).astype(np.float32)
+            shots = {name: rng.integers(0, 256, (length, 3, 32, 40), dtype=np.uint8) for name in pictures}
+            recorder.add_episode({"observation.state": walk, "action": walk + 1, **shots}, f"walk {episode % 2}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("walks") / "set")
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def parse(*words):
+    return config.parse(list(words), tasks.load).cfg
+
+
+def task_of(*words):
+    cfg = parse(*words)
+    task = tasks.load(cfg.task)(cfg)
+    return task, *task.datasets()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_the_type_of_policy_brings_its_own_keys_and_defaults():
+    act = parse("robot", "policy.type=act")
+    assert act.policy.dim_model == 512 and act.optim.lr == 1e-5 and act.steps == 100_000 and act.batch_size == 8
+    assert parse("robot", "policy.type=act", "lr=3e-4", "steps=7").optim.lr == 3e-4
+    vla = parse("robot")
+    assert vla.policy.type == "vla" and vla.policy.preset == "test" and not hasattr(vla.policy, "dim_model")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("policy.type=akt", "policy.type=akt (command line): did you mean act?"),
+        ("policy.kl_weight=1", "unknown key 'policy.kl_weight' (command line)"),
+        (
+            "policy.type=act policy.dim_modle=8",
+            "unknown key 'policy.dim_modle' (command line): did you mean 'policy.dim_model'",
+        ),
+        ("policy.type=act policy.preset=tiny", "unknown key 'policy.preset'"),
+    ],
+)
+def test_a_key_of_another_policy_is_unknown(words, message):
+    with pytest.raises(LockstepError) as caught:
+        parse("robot", *words.split())
+    assert message in str(caught.value)
+
+
+def test_lerobots_spellings():
+    words = (
+        "--policy.type=act --dataset.repo_id=user/name --steps=20 --batch_size=4 --num_workers=2 --seed=7 "
+        "--output_dir=out --job_name=first --log_freq=5 --save_freq=10 --eval_freq=10 --resume=true "
+        "--policy.device=cpu --policy.use_amp=true --policy.push_to_hub=false --optimizer.lr=1e-4 "
+        "--optimizer.grad_clip_norm=5 --dataset.episodes=[0,2] --dataset.image_transforms.enable=true "
+        "--accelerator.gradient_accumulation.steps=2 --wandb.enable=false --wandb.entity=lab --tolerance_s=1e-3 "
+        "--policy.normalization_mapping.STATE=MIN_MAX --cudnn_deterministic=true"
+    )
+    cfg = parse("--task", "robot", *words.split())
+    assert (cfg.steps, cfg.save_dir, cfg.wandb.name, cfg.log_every) == (20, "out", "first", 5)
+    assert (cfg.save_every, cfg.eval_every, cfg.resume, cfg.device, cfg.amp) == (10, 10, "auto", "cpu", "auto")
+    assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.dataset.episodes) == (1e-4, 5, [0, 2])
+    assert cfg.augment.enabled and cfg.gradient_accumulation_steps == 2 and cfg.wandb.entity == "lab"
+    assert cfg.policy.normalization_mapping.STATE == "MIN_MAX" and cfg.deterministic
+    assert cfg.dataset.tolerance_s == 1e-3 and cfg.seed == 7
+    assert parse("robot", "--resume=false").resume == "never"
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    """config.yaml names the type of policy inside its section."""
+    cfg = parse("robot", "policy.type=act", "policy.dim_model=64", "policy.normalization_mapping.ENV=IDENTITY")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(cfg))
+    assert config.to_dict(parse("--config", str(tmp_path / "config.yaml"))) == config.to_dict(cfg)
+
+
+@pytest.mark.parametrize("name", ["act", "vla", "smolvla"])
+def test_the_shipped_configs_parse(name):
+    assert parse("--config", str(ROOT / f"configs/policy/{name}.yaml")).policy.type == name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("dataset.repo_id=nobody/nothing", "nobody/nothing"),
+        ("policy.type=smolvla", "the lerobot package is not installed (policy.type=smolvla): pip install"),
+        ("policy.push_to_hub=true", "nothing is uploaded (policy.push_to_hub)"),
+        ("policy.n_action_steps=9", "n_action_steps 9"),
+        ("policy.type=act policy.dim_model=30", "dim_model 30"),
+        ("policy.pretrained_path=nowhere", "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(launch, tmp_path, words, message):
+    done = launch.python("train.py", *DISCS, *words.split(), f"save_dir={tmp_path / 'run'}")
+    lines = [line for line in done.err.splitlines() if line]
+    assert done.code == 2 and len(lines) == 1 and message in lines[0], done.err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["act", "vla"])
+def test_the_loss_is_a_quotient_of_the_whole_batch(walks, policy):
+    """Cut in pieces of unequal padding, with the mean weight that the loader gives, the totals are those of the whole."""
+    torch.manual_seed(0)
+    small = [*TINY_ACT, "policy.dropout=0"] if policy == "act" else ["policy.chunk_size=6"]
+    task, train, _ = task_of("robot", f"policy.type={policy}", f"dataset.root={walks}", *small)
+    net = task.model().double()
+    indices = list(range(0, len(train), 2))
+    batch = train.__getitems__(indices)
+    batch["seed"] = sample_seeds(0, 0, torch.arange(len(indices)))
+    whole = task.loss(net, batch)
+    assert train.weights[indices].mean() < 6, "nothing is padded"
+    batch["mean_weight"] = torch.full((len(indices),), float(train.weights[indices].mean()))
+    pieces = [
+        {name: value[part] for name, value in batch.items()} for part in (slice(0, 1), slice(1, 7), slice(7, None))
+    ]
+    losses = [task.loss(net, piece) for piece in pieces]
+    total, weight = sum(loss.total for loss in losses), sum(loss.weight for loss in losses)
+    torch.testing.assert_close(total / weight, whole.total / whole.weight, rtol=1e-10, atol=0)
+
+
+def test_acts_loss_is_lerobots(walks):
+    """The masked mean of the absolute error plus kl_weight times the mean divergence, worked out apart."""
+    torch.manual_seed(0)
+    task, train, _ = task_of("robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "policy.dropout=0")
+    policy = task.model().double()
+    batch = train.__getitems__(list(range(len(train))))
+    batch["seed"] = sample_seeds(0, 0, torch.arange(len(train)))
+    loss = task.loss(policy, batch)
+    from engine.contract import uniform
+
+    out = policy.net(policy.inputs(batch), uniform(batch["seed"], policy.net.num_draws))
+    steps = (~batch["action_is_pad"]).sum()
+    expected = out["error"].sum() / (steps * 3) + 10 * out["kl"].mean()
+    torch.testing.assert_close(loss.total / loss.weight, expected)
+
+
+# ---- training and evaluation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_act_trains_on_a_dataset_of_its_own(launch, tmp_path, walks, processes):
+    words = ["--config", "configs/policy/act.yaml", f"dataset.root={walks}", "batch_size=4", "steps=3", *TINY_ACT]
+    done = succeed(launch.torchrun(processes, "train_ddp.py", *words, f"save_dir={tmp_path / 'run'}"))
+    assert "Found 4 episodes with 42 frames at 10 Hz" in done.out and "Train episodes: 3, Val episodes: 1" in done.out
+    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
+    assert (
+        last["step"] == 3
+        and np.isfinite(last["action_l1"])
+        and last["baseline/hold_state_l1"] == pytest.approx(1, abs=0.2)
+    )
+
+
+def test_resume_is_exact_in_the_middle_of_an_epoch(launch, tmp_path, walks):
+    words = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "augment.enabled=true"]
+    words += ["batch_size=4", "steps=9", "optim.lr=1e-3", "save_every=4", "log_every=1"]
+    succeed(launch.python(*words, f"save_dir={tmp_path / 'straight'}"))
+    again = [*words, f"save_dir={tmp_path / 'cut'}"]
+    succeed(launch.python(*[word.replace("steps=9", "steps=4") for word in again], "schedule.horizon=9"))
+    succeed(launch.python(*again, "schedule.horizon=9"))
+    straight, cut = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("straight", "cut"))
+    assert cut["progress"]["step"] == 9 and straight["progress"] == cut["progress"]
+    for name, value in straight["model"].items():
+        assert torch.equal(value, cut["model"][name]), name
+
+
+def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.python("train.py", *DISCS, "steps=3", f"save_dir={run}"))
+    words = ["tools/evaluate.py", str(run), "eval.n_episodes=5"]
+    one, two = succeed(launch.python(*words)), succeed(launch.torchrun(2, *words))
+    tables = [[line for line in done.out.splitlines() if line.startswith("  ")] for done in (one, two)]
+    numbers = [
+        [row for row in table if row.split()[0] in ("loss", "action_l1", "success_rate", "count")] for table in tables
+    ]
+    assert len(numbers[0]) == 4 and numbers[0] == numbers[1]
+
+
+def test_a_trial_shows_in_tensorboard(launch, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    succeed(launch.python("train.py", *DISCS, "steps=2", f"save_dir={tmp_path / 'run'}"))
+    events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
+    assert {"trial", "trial_strip"} <= set(events.Tags()["images"])
+    assert any("success_rate" in tag for tag in events.Tags()["scalars"])
