@@ -1,0 +1,457 @@
+"""The pictures of demonstrations by row: from a memory map that is built once per machine, or decoded anew.
+
+    frames = Frames(demos, size=(96, 96), cache="memmap", where=Path("cache"))
+    frames.get("observation.images.top", rows)  # (n,) rows of demos.columns -> (n, C, 96, 96) uint8
+
+The cache is a folder of `where`, whose name holds a digest of what the dataset is and of the size:
+
+    <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
+    episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
+                    written after they are on the disk: what has no line is decoded again, and so is what has changed.
+    checked.json    size and time of these files when all checksums were right; it is missing while somebody builds
+    lock            held by the one process that builds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.contract import LockstepError
+from formats.lerobot import Demonstrations, Place, need
+
+VERSION = 1
+OPEN_VIDEOS = 8  # per process; a decoder of 480p takes about 15 MB
+PNG_BYTES = 256 * 2**20  # per process
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude"
+
+
+class Frames:
+    """Pictures of `demos`, all cameras.
+
+    size   (H, W) to resize to, or None: as they are
+    cache  "memmap": decode every chosen episode now, unless an earlier run did; "none": decode what is asked for
+    where  the folder that caches lie in; "none" does not use it
+
+    Videos are taken at the frame nearest in time to the row's. Resizing is Pillow's bilinear filter, for both kinds of
+    source and both kinds of cache: they give the same bytes. Raises LockstepError naming file, episode and frame.
+    """
+
+    def __init__(self, demos: Demonstrations, size: tuple[int, int] | None, cache: str, where: str | Path):
+        if cache not in ("memmap", "none"):
+            raise LockstepError(f"no cache of kind {cache!r}", where="dataset.cache", todo="choose memmap or none")
+        if size is not None and (len(size) != 2 or min(size) < 1):
+            raise LockstepError(f"size {size} is not (height, width)", where="dataset.resize", todo="give two numbers")
+        need("PIL.Image")
+        self.demos = demos
+        self.shapes = {
+            name: (demos.features[name].shape[0], *(size or demos.features[name].shape[1:])) for name in demos.cameras
+        }
+        for name, shape in self.shapes.items():
+            if shape[0] not in MODES:
+                raise LockstepError(f"{name} has {shape[0]} channels", where=str(demos.root), todo="1, 3 or 4 are read")
+            for e, place in zip(demos.episodes, demos.places[name], strict=True):
+                if place is None or not place.path.is_file():
+                    what = f"episode {e} frame 0: no pictures of {name}"
+                    raise LockstepError(what, where=str(place.path if place else demos.root), todo=LEAVE_OUT)
+        self._resize = size is not None
+        self._forget()
+        self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
+        self._maps: dict[str, np.ndarray] = {}
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._videos, self._tables = _Recent(OPEN_VIDEOS), _Recent(PNG_BYTES)
+
+    def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
+        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8."""
+        out = np.empty((len(rows), *self.shapes[camera]), dtype=np.uint8)
+        if self._cache:
+            if camera not in self._maps:
+                self._maps[camera] = self._cache.open(camera)
+            # Rows come from an index of this dataset; mode="raise" would copy everything once more.
+            return np.take(self._maps[camera], self._cache.rows(rows), axis=0, out=out, mode="clip")
+        if self._process != os.getpid():
+            # A forked loader process would share the files' positions with its parent. What it inherited is kept, not
+            # closed: a decoder of another process waits for threads that this one does not have.
+            _inherited.append((self._videos, self._tables))
+            self._forget()
+        unique, back = np.unique(rows, return_inverse=True)
+        owner = np.searchsorted(self.demos.end, unique, "right")
+        firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+        found = np.empty((len(unique), *self.shapes[camera]), dtype=np.uint8)
+        for a, b in zip(firsts, np.append(firsts[1:], len(unique)), strict=True):
+            for n, picture in zip(range(a, b), self.decode(camera, int(owner[a]), unique[a:b]), strict=True):
+                found[n] = picture
+        return np.take(found, back, axis=0, out=out)
+
+    def decode(self, camera: str, e: int, rows: np.ndarray, threads: int = 1) -> Iterator[np.ndarray]:
+        """Ascending rows of the e-th chosen episode -> their pictures (C, H, W); `threads` 0: one a core."""
+        place = self.demos.places[camera][e]
+        assert place is not None
+        if self.demos.features[camera].dtype == "image":
+            pictures: Iterator[Any] = self._pngs(camera, place, rows - self.demos.start[e], rows)
+        else:
+            who = [self.demos.say(int(row)) for row in rows]
+            video = self._videos.get(place.path, lambda: (_Video(place.path, who[0], threads), 1))
+            times = place.start_s + self.demos.columns["timestamp"][rows].astype(np.float64)
+            # float32 timestamps are coarser than the usual tolerance after half an hour
+            slack = self.demos.tolerance_s + np.spacing(self.demos.columns["timestamp"][rows])
+            pictures = video.nearest(times, slack, who)
+        for row, image in zip(rows, pictures, strict=True):
+            yield self._fit(image, camera, int(row), place.path)
+
+    def _fit(self, image: Any, camera: str, row: int, path: Path) -> np.ndarray:
+        channels, height, width = self.shapes[camera]
+        if image.mode.startswith(("I", "F")):
+            what = f"{self.demos.say(row)}: {camera} has more than 8 bits per channel"
+            raise LockstepError(what, where=str(path), todo="8-bit pictures are read; convert them")
+        if image.size != (width, height):
+            if not self._resize:
+                what = f"{self.demos.say(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
+                todo = f"mend info.json, or give dataset.resize=[{height}, {width}]"
+                raise LockstepError(what + f"{height}x{width} as info.json says", where=str(path), todo=todo)
+            image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
+        pixels = np.asarray(image.convert(MODES[channels]))  # (H, W, C) or (H, W)
+        return pixels.reshape(height, width, channels).transpose(2, 0, 1)
+
+    def _pngs(self, camera: str, place: Place, frames: np.ndarray, rows: np.ndarray) -> Iterator[Any]:
+        for frame, row in zip(frames, rows, strict=True):
+            # Asked for each time: what is asked for last is what stays open. It counts as a MiB: files are few, too.
+            table = self._tables.get(place.path, lambda: (_Table(place.path), 2**20))
+            group, n = table.find(place.first_row + int(frame))
+            column = self._tables.get((place.path, camera, group), partial(table.read, group, camera))
+            yield _open_png(column[n].as_py(), self.demos, int(row), place.path)
+
+    def close(self) -> None:
+        """Close every file; those that are asked for are opened again."""
+        self._videos.close()
+        self._tables.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled to a loader process, a memory map would become a copy of the file; decoders cannot be pickled.
+        return self.__dict__ | {"_maps": {}, "_videos": None, "_tables": None, "_process": -1}
+
+
+_inherited: list[Any] = []
+
+
+class _Recent:
+    """The values that were asked for last, as many as have a total cost of `limit`; the newest always stays."""
+
+    def __init__(self, limit: int):
+        self.limit, self.cost = limit, 0
+        self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+
+    def get(self, key: Any, make: Callable[[], tuple[Any, int]]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = make()
+            self.cost += self._kept[key][1]
+        self._kept.move_to_end(key)
+        while self.cost > self.limit and len(self._kept) > 1:
+            value, cost = self._kept.popitem(last=False)[1]
+            self.cost -= cost
+            getattr(value, "close", lambda: None)()
+        return self._kept[key][0]
+
+    def close(self) -> None:
+        for value, _ in self._kept.values():
+            getattr(value, "close", lambda: None)()
+        self._kept.clear()
+        self.cost = 0
+
+
+class _Video:
+    """An open video that gives the frame nearest to a time."""
+
+    def __init__(self, path: Path, who: str, threads: int = 1):
+        self._av, self.path = need("av"), path
+        with self._in_words(who):
+            self._container = self._av.open(str(path))
+        if not self._container.streams.video:
+            raise LockstepError(f"{who}: no video in the file", where=str(path), todo=LEAVE_OUT)
+        self._stream = self._container.streams.video[0]
+        self._stream.codec_context.thread_count = threads  # 0: as many as there are cores
+        self._stream.codec_context.thread_type = "AUTO"
+
+    def nearest(self, times: np.ndarray, slack: np.ndarray, who: Sequence[str]) -> Iterator[Any]:
+        """Ascending times in seconds -> Pillow images; `slack` (n,) is how far a frame may be away, `who` names it."""
+        n, before = 0, None
+        frames = self._from(float(times[0]), who[0])
+        while n < len(times):
+            with self._in_words(who[n]):
+                frame = next(frames, None)
+            if frame is not None and (frame.is_corrupt or frame.time is None):
+                raise LockstepError(f"{who[n]}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
+            if frame is not None and frame.format.name.startswith("gray1"):
+                what = f"{who[n]}: more than 8 bits per channel ({frame.format.name})"
+                raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
+            if before is None and frame is None:
+                raise LockstepError(f"{who[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
+            while n < len(times) and (frame is None or frame.time >= times[n]):
+                near = min((f for f in (before, frame) if f), key=lambda f: abs(f.time - times[n]))
+                if abs(near.time - times[n]) > slack[n]:
+                    what = f"{who[n]} is at {times[n]:.4f} s; "
+                    what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
+                    todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
+                    raise LockstepError(what, where=str(self.path), todo=todo)
+                yield self._picture(near)
+                n += 1
+            if n < len(times) and frame and times[n] - frame.time > 1.0:
+                frames, frame = self._from(float(times[n]), who[n]), None  # far ahead: a seek is cheaper
+            before = frame
+
+    def _picture(self, frame: Any) -> Any:
+        gray = frame.format.name == "gray"
+        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if gray else "rgb24"))
+
+    def _from(self, time: float, who: str) -> Iterator[Any]:
+        """Frames from the last key frame before `time`, by a frame's length at least, on."""
+        with self._in_words(who):
+            rate = float(self._stream.average_rate or 1)
+            at = max(0.0, time - 1 / rate) / self._stream.time_base
+            self._container.seek(int(at), stream=self._stream, backward=True)
+            return iter(self._container.decode(self._stream))
+
+    @contextlib.contextmanager
+    def _in_words(self, who: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._av.error.FFmpegError, OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            what = f"{who}: the video cannot be decoded: {reason.replace(str(self.path), self.path.name)}"
+            raise LockstepError(what, where=str(self.path), todo=LEAVE_OUT) from None
+
+    def close(self) -> None:
+        self._container.close()
+
+
+class _Table:
+    """A parquet file whose pictures are read by row group."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._file = need("pyarrow.parquet").ParquetFile(path)
+        except (OSError, need("pyarrow").ArrowException) as error:
+            raise self._cannot_read(error) from None
+        meta = self._file.metadata
+        self._ends = np.cumsum([meta.row_group(g).num_rows for g in range(meta.num_row_groups)])
+
+    def find(self, row: int) -> tuple[int, int]:
+        """(row group, row in it)."""
+        group = int(np.searchsorted(self._ends, row, "right"))
+        return group, row - int(self._ends[group - 1] if group else 0)
+
+    def read(self, group: int, camera: str) -> tuple[Any, int]:
+        try:
+            column = self._file.read_row_group(group, columns=[camera], use_threads=False).column(camera)
+        except (OSError, need("pyarrow").ArrowException) as error:
+            raise self._cannot_read(error) from None
+        array = column.combine_chunks()
+        # With the package `datasets` imported, pictures come as its own type around the plain one.
+        return getattr(array, "storage", array), column.nbytes
+
+    def _cannot_read(self, error: Exception) -> LockstepError:
+        what = f"the pictures cannot be read: {str(error).splitlines()[0]}"
+        return LockstepError(what, where=str(self._path), todo=LEAVE_OUT)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
+    """{bytes, path} or bare bytes -> a Pillow image, decoded."""
+    content = stored.get("bytes") if isinstance(stored, dict) else stored
+    beside = stored.get("path") if isinstance(stored, dict) else None
+    try:
+        if content is None and beside:
+            content = (demos.root / beside).read_bytes()
+        image = need("PIL.Image").open(io.BytesIO(content or b""))
+        image.load()
+        return image
+    except (OSError, TypeError, ValueError, SyntaxError) as error:  # Pillow's words for a damaged file
+        what = f"{demos.say(row)}: the picture cannot be decoded: {error}"
+        raise LockstepError(what.splitlines()[0][:300], where=str(path), todo=LEAVE_OUT) from None
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+class _Cache:
+    """The memory maps of one dataset at one size; making one builds what is missing."""
+
+    def __init__(self, frames: Frames, where: Path):
+        demos = frames.demos
+        self._demos, self._shapes = demos, frames.shapes
+        lengths = np.array(list(demos.lengths.values()))
+        end = np.cumsum(lengths)
+        self._spans = dict(zip(demos.lengths, zip(end - lengths, end, strict=True), strict=True))  # rows of the maps
+        self.begin = np.array([self._spans[e][0] for e in demos.episodes.tolist()])  # (E,)
+        self.total = int(lengths.sum())
+        identity = [VERSION, str(demos.root.resolve()), demos.version, demos.fps, sorted(demos.lengths.items())]
+        identity += [[name, *shape, demos.features[name].dtype] for name, shape in sorted(frames.shapes.items())]
+        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+        self.folder = where / f"{demos.root.resolve().name}-{digest}"
+        self.journal, self.checked = self.folder / "episodes.jsonl", self.folder / "checked.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "lock", "a") as lock:
+                _wait_for(lock, self.folder)  # released with the file, by a killed process too
+                self._build(frames)
+        except OSError as error:
+            todo = "make room, choose another dataset.cache_dir, or dataset.cache=none"
+            what = f"cannot write the cache of pictures: {error.strerror or error}"
+            raise LockstepError(what, where=str(self.folder), todo=todo) from None
+
+    def path(self, camera: str) -> Path:
+        return self.folder / f"{camera}.u8"
+
+    def open(self, camera: str) -> np.ndarray:
+        """(frames of the whole dataset, C, H, W) uint8, read-only."""
+        return np.memmap(self.path(camera), dtype=np.uint8, mode="r", shape=(self.total, *self._shapes[camera]))
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """(n,) rows of demos.columns -> rows of the maps."""
+        e = np.searchsorted(self._demos.end, rows, "right")
+        return self.begin[e] + (rows - self._demos.start[e])
+
+    def _build(self, frames: Frames) -> None:
+        """Decode the chosen episodes that are not there, or no longer what their files hold."""
+        demos = self._demos
+        lines = self._good_lines()
+        keys = [(camera, e) for camera in self._shapes for e in range(len(demos.episodes))]
+        stamps = {key: self._stamp(*key) for key in keys}
+        missing = [
+            key for key in keys if lines.get((key[0], int(demos.episodes[key[1]])), {}).get("stamp") != stamps[key]
+        ]
+        if not missing:
+            return
+        sizes = {camera: math.prod(shape) for camera, shape in self._shapes.items()}
+        lengths = demos.end - demos.start
+        needed, free = sum(int(lengths[e]) * sizes[c] for c, e in missing), shutil.disk_usage(self.folder).free
+        if needed > free:
+            what = f"the pictures take {needed / 1e9:.2f} GB at this size, {free / 1e9:.2f} GB are free"
+            todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
+            raise LockstepError(what, where=str(self.folder), todo=todo)
+        self.checked.unlink(missing_ok=True)
+        with _bar(int(sum(lengths[e] for _, e in missing))) as bar, open(self.journal, "ab") as journal:
+            # One video may hold many episodes: it is opened once and read in order.
+            for (camera, _), group in groupby(sorted(missing, key=self._order), key=lambda key: self._order(key)[:2]):
+                with open(os.open(self.path(camera), os.O_RDWR | os.O_CREAT, 0o666), "r+b") as target:
+                    target.truncate(self.total * sizes[camera])
+                    for key in group:
+                        crc = self._write_episode(frames, *key, target.fileno(), bar)
+                        os.fsync(target.fileno())  # before its line is
+                        line = {"camera": camera, "episode": int(demos.episodes[key[1]]), "crc32": crc}
+                        journal.write(json.dumps(line | {"stamp": stamps[key]}).encode() + b"\n")
+                        journal.flush()
+                        os.fsync(journal.fileno())
+                frames.close()
+        self._note_checked()
+
+    def _order(self, key: tuple[str, int]) -> tuple[str, str, int, float]:
+        place = self._demos.places[key[0]][key[1]]
+        assert place is not None
+        return key[0], str(place.path), place.first_row, place.start_s
+
+    def _write_episode(self, frames: Frames, camera: str, e: int, target: int, bar: Any) -> int:
+        """Decode into the map; returns the CRC-32. By pwrite: a full disk would end a process that writes to a map."""
+        rows = np.arange(self._demos.start[e], self._demos.end[e])
+        at, crc = int(self.begin[e]) * math.prod(self._shapes[camera]), 0
+        for picture in frames.decode(camera, e, rows, threads=0):
+            content = picture.tobytes()
+            crc = zlib.crc32(content, crc)
+            _write_all(target, content, at)
+            at += len(content)
+            bar.update()
+        return crc
+
+    def _stamp(self, camera: str, e: int) -> list[Any]:
+        """What changes when an episode's pictures do."""
+        place = self._demos.places[camera][e]
+        assert place is not None
+        stat = place.path.stat()
+        return [stat.st_size, stat.st_mtime_ns, place.start_s, place.first_row]
+
+    def _good_lines(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """The journal's last line for each (camera, episode); those whose bytes are not in the map are struck out."""
+        lines: dict[tuple[str, int], dict[str, Any]] = {}
+        for text in self.journal.read_bytes().splitlines() if self.journal.exists() else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
+                line = json.loads(text)
+                lines[line["camera"], line["episode"]] = line
+        if self._is_checked():
+            return lines
+        good = {key: line for key, line in lines.items() if self._crc(*key) == line.get("crc32")}
+        beside = self.journal.with_suffix(".new")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in good.values()))
+        os.replace(beside, self.journal)
+        self._note_checked()
+        return good
+
+    def _crc(self, camera: str, episode: int) -> int:
+        size = math.prod(self._shapes[camera])
+        at, end = (int(row) * size for row in self._spans[episode])
+        crc = 0
+        with contextlib.suppress(FileNotFoundError), open(self.path(camera), "rb") as file:
+            file.seek(at)
+            while at < end and (content := file.read(min(end - at, 1 << 24))):
+                crc = zlib.crc32(content, crc)
+                at += len(content)
+        return crc if at == end else -1
+
+    def _files(self) -> dict[str, list[int]]:
+        stats = {path.name: path.stat() for path in (*map(self.path, self._shapes), self.journal) if path.exists()}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+    def _is_checked(self) -> bool:
+        """Nobody wrote to the files since all checksums were right: no need to read everything again."""
+        try:
+            return bool(json.loads(self.checked.read_text()) == self._files())
+        except (OSError, ValueError):
+            return False
+
+    def _note_checked(self) -> None:
+        beside = self.checked.with_suffix(".new")
+        beside.write_text(json.dumps(self._files()))
+        os.replace(beside, self.checked)
+
+
+def _wait_for(lock: Any, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if sys.stderr.isatty():
+            print(f"another process decodes the pictures into {folder}: waiting for it", file=sys.stderr)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="decoding pictures", unit="frame", disable=None, file=sys.stderr, leave=False)
+
+
+def _write_all(target: int, content: bytes, at: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(target, view, at)
+        view, at = view[written:], at + written

@@ -1,0 +1,712 @@
+"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read as they are: no conversion, no lerobot.
+
+    meta/info.json                 fps, features {name: dtype, shape, names}, where the other files are
+    meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3, .parquet since
+    data/**.parquet                a row per frame: observation.*, action*, timestamp, frame_index, episode_index, ...
+    videos/**.mp4                  the pictures of features of dtype "video"; those of dtype "image" are PNG in data/
+
+The numbers of all chosen episodes are held in memory, as arrays in the order of episode_index, then frame: a batch is
+one gather per feature. Pictures come from `formats.frames`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError
+
+VERSIONS = ("v2.0", "v2.1", "v3.0")
+VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
+BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+UNFINISHED = "the recording did not finish, or files are missing: record or copy it again"
+
+Stats = dict[str, dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of info.json.
+
+    shape  of one frame; of a picture always (C, H, W), whatever the order on disk
+    names  of its numbers, flat; empty where there are none
+    kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    names: list[str]
+    kind: str | None
+    is_picture: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the pictures of one episode are: from `start_s` seconds of a video on, or `first_row` of a table."""
+
+    path: Path
+    start_s: float = 0.0
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """E episodes of N frames together.
+
+    columns   {name: (N, ...)} float32 or int64; the five of BOOKKEEPING are (N,), all others (N, *shape)
+    episodes  (E,) int64, episode_index of each, ascending
+    start, end  (E,) int64, its rows in `columns`
+    stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape, pictures (C, 1, 1).
+              From stats.json, of the whole dataset; where there is none, of the chosen episodes: put together from
+              the episodes' own, and from the columns what those do not tell. Pictures may have none.
+    tasks     texts by task_index
+    lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen included
+    places    {camera: Place of each of the E episodes, None where the dataset names no file}
+    """
+
+    root: Path
+    version: str
+    fps: float
+    features: dict[str, Feature]
+    tasks: list[str]
+    columns: dict[str, np.ndarray]
+    episodes: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    stats: Stats
+    lengths: dict[int, int]
+    places: dict[str, list[Place | None]]
+    tolerance_s: float
+
+    @property
+    def cameras(self) -> list[str]:
+        return [name for name, feature in self.features.items() if feature.is_picture]
+
+    def say(self, row: int) -> str:
+        """'episode 3 frame 17' of a row of `columns`."""
+        e = int(np.searchsorted(self.end, row, "right"))
+        return f"episode {self.episodes[e]} frame {row - self.start[e]}"
+
+
+class Pictures(Protocol):
+    """What gives `Chunks` its pictures: `formats.frames.Frames`."""
+
+    def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
+        """(n,) rows of `columns` -> (n, C, H, W) uint8."""
+        ...
+
+
+def need(module: str) -> Any:
+    """An optional package, imported where it is used; LockstepError says how to install it."""
+    package = module.split(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = f"robot data need the package {package}" + ("" if error.name == package else f": {error}")
+        raise LockstepError(what, where="dataset", todo=f"pip install {package}") from None
+
+
+# ---- where a dataset is ---------------------------------------------------------------------------------------------
+
+
+def find(root: str, repo_id: str) -> Path:
+    """The folder of a dataset: dataset.root, root/repo_id, then LeRobot's and the hub's caches on this machine.
+
+    Nothing is downloaded. Raises LockstepError with every place that was tried.
+    """
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    tried: list[Path] = []
+    if root:
+        tried.append(Path(root).expanduser())
+    if root and repo_id:
+        tried.append(tried[0] / repo_id)
+    if repo_id:
+        if named := os.environ.get("HF_LEROBOT_HOME"):
+            tried.append(Path(named).expanduser() / repo_id)
+        tried.append(home / "lerobot" / repo_id)
+        hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        tried += _snapshots(hub / ("datasets--" + repo_id.replace("/", "--")))
+    for place in tried:
+        if (place / "meta" / "info.json").is_file():
+            return place
+    raise LockstepError(
+        "no dataset: " + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
+        where=f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
+        todo="nothing is downloaded: copy the dataset to one of these places, or give dataset.root=FOLDER",
+    )
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    """Of the hub's cache, the one that refs/main names first, then the others, the newest first."""
+    found = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    try:
+        main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        main = ""
+    return sorted(found, key=lambda path: path.name != main) or [folder / "snapshots" / "*"]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Episode:
+    """A row of the episodes' table."""
+
+    length: int
+    data: Path
+    videos: dict[str, Place]
+
+
+def read(
+    root: str | Path, episodes: Sequence[int] = (), exclude: Sequence[int] = (), tolerance_s: float = 1e-4
+) -> Demonstrations:
+    """Read the numbers of a dataset.
+
+    episodes, exclude  episode_index of those to take (empty: all) and of those to leave out
+    tolerance_s  how far a timestamp may be from frame_index / fps, in seconds
+    Raises LockstepError with file, episode and frame where the dataset is incomplete or contradicts itself.
+    """
+    root = Path(root)
+    info_path = root / "meta" / "info.json"
+    info = _read_info(info_path)
+    version, features = info["codebase_version"], _features(info, info_path)
+    is_old = version != "v3.0"
+    table = (_episodes_of_old if is_old else _episodes_of_v3)(root, info, features)
+    _check_counts(info, table, info_path)
+    chosen = _choose(sorted(table), episodes, exclude, info_path)
+    columns, first_rows = _read_columns(features, {e: table[e] for e in chosen})
+    lengths = np.array([table[e].length for e in chosen], dtype=np.int64)
+    end = np.cumsum(lengths)
+    places: dict[str, list[Place | None]] = {
+        name: [
+            Place(table[e].data, first_row=first_rows[e]) if feature.dtype == "image" else table[e].videos.get(name)
+            for e in chosen
+        ]
+        for name, feature in features.items()
+        if feature.is_picture
+    }
+    demos = Demonstrations(
+        root=root,
+        version=version,
+        fps=info["fps"],
+        features=features,
+        tasks=_read_tasks(root, is_old),
+        columns=columns,
+        episodes=np.array(chosen, dtype=np.int64),
+        start=end - lengths,
+        end=end,
+        stats={},
+        lengths={e: table[e].length for e in sorted(table)},
+        places=places,
+        tolerance_s=tolerance_s,
+    )
+    _check_rows(demos)
+    demos.stats.update(_stats(demos, _told_stats(root, chosen)))
+    return demos
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    info = _json(path, _text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"))
+    version = info.get("codebase_version")
+    if version not in VERSIONS:
+        raise LockstepError(
+            f"codebase_version {version!r} is not known",
+            where=str(path),
+            todo=f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it",
+        )
+    fps = info.get("fps")
+    if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not fps > 0:
+        raise LockstepError(f"fps {fps!r} is no rate", where=str(path), todo="give the frames per second")
+    return info
+
+
+def _features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
+    found = info.get("features")
+    if not isinstance(found, dict) or not found:
+        raise LockstepError("no features", where=str(path), todo=UNFINISHED)
+    if missing := [name for name in BOOKKEEPING if name not in found]:
+        raise LockstepError(f"no feature {', '.join(missing)}", where=str(path), todo=UNFINISHED)
+    return {name: _feature(name, raw, path) for name, raw in found.items()}
+
+
+def _feature(name: str, raw: Any, path: Path) -> Feature:
+    known: dict[str, Any] = raw if isinstance(raw, dict) else {}
+    dtype, shape = known.get("dtype", ""), known.get("shape", "")
+    is_right = isinstance(dtype, str) and isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    is_picture = dtype in ("image", "video")
+    if not is_right or (is_picture and len(shape) != 3):
+        what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
+        raise LockstepError(what, where=str(path), todo="give a dtype and a shape of whole numbers, pictures three")
+    names = _flat_names(known.get("names"))
+    size = tuple(shape) or (1,)
+    if is_picture and _channels_last(names, size):
+        size = (size[2], size[0], size[1])
+    return Feature(dtype, size, names, _kind(name, is_picture), is_picture)
+
+
+def _flat_names(names: Any) -> list[str]:
+    """Lists, lists of lists and {"motors": [...]} are all in use."""
+    if isinstance(names, dict):
+        lists = [value for value in names.values() if isinstance(value, list)]
+        return _flat_names(lists or list(names))
+    if isinstance(names, list):
+        return [flat for name in names for flat in _flat_names(name)]
+    return [] if names is None else [str(names)]
+
+
+def _channels_last(names: Sequence[str], shape: tuple[int, ...]) -> bool:
+    if len(names) == 3:
+        return names[2] in ("channel", "channels")
+    return shape[2] in (1, 3, 4) and shape[0] not in (1, 3, 4)
+
+
+def _kind(name: str, is_picture: bool) -> str | None:
+    if is_picture:
+        return VISUAL
+    if name == "observation.environment_state":
+        return ENV
+    return STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+
+
+def _episodes_of_old(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> dict[int, _Episode]:
+    """Versions 2.0 and 2.1: a file per episode."""
+    path = root / "meta" / "episodes.jsonl"
+    size = info.get("chunks_size") or 1000
+    data = info.get("data_path") or "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+    video = info.get("video_path") or "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+    table = {}
+    for line, row in _json_lines(path):
+        e, length = _whole(row, "episode_index", path, line), _whole(row, "length", path, line)
+        names = {"episode_chunk": e // size, "episode_index": e}
+        videos = {
+            key: Place(root / _fill(video, path, video_key=key, **names))
+            for key, feature in features.items()
+            if feature.dtype == "video"
+        }
+        table[e] = _Episode(length, root / _fill(data, path, **names), videos)
+    return table
+
+
+def _episodes_of_v3(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> dict[int, _Episode]:
+    """Version 3.0: many episodes per file."""
+    files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
+    if not files:
+        raise LockstepError("no table of episodes", where=str(root / "meta" / "episodes"), todo=UNFINISHED)
+    data = info.get("data_path") or "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    video = info.get("video_path") or "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+    table = {}
+    for path in files:
+        file = _parquet(path)
+        # The statistics of each episode are most of the bytes.
+        wanted = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+        for line, row in enumerate(_rows(file, wanted, path)):
+            e, length = _whole(row, "episode_index", path, line), _whole(row, "length", path, line)
+            at = {name: _whole(row, f"data/{name}", path, line) for name in ("chunk_index", "file_index")}
+            videos = {}
+            for key, feature in features.items():
+                if feature.dtype == "video" and row.get(f"videos/{key}/file_index") is not None:
+                    inside = {n: _whole(row, f"videos/{key}/{n}", path, line) for n in ("chunk_index", "file_index")}
+                    start = row.get(f"videos/{key}/from_timestamp") or 0.0
+                    videos[key] = Place(root / _fill(video, path, video_key=key, **inside), start_s=float(start))
+            table[e] = _Episode(length, root / _fill(data, path, **at), videos)
+    return table
+
+
+def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: Path) -> None:
+    counts = {"total_episodes": len(table), "total_frames": sum(episode.length for episode in table.values())}
+    for name, count in counts.items():
+        if info.get(name, count) != count:
+            what = f"{name} is {info[name]}, but the table of episodes has {count}"
+            raise LockstepError(what, where=str(path), todo=UNFINISHED)
+    if not table:
+        raise LockstepError("no episodes", where=str(path), todo=UNFINISHED)
+    if empty := [e for e, episode in table.items() if episode.length < 1]:
+        raise LockstepError(f"episode {empty[0]} has no frames", where=str(path), todo=UNFINISHED)
+
+
+def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path) -> list[int]:
+    for name, asked in (("episodes", episodes), ("exclude", exclude)):
+        if unknown := sorted(set(asked) - set(known)):
+            what = f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which is not there"
+            todo = f"there are {len(known)} episodes from {known[0]} to {known[-1]}"
+            raise LockstepError(what, where=str(path), todo=todo)
+    chosen = sorted(set(episodes or known) - set(exclude))
+    if not chosen:
+        raise LockstepError("every episode is excluded", where=str(path), todo="leave some in")
+    return chosen
+
+
+def _read_columns(
+    features: Mapping[str, Feature], table: Mapping[int, _Episode]
+) -> tuple[dict[str, np.ndarray], dict[int, int]]:
+    """The chosen episodes' columns, one episode after the other, and the row of its file at which each begins."""
+    wanted = {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
+    wanted = {name: wanted[name] for name in BOOKKEEPING} | wanted  # the first ones tell where the others are wrong
+    members: dict[Path, list[int]] = {}
+    for e, episode in table.items():
+        members.setdefault(episode.data, []).append(e)
+    parts: dict[int, dict[str, np.ndarray]] = {}
+    first_rows: dict[int, int] = {}
+    for path, inside in members.items():
+        columns = _read_file(path, wanted, f"episode {inside[0]}")
+        owner = columns["episode_index"]
+        cuts = np.flatnonzero(np.diff(owner)) + 1
+        begins, ends = np.append(0, cuts), np.append(cuts, len(owner))
+        runs: dict[int, tuple[int, int]] = {}
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            e = int(owner[begin]) if len(owner) else -1
+            if e in runs and e in table:
+                what = f"episode {e} lies in two pieces, at rows {runs[e][0]} and {begin}"
+                raise LockstepError(what, where=str(path), todo="write the frames of an episode one after the other")
+            runs[e] = (begin, end)
+        for e in inside:
+            begin, end = runs.get(e, (0, 0))
+            if end - begin != table[e].length:
+                what = f"episode {e} has {end - begin} rows, its table says {table[e].length}"
+                raise LockstepError(what, where=str(path), todo=UNFINISHED)
+            parts[e] = {name: column[begin:end] for name, column in columns.items()}
+            first_rows[e] = begin
+    return {name: np.concatenate([parts[e][name] for e in table]) for name in wanted}, first_rows
+
+
+def _read_file(path: Path, wanted: Mapping[str, Feature], whose: str) -> dict[str, np.ndarray]:
+    file = _parquet(path, whose)
+    if missing := [name for name in wanted if name not in file.schema_arrow.names]:
+        what = f"no column {', '.join(missing)}, which info.json lists"
+        raise LockstepError(what, where=str(path), todo=UNFINISHED)
+    arrow = _table(file, list(wanted), path)
+    columns: dict[str, np.ndarray] = {}
+
+    def say(row: int) -> str:
+        at = {name: int(columns[name][row]) for name in ("episode_index", "frame_index") if name in columns}
+        return " ".join(f"{name.removesuffix('_index')} {n}" for name, n in at.items()) or f"row {row}"
+
+    for name in sorted(wanted, key=("episode_index", "frame_index").__contains__, reverse=True):
+        columns[name] = _to_numpy(arrow.column(name), name, wanted[name], say, path)
+    return columns
+
+
+def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str], path: Path) -> np.ndarray:
+    """An arrow column of numbers or of lists of one length -> (N, *shape), or (N,) of the bookkeeping."""
+    pa = need("pyarrow")
+    array = column.combine_chunks()
+    count, per_row = len(array), 1
+    while True:
+        array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+        if array.null_count:
+            row = int(np.flatnonzero(np.asarray(array.is_null()))[0]) // per_row
+            raise LockstepError(f"{say(row)}: {name} has no value", where=str(path), todo="mend or exclude the episode")
+        if pa.types.is_fixed_size_list(array.type):
+            array, width = array.flatten(), array.type.list_size
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+            widths = np.asarray(array.value_lengths())
+            width = int(widths[0]) if count else 0
+            if len(odd := np.flatnonzero(widths != width)):
+                what = f"{say(int(odd[0]) // per_row)}: {name} has {widths[odd[0]]} numbers, {width} before"
+                raise LockstepError(what, where=str(path), todo="mend or exclude the episode")
+            array = array.flatten()
+        else:
+            break
+        per_row *= width
+    kinds = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
+    if not any(kind(array.type) for kind in kinds):
+        raise LockstepError(f"{name} is of type {array.type}, not numbers", where=str(path), todo="leave it out")
+    if count and per_row != math.prod(feature.shape):
+        what = f"{name} has {per_row} numbers per frame, info.json says {feature.shape}"
+        raise LockstepError(what, where=str(path), todo="mend info.json or write the dataset again")
+    kind = np.float32 if pa.types.is_floating(array.type) else np.int64
+    flat = array.to_numpy(zero_copy_only=False).astype(kind)
+    return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
+
+
+def _check_rows(demos: Demonstrations) -> None:
+    columns, lengths = demos.columns, demos.end - demos.start
+    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, lengths)  # (N,)
+
+    def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
+        if len(rows := np.flatnonzero(wrong)):
+            row = int(rows[0])
+            raise LockstepError(f"{demos.say(row)}: {what.format(row=row)}", where=str(demos.root), todo=todo)
+
+    for name, column in columns.items():
+        if column.dtype == np.float32 and not np.isfinite(column).all():
+            wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
+            refuse(wrong, f"{name} is not finite (NaN or infinity)", "mend it, or dataset.exclude the episode")
+    found = columns["frame_index"]
+    refuse(found != frame, "frame_index does not count 0, 1, 2 ... from there", "mend it, or exclude the episode")
+    timestamp = columns["timestamp"].astype(np.float64)
+    # After half an hour the float32 that timestamps are stored in is coarser than the usual tolerance.
+    allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
+    what = f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than {demos.tolerance_s:g} s"
+    todo = "mend it, exclude the episode, or raise dataset.tolerance_s"
+    refuse(np.abs(timestamp - frame / demos.fps) > allowed, what, todo)
+    task = columns["task_index"]
+    what = f"its task_index is none of the {len(demos.tasks)} tasks"
+    refuse((task < 0) | (task >= len(demos.tasks)), what, "mend meta/tasks or the column")
+
+
+def _read_tasks(root: Path, is_old: bool) -> list[str]:
+    """Texts by task_index. The column's name varies: it is the one that is not task_index."""
+    path = root / "meta" / ("tasks.jsonl" if is_old else "tasks.parquet")
+    if is_old:
+        rows = list(_json_lines(path))
+    else:
+        file = _parquet(path)
+        rows = list(enumerate(_rows(file, file.schema_arrow.names, path)))
+    texts: dict[int, str] = {}
+    for line, row in rows:
+        words = [value for name, value in row.items() if name != "task_index" and isinstance(value, str)]
+        if not words:
+            raise LockstepError("a task without its text", where=f"{path}:{line}", todo=UNFINISHED)
+        texts[_whole(row, "task_index", path, line)] = words[0]
+    return [texts.get(index, "") for index in range(max(texts, default=-1) + 1)]
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One feature's {mean, std, min, max, count} of several episodes -> of all of them together.
+
+    The mean weighs each episode by its count; the variance adds what lies between their means to what lies within:
+    sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
+    """
+    count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
+    mean, std, low, high = (np.stack([part[name] for part in parts]) for name in ("mean", "std", "min", "max"))
+    share = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
+    middle = (share * mean).sum(0)
+    spread = np.sqrt((share * (std**2 + (mean - middle) ** 2)).sum(0))
+    return {"mean": middle, "std": spread, "min": low.min(0), "max": high.max(0), "count": np.array([count.sum()])}
+
+
+def measure(column: np.ndarray) -> dict[str, np.ndarray]:
+    """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count (1,)."""
+    wide = column.astype(np.float64)
+    told = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
+    told["count"] = np.array([len(wide)])
+    return told | dict(zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True))
+
+
+def _told_stats(root: Path, chosen: Sequence[int]) -> Stats:
+    """What the dataset says itself; quantiles of episodes do not add up and are left out."""
+    whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
+    if whole.is_file():
+        return {name: _arrays(told) for name, told in _json(whole, _text(whole, "")).items()}
+    if not each.is_file():
+        return {}
+    parts: dict[str, list[dict[str, np.ndarray]]] = {}
+    wanted = set(chosen)
+    for line, row in _json_lines(each):
+        if _whole(row, "episode_index", each, line) in wanted:
+            for name, told in row.get("stats", {}).items():
+                parts.setdefault(name, []).append(_arrays(told))
+    basic = {"mean", "std", "min", "max", "count"}
+    # A feature that some episode tells nothing about is measured instead: half a sum is worse than none.
+    return {
+        name: aggregate(part)
+        for name, part in parts.items()
+        if len(part) == len(wanted) and all(basic <= set(told) for told in part)
+    }
+
+
+def _arrays(told: Any) -> dict[str, np.ndarray]:
+    try:
+        return {name: np.array(value, dtype=np.float64) for name, value in told.items()}
+    except (AttributeError, TypeError, ValueError):
+        return {}
+
+
+def _stats(demos: Demonstrations, told: Stats) -> Stats:
+    """`told` where it fits the feature's shape, else measured."""
+    names = ("mean", "std", "min", "max", *QUANTILES)
+    stats: Stats = {}
+    for name, feature in demos.features.items():
+        shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
+        fits = {
+            key: value.reshape(shape)
+            for key, value in told.get(name, {}).items()
+            if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
+        }
+        if name in demos.columns and name not in BOOKKEEPING and len(fits) < len(names):
+            measured = measure(demos.columns[name])
+            fits = {key: measured[key].reshape(shape) for key in names} | fits
+        if fits:
+            stats[name] = fits
+    return stats
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """Windows over time around each frame of some episodes.
+
+    episodes  (e,) episode_index of those to take; each of their frames is a sample
+    deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
+    pictures  where the cameras' pictures come from; None: a batch has none
+    weights   (len,) float64: how many of a sample's action steps lie in its episode (1 where no "action" is asked)
+    """
+
+    def __init__(
+        self,
+        demos: Demonstrations,
+        episodes: Iterable[int],
+        deltas: Mapping[str, Sequence[int]],
+        pictures: Pictures | None = None,
+    ):
+        chosen = np.array(list(episodes), dtype=np.int64)
+        if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
+            raise LockstepError(f"episode {unknown[0]} was not read", where=str(demos.root), todo="read it first")
+        for name in deltas:
+            kind = demos.features[name].kind if name in demos.features else None
+            if kind is None or not len(deltas[name]) or (kind == VISUAL and pictures is None):
+                known = [n for n, f in demos.features.items() if f.kind and (pictures or not f.is_picture)]
+                what = f"no frames of {name} can be given" if name in demos.features else f"no feature {name}"
+                raise LockstepError(what, where=str(demos.root), todo=f"there are {', '.join(known)}")
+        e = np.searchsorted(demos.episodes, chosen)
+        first, end = demos.start[e], demos.end[e]
+        rows = [np.arange(a, b) for a, b in zip(first, end, strict=True)]
+        self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))  # (len,) of `demos.columns`
+        self.first = torch.from_numpy(np.repeat(first, end - first))  # (len,) its episode's first row
+        self.last = torch.from_numpy(np.repeat(end - 1, end - first))
+        self.deltas = {name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()}
+        self.pictures = pictures
+        self.cameras = demos.cameras if pictures else []
+        numbers = [name for name, feature in demos.features.items() if feature.kind and name in demos.columns]
+        self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
+        told = {"task_index": "task_index", "episode_index": "episode_index", "frame_index": "frame_index"}
+        self.told = {key: torch.from_numpy(demos.columns[name]) for key, name in (told | {"row": "index"}).items()}
+        inside = torch.zeros(len(self.rows), dtype=torch.float64)
+        for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
+            at = self.rows + step
+            inside += (at >= self.first) & (at <= self.last)
+        self.weights = inside.numpy()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """B indices -> for each feature of a policy
+
+            <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures uint8 (..., C, H, W)
+            <name>_is_pad  (B, T) bool, of those with deltas: beyond the episode, its first or last frame stands in
+
+        and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,) int64.
+        """
+        chosen = torch.as_tensor(indices)
+        rows, first, last = self.rows[chosen], self.first[chosen, None], self.last[chosen, None]
+        batch: Batch = {key: column[rows] for key, column in self.told.items()}
+        where = {}
+        for name, steps in self.deltas.items():
+            at = rows[:, None] + steps  # (B, T)
+            where[name] = at.clamp(first, last)
+            batch[f"{name}_is_pad"] = where[name] != at
+        for name, column in self.columns.items():
+            at = where.get(name, rows)
+            batch[name] = column.index_select(0, at.view(-1)).view(*at.shape, *column.shape[1:])
+        for name in self.cameras:
+            at = where.get(name, rows)
+            assert self.pictures is not None
+            pixels = torch.from_numpy(self.pictures.get(name, at.view(-1).numpy()))
+            batch[name] = pixels.view(*at.shape, *pixels.shape[1:])
+        return batch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+
+def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(train, val) episodes, both ascending: whole episodes, for two frames of one are near copies of each other.
+
+    At least one each where there are two or more and `val_share` is above 0. The same arguments give the same split.
+    """
+    episodes = np.asarray(episodes, dtype=np.int64)
+    if not 0.0 <= val_share < 1.0:
+        raise LockstepError(f"val_share {val_share} is not a share", where="dataset", todo="give one from 0 to below 1")
+    count = 0
+    if val_share and len(episodes) > 1:
+        count = min(max(round(len(episodes) * val_share), 1), len(episodes) - 1)
+    order = np.random.default_rng(seed).permutation(len(episodes))
+    return np.sort(episodes[order[count:]]), np.sort(episodes[order[:count]])
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path, todo: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"cannot read {path.name}: {error.strerror}", where=str(path), todo=todo) from None
+    except UnicodeDecodeError:
+        raise LockstepError("no text in UTF-8", where=str(path), todo=UNFINISHED) from None
+
+
+def _json(path: Path, text: str, line: int = 0) -> dict[str, Any]:
+    where = f"{path}:{line}" if line else str(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise LockstepError("no JSON, or cut short", where=where, todo=UNFINISHED) from None
+    if not isinstance(found, dict):
+        raise LockstepError("a JSON object is expected", where=where, todo=UNFINISHED)
+    return found
+
+
+def _json_lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    for line, text in enumerate(_text(path, UNFINISHED).splitlines(), 1):
+        if text.strip():
+            yield line, _json(path, text, line)
+
+
+def _whole(row: Mapping[str, Any], name: str, path: Path, line: int) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LockstepError(f"{name} is {value!r}, no whole number", where=f"{path}:{line}", todo=UNFINISHED)
+    return value
+
+
+def _fill(template: Any, path: Path, **names: Any) -> str:
+    try:
+        return template.format(**names)
+    except (AttributeError, KeyError, IndexError, ValueError):
+        known = ", ".join(f"{{{name}}}" for name in names)
+        what = f"info.json names its files by {template!r}"
+        raise LockstepError(what, where=str(path), todo=f"use {known} in it") from None
+
+
+def _parquet(path: Path, whose: str = "") -> Any:
+    pa, pq = need("pyarrow"), need("pyarrow.parquet")
+    prefix = f"{whose}: " if whose else ""
+    try:
+        return pq.ParquetFile(path)
+    except FileNotFoundError:
+        raise LockstepError(f"{prefix}no file {path.name}", where=str(path), todo=UNFINISHED) from None
+    except (OSError, pa.ArrowException) as error:
+        what = f"{prefix}no parquet file, or cut short: {str(error).splitlines()[0]}"
+        raise LockstepError(what, where=str(path), todo=UNFINISHED) from None
+
+
+def _table(file: Any, columns: list[str], path: Path) -> Any:
+    pa = need("pyarrow")
+    try:
+        return file.read(columns=columns, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        what = f"cannot read the table: {str(error).splitlines()[0]}"
+        raise LockstepError(what, where=str(path), todo=UNFINISHED) from None
+
+
+def _rows(file: Any, columns: list[str], path: Path) -> list[dict[str, Any]]:
+    return _table(file, columns, path).to_pylist()
