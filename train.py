@@ -59,12 +59,18 @@ def run(cfg: Any, world: dist.World) -> dict[str, float]:
 
 
 def prepare(
-    cfg: Any, world: dist.World, stop: Stop | None = None, strict: bool = False, force: bool = False
+    cfg: Any,
+    world: dist.World,
+    stop: Stop | None = None,
+    strict: bool = False,
+    force: bool = False,
+    to_train: bool = True,
 ) -> Prepared:
     """(all ranks) Everything up to the first step; writes nothing yet.
 
     strict  refuse where it would adapt
     force   go on from a checkpoint although the config is another
+    to_train  False: the checkpoint is only looked at, so that it may be cut in any way
     """
     say = print if world.main else _silence
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -94,7 +100,7 @@ def prepare(
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
-    if found and state:
+    if found and state and to_train:
         for warning in world.together(lambda: checkpoint.check_same_run(state, cfg, the_plan, data, found, force)):
             say(f"warning: {warning}")
 

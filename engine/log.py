@@ -22,7 +22,7 @@ from engine.loop import Job, Skipped, Slow
 
 T = TypeVar("T")
 
-SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1"}
+SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
 
 class Silent:
@@ -244,7 +244,7 @@ def _few(samples: list[int]) -> str:
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
     """The guides' short names and formats of the metrics that have one."""
     return {
-        short: f"{100 * metrics[name]:.2f}%" if name == "accuracy" else f"{metrics[name]:.4f}"
+        short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
         for name, short in SHORT.items()
         if name in metrics
     }

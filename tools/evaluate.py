@@ -44,7 +44,7 @@ def _main(asked: config.Asked) -> int:
     world = dist.join(asked.cfg, dist.environment())
     stop = Stop()
     with Watch(world, stop, asked.cfg.ddp.timeout_s):
-        prepared = train.prepare(asked.cfg, world, stop, force=asked.force)
+        prepared = train.prepare(asked.cfg, world, stop, to_train=False)
         scored = loop.evaluate(prepared.job, prepared.val_loader)
         if world.main and scored:
             print(f"{prepared.resumed}, step {prepared.job.progress.step}:")
