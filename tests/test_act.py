@@ -275,19 +275,19 @@ def test_cameras_of_any_size_in_their_order():
 def test_a_random_backbone_learns():
     """Nothing pretrained: which of two pictures it is must reach the action, through gradients from the first layer."""
     net = build([TOP], use_vae=False, n_encoder_layers=1, dim_model=32)
-    inputs = {TOP: noise(2, 3, 40, 40), ACTION: torch.ones(2, 6, 2), PADDED: torch.zeros(2, 6, dtype=torch.bool)}
+    inputs = {TOP: noise(2, 3, 32, 32), ACTION: torch.ones(2, 6, 2), PADDED: torch.zeros(2, 6, dtype=torch.bool)}
     inputs[ACTION][1] = -1.0
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     first = net.backbone.conv1.weight.detach().clone()
     errors = []
-    for _ in range(25):
+    for _ in range(12):
         error = net(inputs, torch.zeros(2, 0))["error"].sum() / 24
         optimizer.zero_grad()
         error.backward()
         optimizer.step()
         errors.append(error.item())
     assert errors[-1] < 0.25 * errors[0], errors
-    assert (net.backbone.conv1.weight - first).abs().max() > 1e-4
+    assert (net.backbone.conv1.weight - first).abs().max() > 1e-4, "down to the first layer"
 
 
 def test_no_step_waits_for_the_device(case):
