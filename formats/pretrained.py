@@ -76,7 +76,7 @@ def find(path_or_id: str) -> Path:
             tried.append(folder)
             if (folder / CONFIG).is_file():
                 return folder
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a `~` of nobody, a NUL
+    except (OSError, RuntimeError) as error:  # a name too long, a `~` of nobody
         why = getattr(error, "strerror", None) or error
         raise LockstepError(f"cannot look there: {why}", where=f"policy.pretrained_path={_plain(path_or_id)}") from None
     todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
