@@ -76,17 +76,18 @@ def find(path_or_id: str) -> Path:
             tried.append(folder)
             if (folder / CONFIG).is_file():
                 return folder
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a `~` of nobody, a NUL
-        raise LockstepError(f"cannot look for {path_or_id[:80]!r}: {error}", where="policy.pretrained_path") from None
+    except (OSError, RuntimeError) as error:  # a name too long, a `~` of nobody
+        why = getattr(error, "strerror", None) or error
+        raise LockstepError(f"cannot look there: {why}", where=f"policy.pretrained_path={_plain(path_or_id)}") from None
     todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
     if _ID.fullmatch(path_or_id):
         todo += f", but `hf download {path_or_id}` does it"
-    what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'an empty name'}"
-    raise LockstepError(what, where=f"policy.pretrained_path={path_or_id}", todo=todo)
+    what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'such a name'}"
+    raise LockstepError(what, where=f"policy.pretrained_path={_plain(path_or_id)}", todo=todo)
 
 
 def _candidates(path_or_id: str) -> Iterable[Path]:
-    if not path_or_id:
+    if not path_or_id or not path_or_id.isprintable():
         return
     path = Path(path_or_id).expanduser()
     if path.is_file():
@@ -129,7 +130,7 @@ def load(folder: Path) -> Pretrained:
     weights, old_stats = _split_old(weights, config)
     bad = sorted(name for name, value in weights.items() if not value.isfinite().all())
     if bad:
-        what = f"{len(bad)} of {len(weights)} tensors hold NaN or infinity, such as {bad[0]}"
+        what = f"{len(bad)} of {len(weights)} tensors hold NaN or infinity, such as {_plain(bad[0])}"
         raise LockstepError(what, where=str(folder / WEIGHTS), todo="take an earlier checkpoint")
     return Pretrained(config, weights, stats or old_stats)
 
@@ -162,7 +163,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _cannot("read", path, error) from None
     except (ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0][:120]
+        why = _plain(str(error))
         raise LockstepError(f"{path.name} is no JSON: {why}", where=str(path), todo="copy the folder again") from None
     if not isinstance(value, dict):
         what = f"{path.name} holds a {type(value).__name__}, not a mapping"
@@ -186,7 +187,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except LockstepError:
         raise
     except Exception as error:  # its own error class on damaged bytes, torch's and Python's on absurd shapes
-        why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        why = _plain(str(error) or type(error).__name__)
         what = f"{path.name} is cut short or no safetensors file: {why}"
         raise LockstepError(what, where=str(path), todo="copy the folder again") from None
 
@@ -204,7 +205,7 @@ def _safetensors() -> ModuleType:
 
 
 def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
-    what = f"cannot {verb} {path.name}: {getattr(error, 'strerror', None) or str(error)[:120]}"
+    what = f"cannot {verb} {path.name}: {getattr(error, 'strerror', None) or _plain(str(error))}"
     return LockstepError(
         what, where=str(path), todo="see that it is there, that it may be used, and that there is room"
     )
@@ -225,7 +226,7 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
         if name in weights and weights[name].shape != value.shape
     }
     missing = [f"{name} {tuple(value.shape)}" for name, value in expected.items() if name not in weights]
-    unexpected = [f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in expected]
+    unexpected = [f"{_plain(name)} {tuple(value.shape)}" for name, value in weights.items() if name not in expected]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": list(misshaped.values())}
     report = "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
     good = {name: value for name, value in weights.items() if name in expected and name not in misshaped}
@@ -239,6 +240,11 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
         )
     net.load_state_dict(good, strict=False)
     return report
+
+
+def _plain(text: str) -> str:
+    """As it can stand in a message of one line."""
+    return text[:120] if text.isprintable() else ascii(text[:120])
 
 
 def _few(names: list[str]) -> str:

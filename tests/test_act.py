@@ -1,0 +1,404 @@
+"""The Action Chunking Transformer: LeRobot's names and numbers, sums that add up, and the ensemble in time."""
+
+import math
+import zlib
+
+import pytest
+import torch
+
+from models.act import ACT, ACTConfig, Attention, TemporalEnsemble, grid_positions
+from models.layers import normal_quantiles
+from models.resnet import FrozenBatchNorm2d, ResNet
+
+STATE, ENV, ACTION, PADDED = "observation.state", "observation.environment_state", "action", "action_is_pad"
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+DIMS = {STATE: 4, ENV: 3, ACTION: 2}
+SIZES = {TOP: (64, 96), WRIST: (40, 56)}
+TINY = {"chunk_size": 6, "n_action_steps": 6, "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "latent_dim": 5}
+TINY |= {"n_encoder_layers": 2, "n_vae_encoder_layers": 2, "dropout": 0.0}
+CASES = {
+    "as published": ({}, [STATE, TOP]),
+    "pre-norm": ({"pre_norm": True, "feedforward_activation": "gelu", "n_decoder_layers": 2}, [STATE, TOP, WRIST]),
+    "no VAE": ({"use_vae": False}, [STATE, TOP]),
+    "no camera": ({}, [STATE, ENV]),
+    "no state": ({"n_decoder_layers": 3}, [ENV, WRIST]),
+}
+GOLDEN = {
+    "as published": {
+        "kl": [11.9503, 11.9769, 11.0148],
+        "error": [10.3493, 2.4157, 3.6857],
+        "sample": [1.3199, -0.5637, 0.7014, -0.1205],
+    },
+    "pre-norm": {
+        "kl": [12.1161, 12.3841, 12.227],
+        "error": [12.8993, 1.4216, 5.4159],
+        "sample": [0.3133, -1.2258, 0.741, -1.5367],
+    },
+    "no VAE": {"error": [11.6244, 2.5133, 4.1316], "sample": [1.3199, -0.5637, 0.7014, -0.1205]},
+    "no camera": {
+        "kl": [11.9503, 11.9769, 11.0148],
+        "error": [8.6353, 1.8624, 3.4424],
+        "sample": [0.5325, -0.2272, 0.4963, -0.208],
+    },
+    "no state": {
+        "kl": [11.7731, 11.2207, 11.0233],
+        "error": [5.1184, 0.3791, 5.0613],
+        "sample": [-0.7585, 0.4419, -0.4848, 0.0797],
+    },
+}
+"""What LeRobot 0.4.4 computes from `fill`ed weights: per sample the sums, and the start of the first chunk."""
+
+
+def build(names=(STATE, TOP), **options):
+    torch.manual_seed(0)
+    state, env = (DIMS[name] if name in names else 0 for name in (STATE, ENV))
+    return ACT(ACTConfig(**TINY | options), state, env, DIMS[ACTION], [name for name in names if name in SIZES])
+
+
+def noise(*shape, seed=0):
+    """Numbers in [-1, 1) that look random, and that no generator's version changes."""
+    x = torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) * 12.9898 + seed) * 43758.5453
+    return ((x - x.floor()) * 2 - 1).reshape(shape).float()
+
+
+def fill(state):
+    """Give every tensor of a state dict, named without `model.`, numbers of its own that keep a signal alive."""
+    for name, value in state.items():
+        if name != "vae_encoder_pos_enc":
+            numbers = noise(*value.shape, seed=zlib.crc32(name.encode()) % 1000)
+            if "embed" in name:
+                value.copy_(numbers * 2)
+            elif value.ndim > 1:
+                value.copy_(numbers * 2 / value[0].numel() ** 0.5)
+            else:
+                value.copy_(numbers / 2 + name.endswith((".weight", "running_var")))
+
+
+def a_batch(names, count=3, chunk=6):
+    """As a dataset gives it; of the first three samples one is whole, one nearly all padding, one ends early."""
+    inputs = {name: noise(count, DIMS[name], seed=1) for name in names if name in DIMS}
+    inputs |= {name: noise(count, 3, *SIZES[name], seed=2) for name in names if name in SIZES}
+    valid = torch.tensor([chunk, 1, 4]).repeat(count)[:count, None]
+    return inputs | {ACTION: noise(count, chunk, DIMS[ACTION], seed=3), PADDED: torch.arange(chunk) >= valid}
+
+
+def some_draws(net, count=3):
+    return noise(count, net.num_draws, seed=4) / 2 + 0.5
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    options, names = CASES[request.param]
+    net = build(names, **options)
+    return request.param, net, a_batch(names), some_draws(net)
+
+
+def close(got, expected, **how):
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), **how)
+
+
+# ---- LeRobot's network ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_numbers_of_lerobot(case):
+    name, net, inputs, draws = case
+    fill(net.state_dict())
+    expected = GOLDEN[name]
+    got = net(inputs, draws) | {"sample": net.sample(inputs)[0].flatten()[:4]}
+    assert got.keys() == expected.keys()
+    for what, value in expected.items():
+        close(got[what], value, rtol=0, atol=2e-4)
+
+
+def test_as_many_parameters_as_lerobot():
+    with torch.device("meta"):
+        net = ACT(ACTConfig(), 14, 0, 14, [TOP])
+    count = sum(parameter.numel() for parameter in net.parameters())
+    assert count == 51_613_582
+    # Until LeRobot 0.3 the normalisers were frozen parameters: mean and std of the state, of the action twice, of RGB.
+    assert count + 2 * (14 + 2 * 14 + 3) == 51_613_672
+
+
+def test_the_names_of_lerobots_checkpoints():
+    net = build([STATE, ENV, TOP], n_encoder_layers=1, n_vae_encoder_layers=1)
+    attention = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
+    linear = ["weight", "bias"]
+    norm = ["weight", "bias", "running_mean", "running_var"]
+
+    def layer(prefix, attentions, norms):
+        names = [f"{prefix}.{one}.{what}" for one in attentions for what in attention]
+        return names + [f"{prefix}.{one}.{what}" for one in ["linear1", "linear2", *norms] for what in linear]
+
+    expected = layer("encoder.layers.0", ["self_attn"], ["norm1", "norm2"])
+    expected += layer("vae_encoder.layers.0", ["self_attn"], ["norm1", "norm2"])
+    expected += layer("decoder.layers.0", ["self_attn", "multihead_attn"], ["norm1", "norm2", "norm3"])
+    expected += ["vae_encoder_pos_enc", "vae_encoder_cls_embed.weight"]
+    expected += ["encoder_1d_feature_pos_embed.weight", "decoder_pos_embed.weight"]
+    linears = ["vae_encoder_robot_state_input_proj", "vae_encoder_action_input_proj", "vae_encoder_latent_output_proj"]
+    linears += ["encoder_robot_state_input_proj", "encoder_env_state_input_proj", "encoder_latent_input_proj"]
+    linears += ["encoder_img_feat_input_proj", "decoder.norm", "action_head"]
+    expected += [f"{one}.{what}" for one in linears for what in linear]
+    expected += ["backbone.conv1.weight"] + [f"backbone.bn1.{what}" for what in norm]
+    for stage in (1, 2, 3, 4):
+        for block in (0, 1):
+            one = f"backbone.layer{stage}.{block}"
+            expected += [f"{one}.conv1.weight", f"{one}.conv2.weight"]
+            expected += [f"{one}.{bn}.{what}" for bn in ("bn1", "bn2") for what in norm]
+            if stage > 1 and block == 0:
+                expected += [f"{one}.downsample.0.weight"] + [f"{one}.downsample.1.{what}" for what in norm]
+    assert sorted(net.state_dict()) == sorted(expected)
+
+
+def test_attention_is_torchs_own():
+    theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    ours = Attention(16, 4, 0.0)
+    ours.load_state_dict(theirs.state_dict())
+    query, key, value = noise(2, 3, 16), noise(2, 5, 16, seed=1), noise(2, 5, 16, seed=2)
+    mask = torch.tensor([[True, True, False, True, False], [True] * 5])
+    close(ours(query, key, value, mask), theirs(query, key, value, key_padding_mask=~mask)[0])
+    close(ours(query, key, value), theirs(query, key, value)[0])
+
+
+def test_dropout_is_there_in_training_alone():
+    attention = Attention(16, 4, 0.5)
+    x = noise(2, 5, 16)
+    assert not torch.equal(attention(x, x, x), attention(x, x, x))
+    attention.eval()
+    assert torch.equal(attention(x, x, x), attention(x, x, x))
+    net, inputs = build([STATE, ENV], dropout=0.5), a_batch([STATE, ENV])
+    assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+    assert not torch.equal(net.sample(inputs), net.sample(inputs))
+    net.eval()
+    assert torch.equal(net.sample(inputs), net.sample(inputs))
+
+
+def test_grid_positions_run_over_rows_and_columns():
+    """The formula with its own loops (DETR, appendix): 2 pi y / H in the first half, 2 pi x / W in the second."""
+    got = grid_positions(torch.zeros(1, 7, 2, 3), 8).reshape(2, 3, 8)
+    for y in range(2):
+        for x in range(3):
+            for half, place in ((0, (y + 1) / 2), (1, (x + 1) / 3)):
+                for i in range(4):
+                    angle = 2 * math.pi * place / 10000 ** (2 * (i // 2) / 4)
+                    close(got[y, x, 4 * half + i], math.cos(angle) if i % 2 else math.sin(angle), atol=1e-4, rtol=0)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_learns(case):
+    _, net, inputs, draws = case
+    sum(value.sum() for value in net(inputs, draws).values()).backward()
+    assert [name for name, parameter in net.named_parameters() if parameter.grad is None] == []
+
+
+def lerobots_loss(prediction, mean, log_var, inputs):
+    """LeRobot's since 0.5, from its source: the mean absolute error where it counts, and ten times the mean KL."""
+    error = torch.nn.functional.l1_loss(prediction, inputs[ACTION], reduction="none")[~inputs[PADDED]].mean()
+    posterior = torch.distributions.Normal(mean, (log_var / 2).exp())
+    kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0))
+    return error + 10.0 * kl.sum(1).mean()
+
+
+@torch.no_grad()
+def test_the_sums_make_lerobots_loss_however_the_batch_is_cut():
+    names = [STATE, ENV]
+    net, inputs = build(names), a_batch(names, count=6)
+    draws = some_draws(net, 6)
+    mean, log_var = net.posterior(inputs)
+    prediction = net.decode(inputs, mean + (log_var / 2).exp() * normal_quantiles()(draws))
+    expected = lerobots_loss(prediction, mean, log_var, inputs)
+    mean_valid = (~inputs[PADDED]).sum() / 6
+    for cut in ([6], [3, 3], [1, 2, 3]):
+        total = 0.0
+        for part in torch.arange(6).split(cut):
+            sums = net({name: value[part] for name, value in inputs.items()}, draws[part])
+            assert {name: value.shape for name, value in sums.items()} == {"error": (len(part),), "kl": (len(part),)}
+            total += (sums["error"] / (mean_valid * DIMS[ACTION]) + net.penalty * sums["kl"]).sum()
+        close(total / 6, expected)
+
+
+def test_the_latent_is_drawn_and_used():
+    names = [STATE, ENV]
+    net, inputs = build(names), a_batch(names)
+    assert net.num_draws == 5 and net.penalty == 10.0
+    a, b = (net(inputs, torch.full((3, 5), draw)) for draw in (0.1, 0.9))
+    assert (a["error"] - b["error"]).abs().min() > 1e-3, "the draws move the prediction"
+    assert torch.equal(a["kl"], b["kl"]), "and not the posterior"
+    net(inputs, torch.full((3, 5), 0.1))["error"].sum().backward()
+    assert net.vae_encoder_action_input_proj.weight.grad.abs().max() > 0, "the error alone teaches the encoder"
+    other = net(inputs | {ACTION: -inputs[ACTION]}, torch.full((3, 5), 0.1))
+    assert (a["kl"] - other["kl"]).abs().min() > 1e-4, "which sees the actions"
+
+
+def test_without_the_vae_nothing_is_drawn():
+    net, inputs = build([STATE, ENV], use_vae=False), a_batch([STATE, ENV])
+    assert (net.num_draws, net.penalty) == (0, 0.0)
+    sums = net(inputs, torch.zeros(3, 0))
+    error = (net.sample(inputs) - inputs[ACTION]).abs() * ~inputs[PADDED][..., None]
+    close(sums["error"], error.sum((1, 2)))
+    assert "kl" not in sums
+
+
+def test_padding_counts_for_nothing():
+    net, inputs = build([STATE, ENV]), a_batch([STATE, ENV])
+    draws = some_draws(net)
+    other = inputs | {ACTION: inputs[ACTION].masked_fill(inputs[PADDED][..., None], 77.0)}
+    a, b = net(inputs, draws), net(other, draws)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    seen = inputs | {ACTION: inputs[ACTION] + 1.0}
+    assert all((net(seen, draws)[name] != a[name]).all() for name in a)
+
+
+def test_a_sample_is_of_what_is_seen_alone():
+    net, inputs = build([STATE, ENV]), a_batch([STATE, ENV])
+    chunk = net.sample({name: inputs[name] for name in (STATE, ENV)}, torch.rand(3, 5))
+    assert chunk.shape == (3, 6, 2) and not chunk.requires_grad
+    close(chunk, net.decode(inputs, torch.zeros(3, 5)))
+    assert torch.equal(net.sample(inputs), chunk)
+
+
+def test_cameras_of_any_size_in_their_order():
+    net, inputs = build([TOP, WRIST], use_vae=False), a_batch([TOP, WRIST])
+    chunk = net.sample(inputs)
+    small = net.sample(inputs | {TOP: noise(3, 3, 33, 20)})
+    assert chunk.shape == small.shape and not torch.equal(chunk, small)
+    one = build([TOP], use_vae=False)
+    one.load_state_dict(net.state_dict())
+    assert (one.sample({TOP: inputs[TOP]}) - chunk).abs().max() > 1e-3, "the second camera is looked at"
+    swapped = ACT(net.config, 0, 0, DIMS[ACTION], [WRIST, TOP])
+    swapped.load_state_dict(net.state_dict())
+    close(swapped.sample(inputs), chunk, atol=1e-5, rtol=1e-4)  # attention has no order of its own
+
+
+def test_a_random_backbone_learns():
+    """Nothing pretrained: which of two pictures it is must reach the action, through gradients from the first layer."""
+    net = build([TOP], use_vae=False, n_encoder_layers=1, dim_model=32)
+    inputs = {TOP: noise(2, 3, 32, 32), ACTION: torch.ones(2, 6, 2), PADDED: torch.zeros(2, 6, dtype=torch.bool)}
+    inputs[ACTION][1] = -1.0
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    first = net.backbone.conv1.weight.detach().clone()
+    errors = []
+    for _ in range(12):
+        error = net(inputs, torch.zeros(2, 0))["error"].sum() / 24
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+        errors.append(error.item())
+    assert errors[-1] < 0.25 * errors[0], errors
+    assert (net.backbone.conv1.weight - first).abs().max() > 1e-4, "down to the first layer"
+
+
+def test_no_step_waits_for_the_device(case):
+    """Tensors without contents: whoever asks one for a number fails."""
+    _, net, inputs, draws = case
+    net = net.to("meta")
+    inputs = {name: value.to("meta") for name, value in inputs.items()}
+    sum(value.sum() for value in net(inputs, draws.to("meta")).values()).backward()
+    assert net.sample(inputs).shape == (3, 6, 2)
+
+
+def test_under_autocast_the_sums_keep_their_digits():
+    net, inputs = build([STATE, TOP]), a_batch([STATE, TOP])
+    draws = some_draws(net)
+    exact = net(inputs, draws)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net.backbone(inputs[TOP]).dtype == torch.bfloat16, "half the memory, to the last feature map"
+        rough = net(inputs, draws)
+    for name, value in exact.items():
+        assert rough[name].dtype == torch.float32
+        close(rough[name], value, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dim_model": 30}, "multiple of 4"),
+        ({"n_heads": 5}, "n_heads 5"),
+        ({"n_action_steps": 7}, "chunk_size 6"),
+        ({"n_action_steps": 0}, "from 1"),
+        ({"vision_backbone": "resnet50"}, "resnet18, resnet34"),
+        ({"feedforward_activation": "glu"}, "relu, gelu"),
+    ],
+)
+def test_what_no_network_can_be_made_of(options, words):
+    with pytest.raises(ValueError, match=words):
+        ACTConfig(**TINY | options)
+
+
+def test_a_policy_must_see_something():
+    with pytest.raises(ValueError, match="camera"):
+        ACT(ACTConfig(**TINY), 0, 0, 2, [])
+    assert build([STATE]).sample({STATE: noise(3, 4)}).shape == (3, 6, 2)
+
+
+# ---- the residual network -------------------------------------------------------------------------------------------
+
+
+def test_frozen_norms_are_batch_norms_in_evaluation_and_stay():
+    theirs, ours = torch.nn.BatchNorm2d(5), FrozenBatchNorm2d(5)
+    for i, value in enumerate(ours.buffers()):
+        value.copy_(noise(5, seed=i) / 2 + 1)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    x = noise(3, 5, 4, 4)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    close(ours.train()(x), theirs.eval()(x))
+    assert list(before) == ["weight", "bias", "running_mean", "running_var"]
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    assert not list(ours.parameters())
+
+
+@pytest.mark.parametrize(("size", "features"), [((64, 96), (2, 3)), ((33, 20), (2, 1)), ((1, 1), (1, 1))])
+def test_features_are_a_thirty_second(size, features):
+    assert ResNet()(noise(1, 3, *size)).shape == (1, 512, *features)
+
+
+@torch.no_grad()
+def test_dilation_sees_what_the_stride_saw_and_what_lies_between():
+    torch.manual_seed(0)
+    strided, dilated = ResNet(), ResNet(dilate=True)
+    dilated.load_state_dict(strided.state_dict())
+    x = noise(1, 3, 128, 96)
+    assert dilated(x).shape == (1, 512, 8, 6)
+    x = dilated.layer3(dilated.layer2(dilated.layer1(noise(1, 64, 32, 24))))
+    close(dilated.layer4(x)[..., ::2, ::2], strided.layer4(x), atol=1e-3, rtol=1e-3)
+
+
+def test_a_deeper_backbone():
+    with torch.device("meta"):
+        counts = [sum(p.numel() for p in ResNet(name).parameters()) for name in ("resnet18", "resnet34")]
+    assert counts == [11_166_912, 21_267_648]  # torchvision's, without the head and the norms
+
+
+# ---- the ensemble in time -------------------------------------------------------------------------------------------
+
+
+def blended(history, now, coefficient):
+    """Algorithm 2 by its text: all predictions of moment `now`, oldest first, weighted by exp(-coefficient * i)."""
+    found = [chunk[now - start] for start, chunk in history if 0 <= now - start < len(chunk)]
+    weights = torch.tensor([math.exp(-coefficient * i) for i in range(len(found))])
+    return (torch.stack(found) * weights[:, None]).sum(0) / weights.sum()
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 0.0, 0.7, -0.3])
+def test_the_ensemble_is_the_weighted_mean(coefficient):
+    ensemble, history = TemporalEnsemble(coefficient), [[], [], []]
+    for now in range(14):
+        if now == 6:  # one environment of three begins anew
+            ensemble.reset(torch.tensor([False, True, False]))
+            history[1] = []
+        chunk = noise(3, 4, 2, seed=now)
+        for b in range(3):
+            history[b].append((now, chunk[b]))
+        close(ensemble(chunk), torch.stack([blended(history[b], now, coefficient) for b in range(3)]))
+
+
+def test_an_ensemble_is_used_again():
+    ensemble = TemporalEnsemble()
+    ensemble.reset(torch.tensor([True]))  # before anything was seen
+    ensemble(noise(3, 4, 2))
+    ensemble.reset()
+    chunk = noise(5, 6, 2, seed=1)
+    close(ensemble(chunk), chunk[:, 0])
+    assert ensemble.coefficient == 0.01
