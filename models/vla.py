@@ -154,6 +154,23 @@ def fit(images: Tensor, size: int) -> Tensor:
     return F.pad(small, (left, size - shape[1] - left, top, size - shape[0] - top), value=-1.0)
 
 
+def linear(before: int, after: int) -> nn.Linear:
+    """Xavier's start, as DiT's: with torch's own the attention is flat at first, and words and places take far longer
+    to find each other."""
+    layer = nn.Linear(before, after)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def silent(before: int, after: int) -> nn.Linear:
+    """A layer that says 0 until it has learned otherwise."""
+    layer = nn.Linear(before, after)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class Eyes(nn.Module):
     """Pictures (B, N, C, S, S) of N cameras, about -1 to 1 -> tokens (B, N * (S / patch)^2, width)."""
 
@@ -167,11 +184,11 @@ class Eyes(nn.Module):
         for before, after in zip([channels, *sizes], sizes, strict=False):
             stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
         self.stem = nn.Sequential(*stem)
-        self.out = nn.Linear(sizes[-1], width)
+        self.out = linear(sizes[-1], width)
         # Fixed, for a learned table takes far longer to say where things are; the linear map chooses the scale.
         positions = grid_positions(image_size // patch_size, width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
-        self.place = nn.Linear(width, width)
+        self.place = linear(width, width)
         self.camera = nn.Parameter(0.02 * torch.randn(cameras, 1, width))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -186,22 +203,22 @@ class Attention(nn.Module):
     def __init__(self, width: int, head_width: int, source_width: int):
         super().__init__()
         self.head_width = head_width
-        self.q = nn.Linear(width, width)
-        self.kv = nn.Linear(source_width, 2 * width)
-        self.out = nn.Linear(width, width)
+        self.q = linear(width, width)
+        self.kv = linear(source_width, 2 * width)
+        self.out = linear(width, width)
 
     def recall(self, source: Tensor) -> Tensor:
         return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # (2, B, H, M, width / H)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """mask (B, 1, 1, M) bool: True where a source may be looked at."""
         q = self.q(x).unflatten(2, (-1, self.head_width)).transpose(1, 2)  # (B, H, L, width / H)
-        mixed = F.scaled_dot_product_attention(q, memory[0], memory[1], attn_mask=mask)
+        mixed = F.scaled_dot_product_attention(q, memory[0], memory[1], attn_mask=mask, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 def feed_forward(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
 
 
 class TrunkBlock(nn.Module):
@@ -227,9 +244,7 @@ class Modulation(nn.Module):
     def __init__(self, width: int, parts: int):
         super().__init__()
         self.parts = parts
-        self.linear = nn.Linear(width, parts * width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = silent(width, parts * width)
 
     def forward(self, code: Tensor) -> tuple[Tensor, ...]:
         return self.linear(F.silu(code))[:, None].chunk(self.parts, 2)
@@ -244,7 +259,10 @@ Memory = Callable[[Attention], Tensor]
 
 
 class ExpertBlock(nn.Module):
-    """(B, T, width) -> (B, T, width): each step of the chunk looks at the others, then at the trunk's output."""
+    """(B, T, width) -> (B, T, width): each step of the chunk looks at the earlier ones, then at the trunk's output.
+
+    Looking back only, as SmolVLA: what pads a chunk at the end of an episode cannot touch the steps before it.
+    """
 
     def __init__(self, width: int, head_width: int, source_width: int, dropout: float):
         super().__init__()
@@ -257,7 +275,7 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor, code: Tensor, memory: Memory, mask: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulation(code)
         normed = modulated(x, shift1, scale1)
-        x = x + gate1 * self.dropout(self.attention(normed, self.attention.recall(normed)))
+        x = x + gate1 * self.dropout(self.attention(normed, self.attention.recall(normed), causal=True))
         x = x + gate2 * self.dropout(self.cross(modulated(x, shift2, scale2), memory(self.cross), mask))
         return x + gate3 * self.dropout(self.mlp(modulated(x, shift3, scale3)))
 
@@ -272,21 +290,19 @@ class Expert(nn.Module):
         super().__init__()
         width = settings.expert_width
         self.checkpointing = settings.gradient_checkpointing
-        self.enter = nn.Linear(action_dim, width)
+        self.enter = linear(action_dim, width)
         positions = sine_code(torch.arange(settings.chunk_size), width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
         # SmolVLA's: periods from 0.004 to 4.
         rates = torch.logspace(math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2)
         self.register_buffer("rates", rates.to(torch.get_default_dtype()), persistent=False)
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.time = nn.Sequential(linear(width, width), nn.SiLU(), linear(width, width))
         self.blocks = nn.ModuleList(
             ExpertBlock(width, settings.head_width, settings.width, settings.dropout)
             for _ in range(settings.expert_depth)
         )
         self.modulation = Modulation(width, 2)
-        self.out = nn.Linear(width, action_dim)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.out = silent(width, action_dim)
 
     def forward(self, x: Tensor, time: Tensor, memory: Memory, mask: Tensor) -> Tensor:
         angles = time[:, None] * self.rates
@@ -312,7 +328,8 @@ class VLA(nn.Module):
     penalty    weight of a "penalty" in what `forward` returns; there is none here
 
     `inputs` holds "observation.state" (B, S), each camera's (B, channels, H, W) of about -1 to 1, and "words" (B, L)
-    int64 of `hash_words`, L at most num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk) bool.
+    int64 of `hash_words`, L at most num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk)
+    bool, True from where an episode has ended.
     """
 
     penalty = 0.0
@@ -334,7 +351,7 @@ class VLA(nn.Module):
         self.words = nn.Embedding(settings.vocabulary, width, padding_idx=0)
         order = sine_code(torch.arange(settings.num_words), width).to(torch.get_default_dtype())
         self.register_buffer("order", order, persistent=False)
-        self.state = nn.Linear(state_dim, width) if state_dim else None
+        self.state = linear(state_dim, width) if state_dim else None
         self.trunk = nn.ModuleList(
             TrunkBlock(width, settings.head_width, settings.dropout) for _ in range(settings.depth)
         )

@@ -158,6 +158,11 @@ class Launcher:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank: the oldest that has it in its environment, for the loader's have it, too."""
+        mark = f"\0RANK={rank}\0".encode()
+        return min(pid for pid in self.left_behind() if mark in Path(f"/proc/{pid}/environ").read_bytes())
+
     def left_behind(self) -> list[int]:
         found = []
         for process in Path("/proc").glob("[0-9]*"):

@@ -29,20 +29,14 @@ COMMON += ["epochs=1000000", "schedule.horizon=1000000", "save_every=7", "eval_e
 KILLED = -signal.SIGKILL
 
 
-def rank_of(launcher: Launcher, rank: int) -> int:
-    """The process of a rank, not its loader's."""
-    mark = f"\0RANK={rank}\0".encode()
-    return min(pid for pid in launcher.left_behind() if mark in Path(f"/proc/{pid}/environ").read_bytes())
-
-
 def interrupt(kind: str, launcher: Launcher, run: Running, processes: int, dice: random.Random) -> None:
     rank = dice.randrange(processes)
     if kind in ("kill a rank", "kill a rank, restart"):
-        os.kill(rank_of(launcher, rank), signal.SIGKILL)
+        os.kill(launcher.rank_pid(rank), signal.SIGKILL)
     elif kind == "freeze a rank":
-        os.kill(rank_of(launcher, rank), signal.SIGSTOP)
+        os.kill(launcher.rank_pid(rank), signal.SIGSTOP)
     elif kind == "stop a rank":
-        os.kill(rank_of(launcher, rank), signal.SIGTERM)
+        os.kill(launcher.rank_pid(rank), signal.SIGTERM)
     elif kind == "pull the plug":
         launcher.signal_all(signal.SIGKILL)
     elif kind == "kill torchrun":

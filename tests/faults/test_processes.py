@@ -265,7 +265,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     run.wait_for("Saved best model")
     number = getattr(signal, number)
     if to == "rank 1":
-        os.kill(rank_pid(launch, 1), number)
+        os.kill(launch.rank_pid(1), number)
     else:
         launch.signal_all(number) if to == "everybody" else run.signal(number)
     done = run.wait(40)
@@ -296,14 +296,6 @@ def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path)
     assert (now["state"], now["step"], progress["step"]) == ("stopped", 3, 3) and progress["evaluation_due"]
 
 
-def rank_pid(launch, rank):
-    """The process of a rank: the oldest one that has it in its environment."""
-    found = [
-        pid for pid in launch.left_behind() if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    ]
-    return min(found)
-
-
 def test_a_time_limit_stops_the_run(launch, tmp_path):
     done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=4")
     assert done.code == 75 and "max_time_s is over" in done.out
@@ -332,7 +324,7 @@ def test_a_ctrl_c_that_arrives_twice_is_one(launch, tmp_path):
     words = words_of("slow", tmp_path / "run", "fault.rank=0", "fault.seconds=4", "log_every=1")
     run = launch.start_launcher(2, *words)
     run.wait_for("Starting training")
-    rank_0 = rank_pid(launch, 0)
+    rank_0 = launch.rank_pid(0)
     run.wait_for("step 2/")
     os.kill(rank_0, signal.SIGINT)
     run.wait_for("stopping after this step")
@@ -355,7 +347,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(launch, tmp_path):
 def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
     run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1")
     run.wait_for("Saved best model")
-    ranks = [rank_pid(launch, rank) for rank in (0, 1)]
+    ranks = [launch.rank_pid(rank) for rank in (0, 1)]
     run.signal(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 15)
