@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +52,13 @@ class ACTConfig:
     kl_weight: float = 10.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "int" and getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} {getattr(self, field.name)} must be at least 1")
         if self.dim_model % self.n_heads or self.dim_model % 4:
             raise ValueError(f"dim_model {self.dim_model} must be a multiple of 4 and of n_heads {self.n_heads}")
-        if not 1 <= self.n_action_steps <= self.chunk_size:
-            raise ValueError(f"n_action_steps {self.n_action_steps} must be from 1 to chunk_size {self.chunk_size}")
+        if self.n_action_steps > self.chunk_size:
+            raise ValueError(f"n_action_steps {self.n_action_steps} must be at most chunk_size {self.chunk_size}")
         if self.vision_backbone not in DEPTHS:
             raise ValueError(f"vision_backbone {self.vision_backbone!r} must be one of {', '.join(DEPTHS)}")
         if self.feedforward_activation not in ACTIVATIONS:
@@ -66,8 +69,8 @@ class ACTConfig:
 class Attention(nn.Module):
     """Queries (B, Q, W), keys and values (B, K, W) -> (B, Q, W), in `heads` heads.
 
-    The parameters have nn.MultiheadAttention's names and shapes; that module itself would take its slow path, with the
-    weights of every pair of tokens in memory, whenever it trains with a mask.
+    The parameters have nn.MultiheadAttention's names and shapes; that module has other code for evaluation than for
+    training, and keeps the weights of every pair of tokens unless told not to.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
