@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -215,8 +215,9 @@ class Task(contract.Task):
         self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
         self.demos = demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = sorted(name for name, feature in demos.features.items() if feature.is_picture)
-        if "action" not in demos.columns:
-            raise LockstepError("the dataset has no feature `action`", where=str(root), todo="imitation needs one")
+        if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
+            what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
+            raise LockstepError(what, where=str(root), todo="imitation needs both")
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
@@ -235,7 +236,7 @@ class Task(contract.Task):
             return wanted[0], wanted[-1]
         if self.cfg.policy.type != "vla" or not self.cameras:
             return None
-        side = vla_settings(self.cfg.policy).image_size
+        side = settings_of(self.cfg.policy).image_size
         _, height, width = self.demos.features[self.cameras[0]].shape
         larger = max(height, width)  # the sides' ratio stays: the network fills its square up
         return max(1, round(side * height / larger)), max(1, round(side * width / larger))
@@ -250,9 +251,10 @@ class Task(contract.Task):
         stats: dict[str, Any] = dict(demos.stats)
         for camera in self.cameras:
             stats[camera] = UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else stats.get(camera, IMAGENET))
+        self.stats, self.modes = stats, modes
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path:
-            self._start_from(policy, cfg)
+            self._start_from(policy)
         self.words: Tensor | None = None
         if cfg.type == "vla":
             self.words = self._hashed(demos.tasks)
@@ -263,16 +265,42 @@ class Task(contract.Task):
         cfg = self.cfg.policy
         state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
         if cfg.type == "act":
-            return act.ACT(act_settings(cfg), state_dim, env_dim, self.action_dim, self.cameras)
-        return vla.VLA(vla_settings(cfg), state_dim, self.action_dim, self.cameras)
+            return act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
+        return vla.VLA(settings_of(cfg), state_dim, self.action_dim, self.cameras)
 
-    def _start_from(self, policy: Policy, cfg: Any) -> None:
+    def _start_from(self, policy: Policy) -> None:
+        """Take over pretrained weights; the normalisation is that of the data at hand."""
+        cfg = self.cfg.policy
         found = pretrained.load(pretrained.find(cfg.pretrained_path))
-        pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+        here = asdict(settings_of(cfg))
+        others = {name: found.config[name] for name in here if found.config.get(name, here[name]) != here[name]}
+        if found.config.get("type") != cfg.type:
+            others = {"type": found.config.get("type")}
+        try:
+            if "type" in others:
+                raise LockstepError(f"the pretrained weights are not of {cfg.type}", where="policy.pretrained_path")
+            self.started_from = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+        except LockstepError as error:
+            if not others:
+                raise
+            todo = " ".join(f"policy.{name}={value}" for name, value in others.items())
+            raise LockstepError(str(error), todo=f"its config.json says {todo}") from None
+
+    def save_pretrained(self, policy: Policy, folder: Path) -> None:
+        """A `pretrained_model` folder: what `policy.pretrained_path` takes, and for ACT what LeRobot loads."""
+        shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
+        size = self._size()
+        for camera in self.cameras:
+            channels, *recorded = self.demos.features[camera].shape
+            shapes[camera] = [channels, *(size or recorded)]
+        kinds = {name: self.demos.features[name].kind for name in shapes}
+        features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
+        config = asdict(settings_of(self.cfg.policy))
+        pretrained.save(folder, self.cfg.policy.type, config, policy.net, self.stats, features, self.modes)
 
     def _hashed(self, commands: list[str]) -> Tensor:
         """(len(commands), L) int64."""
-        settings = vla_settings(self.cfg.policy)
+        settings = settings_of(self.cfg.policy)
         return torch.tensor([vla.hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
 
     # ---- training ----
@@ -386,16 +414,12 @@ class Task(contract.Task):
         return "\n".join(rows)
 
 
-def act_settings(policy: Any) -> act.ACTConfig:
+def settings_of(policy: Any) -> Any:
     """The config's section as the network's own hyper-parameters. Raises ValueError where they do not fit together."""
-    told = {name: value for name, value in vars(policy).items() if name in act.ACTConfig.__dataclass_fields__}
-    return act.ACTConfig(**told | {"n_action_steps": steps_of(policy)})
-
-
-def vla_settings(policy: Any) -> vla.VLASettings:
-    """The same for the other one."""
-    told = {name: value for name, value in vars(policy).items() if name in vla.VLASettings.__dataclass_fields__}
-    return vla.VLASettings(**told).resolved()
+    cls: Any = act.ACTConfig if policy.type == "act" else vla.VLASettings
+    told = {name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__}
+    full = cls(**told | {"n_action_steps": steps_of(policy)})
+    return full if policy.type == "act" else full.resolved()
 
 
 def steps_of(policy: Any) -> int:
@@ -446,7 +470,7 @@ def _check(cfg: Any) -> None:
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
     try:
-        act_settings(policy) if policy.type == "act" else vla_settings(policy)
+        settings_of(policy)
     except ValueError as error:
         raise LockstepError(str(error), where="policy", todo="change one of them") from None
 

@@ -141,7 +141,7 @@ def test_mistakes_are_one_line(launch, tmp_path, words, message):
 
 @pytest.mark.parametrize("policy", ["act", "vla"])
 def test_the_loss_is_a_quotient_of_the_whole_batch(walks, policy):
-    """Cut in pieces of unequal padding, with the mean weight that the loader gives, the totals are those of the whole."""
+    """Cut in pieces of unequal padding, with the mean weight that the loader gives, it comes to the same."""
     torch.manual_seed(0)
     small = [*TINY_ACT, "policy.dropout=0"] if policy == "act" else ["policy.chunk_size=6"]
     task, train, _ = task_of("robot", f"policy.type={policy}", f"dataset.root={walks}", *small)
@@ -231,3 +231,22 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
     events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
     assert {"trial", "trial_strip"} <= set(events.Tags()["images"])
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
+
+
+def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks):
+    """Its weights are those that the next run starts from; other options than its own are told by name."""
+    common = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "batch_size=4"]
+    run = tmp_path / "first"
+    succeed(launch.python(*common, "steps=3", "optim.lr=1e-2", f"save_dir={run}"))
+    assert f"Saved {run}/pretrained_model" in succeed(launch.python("tools/save_pretrained.py", str(run))).out
+    assert json.loads((run / "pretrained_model/config.json").read_text())["type"] == "act"
+    words = [*common, f"policy.pretrained_path={run}", "steps=1", "optim.lr=1e-9", f"save_dir={tmp_path / 'second'}"]
+    succeed(launch.python(*words))
+    before, after = (load(path)["model"] for path in (run, tmp_path / "second"))
+    best = torch.load(next(run.glob("best*.pt")), weights_only=True)["model"]
+    assert all(torch.allclose(best[name], after[name], atol=1e-7) for name in best if best[name].is_floating_point())
+    assert before.keys() == after.keys()
+    done = launch.python(*words, "policy.dim_model=32", f"save_dir={tmp_path / 'third'}")
+    assert done.code == 2 and "its config.json says policy.dim_model=16" in done.err
+    done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
+    assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err

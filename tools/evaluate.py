@@ -24,12 +24,12 @@ from engine.watch import Watch
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print((__doc__ or "").strip())
         return 0 if argv else 2
-    return train.guarded(argv, _main, _of_run)
+    return train.guarded(argv, _main, of_run)
 
 
-def _of_run(argv: list[str]) -> list[str]:
+def of_run(argv: list[str]) -> list[str]:
     """RUN and what follows -> the command line of the training that left it, to go on from that checkpoint."""
     run, rest = Path(argv[0]), argv[1:]
     folder = run if run.is_dir() else run.parent
