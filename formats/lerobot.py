@@ -556,6 +556,7 @@ class Chunks:
     episodes  (e,) episode_index of those to take; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
     pictures  where the cameras' pictures come from; None: a batch has none
+    labels    (len,) int64: each sample's task_index
     weights   (len,) float64: how many of a sample's action steps lie in its episode (1 where no "action" is asked)
     """
 
@@ -593,6 +594,7 @@ class Chunks:
             at = self.rows + step
             inside += (at >= self.first) & (at <= self.last)
         self.weights = inside.numpy()
+        self.labels = demos.columns["task_index"][self.rows.numpy()]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -50,6 +50,7 @@ class DatasetSettings:
     split_seed: int = option(0, "of the choice of these episodes", low=0)
     tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
     use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
+    cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
     resize: list[int] = option(
         [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
     )
@@ -214,7 +215,7 @@ class Task(contract.Task):
         self.simulated = self.cfg.env.type == "discs" or (self.cfg.env.type == "auto" and not given)
         self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
         self.demos = demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
-        self.cameras = sorted(name for name, feature in demos.features.items() if feature.is_picture)
+        self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
             what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
             raise LockstepError(what, where=str(root), todo="imitation needs both")
@@ -460,6 +461,15 @@ def record_discs(folder: Path, cfg: EnvSettings) -> None:
     with Recorder(folder, FPS, features, robot_type="discs") as recorder:
         for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise):
             recorder.add_episode(episode, command)
+
+
+def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str]:
+    if wanted == ["none"]:
+        return []
+    if unknown := sorted(set(wanted) - set(there)):
+        what = f"no camera {unknown[0]}"
+        raise LockstepError(what, where=f"dataset.cameras, {root}", todo=f"there are {', '.join(there) or 'none'}")
+    return wanted or there
 
 
 def _check(cfg: Any) -> None:
