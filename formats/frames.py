@@ -190,10 +190,11 @@ class _Video:
         self._stream = self._container.streams.video[0]
         self._stream.codec_context.thread_count = threads  # 0: as many as there are cores
         self._stream.codec_context.thread_type = "AUTO"
+        self._between_keys = 0.0  # seconds, as far as is known
 
     def nearest(self, times: np.ndarray, slack: np.ndarray, who: Sequence[str]) -> Iterator[Any]:
         """Ascending times in seconds -> Pillow images; `slack` (n,) is how far a frame may be away, `who` names it."""
-        n, before = 0, None
+        n, before, key, sought = 0, None, np.inf, 0
         frames = self._from(float(times[0]), who[0])
         while n < len(times):
             with self._in_words(who[n]):
@@ -214,8 +215,12 @@ class _Video:
                     raise LockstepError(what, where=str(self.path), todo=todo)
                 yield self._picture(near)
                 n += 1
-            if n < len(times) and frame and times[n] - frame.time > 1.0:
-                frames, frame = self._from(float(times[n]), who[n]), None  # far ahead: a seek is cheaper
+            if frame:
+                key = frame.time if frame.key_frame else key
+                self._between_keys = max(self._between_keys, frame.time - key)
+            # Far ahead a seek is cheaper, but not a second one: the key frame may lie as far back.
+            if n > sought and n < len(times) and frame and times[n] - frame.time > self._between_keys + 0.1:
+                frames, frame, sought = self._from(float(times[n]), who[n]), None, n
             before = frame
 
     def _picture(self, frame: Any) -> Any:
@@ -223,10 +228,9 @@ class _Video:
         return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if gray else "rgb24"))
 
     def _from(self, time: float, who: str) -> Iterator[Any]:
-        """Frames from the last key frame before `time`, by a frame's length at least, on."""
+        """Frames from the last key frame that is not after `time` on."""
         with self._in_words(who):
-            rate = float(self._stream.average_rate or 1)
-            at = max(0.0, time - 1 / rate) / self._stream.time_base
+            at = max(0.0, time) / self._stream.time_base
             self._container.seek(int(at), stream=self._stream, backward=True)
             return iter(self._container.decode(self._stream))
 
