@@ -10,6 +10,7 @@ Prints a markdown table, with the machine and the versions above it. Numbers onl
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -70,14 +71,12 @@ def main() -> None:
         theirs = lerobot_dataset()
         versions = f"torch {torch.__version__}, numpy {np.__version__}"
         if theirs:
-            versions += f", lerobot {importlib.import_module('importlib.metadata').version('lerobot')}"
+            versions += f", lerobot {importlib.metadata.version('lerobot')}"
         print(f"{platform.processor() or platform.machine()}, 1 thread, {versions}")
-        print(
-            f"{len(demos.episodes)} episodes, {len(demos.columns['index'])} frames, batches of {BATCH}, {ROUNDS} rounds\n"
-        )
-        print(
-            "| windows | ours, ms CPU per sample | LeRobotDataset | ratio (least to most of the rounds) |\n|---|---|---|---|"
-        )
+        print(f"{len(demos.episodes)} episodes, {len(demos.columns['index'])} frames")
+        print(f"batches of {BATCH}, {ROUNDS} rounds\n")
+        print("| windows | ours, ms CPU per sample | LeRobotDataset | ratio (least to most of the rounds) |")
+        print("|---|---|---|---|")
         rng = np.random.default_rng(0)
         for name, deltas in SETTINGS.items():
             chunks = Chunks(demos, demos.episodes, deltas)
