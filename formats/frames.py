@@ -27,7 +27,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,9 @@ class Frames:
             self._forget()
         unique, back = np.unique(rows, return_inverse=True)
         owner = np.searchsorted(self.demos.end, unique, "right")
-        firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+        firsts = np.flatnonzero(np.diff(owner, prepend=-1))  # where each episode's part begins
         found = np.empty((len(unique), *self.shapes[camera]), dtype=np.uint8)
-        for a, b in zip(firsts, np.append(firsts[1:], len(unique)), strict=True):
+        for a, b in pairwise([*firsts, len(unique)]):
             for n, picture in zip(range(a, b), self.decode(camera, int(owner[a]), unique[a:b]), strict=True):
                 found[n] = picture
         return np.take(found, back, axis=0, out=out)
@@ -185,15 +185,16 @@ class _Video:
         self._av, self.path = need("av"), path
         with self._in_words(who):
             self._container = self._av.open(str(path))
-        if not self._container.streams.video:
-            raise LockstepError(f"{who}: no video in the file", where=str(path), todo=LEAVE_OUT)
-        self._stream = self._container.streams.video[0]
+        self._stream: Any = next(iter(self._container.streams.video), None)
+        if self._stream is None or self._stream.codec_context is None:
+            raise LockstepError(f"{who}: no video that can be decoded", where=str(path), todo=LEAVE_OUT)
         self._stream.codec_context.thread_count = threads  # 0: as many as there are cores
         self._stream.codec_context.thread_type = "AUTO"
+        self._between_keys = 0.0  # seconds, as far as is known
 
     def nearest(self, times: np.ndarray, slack: np.ndarray, who: Sequence[str]) -> Iterator[Any]:
         """Ascending times in seconds -> Pillow images; `slack` (n,) is how far a frame may be away, `who` names it."""
-        n, before = 0, None
+        n, before, key, sought = 0, None, np.inf, 0
         frames = self._from(float(times[0]), who[0])
         while n < len(times):
             with self._in_words(who[n]):
@@ -214,8 +215,12 @@ class _Video:
                     raise LockstepError(what, where=str(self.path), todo=todo)
                 yield self._picture(near)
                 n += 1
-            if n < len(times) and frame and times[n] - frame.time > 1.0:
-                frames, frame = self._from(float(times[n]), who[n]), None  # far ahead: a seek is cheaper
+            if frame:
+                key = frame.time if frame.key_frame else key
+                self._between_keys = max(self._between_keys, frame.time - key)
+            # Far ahead a seek is cheaper, but not a second one: the key frame may lie as far back.
+            if n > sought and n < len(times) and frame and times[n] - frame.time > self._between_keys + 0.1:
+                frames, frame, sought = self._from(float(times[n]), who[n]), None, n
             before = frame
 
     def _picture(self, frame: Any) -> Any:
@@ -223,10 +228,9 @@ class _Video:
         return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if gray else "rgb24"))
 
     def _from(self, time: float, who: str) -> Iterator[Any]:
-        """Frames from the last key frame before `time`, by a frame's length at least, on."""
+        """Frames from the last key frame that is not after `time` on."""
         with self._in_words(who):
-            rate = float(self._stream.average_rate or 1)
-            at = max(0.0, time - 1 / rate) / self._stream.time_base
+            at = max(0.0, time) / self._stream.time_base
             self._container.seek(int(at), stream=self._stream, backward=True)
             return iter(self._container.decode(self._stream))
 
@@ -352,7 +356,9 @@ class _Cache:
             todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
             raise LockstepError(what, where=str(self.folder), todo=todo)
         self.checked.unlink(missing_ok=True)
-        with _bar(int(sum(lengths[e] for _, e in missing))) as bar, open(self.journal, "ab") as journal:
+        count = int(sum(lengths[e] for _, e in missing))
+        # Where it fails, too, the decoders are closed: a process forked later would wait for threads it does not have.
+        with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:
             # One video may hold many episodes: it is opened once and read in order.
             for (camera, _), group in groupby(sorted(missing, key=self._order), key=lambda key: self._order(key)[:2]):
                 with open(os.open(self.path(camera), os.O_RDWR | os.O_CREAT, 0o666), "r+b") as target:

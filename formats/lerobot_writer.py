@@ -34,7 +34,7 @@ FILES_PER_CHUNK = 1000
 ENCODERS = (
     ("libsvtav1", {"g": "2", "crf": "30", "preset": "8"}),
     ("libx264", {"g": "2", "crf": "20", "bf": "0"}),
-    ("mpeg4", {"g": "2", "q": "3", "bf": "0"}),
+    ("mpeg4", {"g": "2", "bf": "0", "qmin": "2", "qmax": "4"}),
 )
 
 

@@ -1,0 +1,1174 @@
+"""LeRobot datasets: what the reader gives against plain loops, what it refuses, the recorder, the pictures' cache."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.contract import LockstepError
+from formats import frames as frames_module
+from formats import lerobot
+from formats.frames import Frames
+from formats.lerobot import Chunks, aggregate, find, read, split
+from formats.lerobot_writer import Recorder
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+av = pytest.importorskip("av")
+Image = pytest.importorskip("PIL.Image")
+
+LENGTHS = [7, 4, 9, 5]
+CAMERA = "observation.images.top"
+DELTAS = {"action": [0, 1, 2, 3, 4, 5], "observation.state": [-3, -1, 0], CAMERA: [-2, 0]}
+
+
+def numbers(lengths=LENGTHS, seed=0):
+    """An episode each: {name: (T, D)} float32, none of them equal."""
+    rng = np.random.default_rng(seed)
+    return [
+        {name: rng.normal(e, 1 + e, (n, d)).astype(np.float32) for name, d in (("observation.state", 2), ("action", 3))}
+        for e, n in enumerate(lengths)
+    ]
+
+
+def level(e, f):
+    """The gray of a picture, from which its episode and frame can be told even after lossy compression."""
+    return 15 + 60 * (e % 4) + 5 * f
+
+
+def flat(e, n, size=(16, 24)):
+    """(n, 3, H, W) uint8 pictures of one gray each."""
+    return np.stack([np.full((3, *size), level(e, f), np.uint8) for f in range(n)])
+
+
+def info(version, episodes, features, **more):
+    kept = {name: {"dtype": "int64", "shape": [1], "names": None} for name in lerobot.BOOKKEEPING}
+    kept["timestamp"]["dtype"] = "float32"
+    names = [["a", "b"]]  # nested, as some sets have it
+    own = {
+        "observation.state": {"dtype": "float32", "shape": [2], "names": names},
+        "action": {"dtype": "float32", "shape": [3], "names": {"motors": ["x", "y", "z"]}},
+    }
+    return {
+        "codebase_version": version,
+        "robot_type": "test",
+        "fps": 10,
+        "total_episodes": len(episodes),
+        "total_frames": sum(len(episode["action"]) for episode in episodes),
+        "something_new": {"deep": [1]},
+        "features": own | features | kept,
+        **more,
+    }
+
+
+def table(e, episode, index, tasks=0, fixed=True):
+    n = len(episode["action"])
+    columns = {
+        name: pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+        if fixed
+        else pa.array(array.tolist(), pa.list_(pa.float32()))
+        for name, array in episode.items()
+    }
+    return pa.table(
+        columns
+        | {
+            "timestamp": pa.array((np.arange(n) / 10).astype(np.float32)),
+            "frame_index": pa.array(np.arange(n)),
+            "episode_index": pa.array(np.full(n, e)),
+            "index": pa.array(np.arange(n) + index),
+            "task_index": pa.array(np.full(n, tasks)),
+        }
+    )
+
+
+def write_video(path, pictures, fps=10, gop=2):
+    """(T, 3, H, W) uint8."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps, options={"g": str(gop), "bf": "0", "qmin": "1", "qmax": "1"})
+        stream.pix_fmt, stream.height, stream.width = "yuv420p", *pictures.shape[2:]
+        for picture in pictures:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture.transpose(1, 2, 0)), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+VIDEO = {CAMERA: {"dtype": "video", "shape": [16, 24, 3], "names": ["height", "width", "channel"], "info": {}}}
+
+
+def write_old(root, version="v2.1", lengths=LENGTHS, fixed=True, videos=True):
+    """A dataset of version 2.0 or 2.1, two episodes per chunk."""
+    episodes, index = numbers(lengths), 0
+    (root / "meta").mkdir(parents=True)
+    paths = {
+        "chunks_size": 2,
+        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    }
+    about = info(version, episodes, VIDEO if videos else {}, **paths)
+    (root / "meta/info.json").write_text(json.dumps(about))
+    lines, stats = [], []
+    for e, episode in enumerate(episodes):
+        n = len(episode["action"])
+        path = root / f"data/chunk-{e // 2:03d}/episode_{e:06d}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table(e, episode, index, tasks=e % 2, fixed=fixed), path)
+        if videos:
+            write_video(root / f"videos/chunk-{e // 2:03d}/{CAMERA}/episode_{e:06d}.mp4", flat(e, n))
+        lines.append({"episode_index": e, "tasks": ["push"], "length": n})
+        told = {
+            name: {key: getattr(array, key)(0).tolist() for key in ("mean", "std", "min", "max")} | {"count": [n]}
+            for name, array in episode.items()
+        }
+        picture = {key: [[[level(e, 0) / 255]]] * 3 for key in ("mean", "min", "max")} | {"std": [[[0.1]]] * 3}
+        stats.append({"episode_index": e, "stats": told | {CAMERA: picture | {"count": [n]}}})
+        index += n
+    write_lines(root / "meta/episodes.jsonl", lines)
+    write_lines(root / "meta/tasks.jsonl", [{"task_index": 1, "task": "pull"}, {"task_index": 0, "task": "push"}])
+    if version == "v2.1":
+        write_lines(root / "meta/episodes_stats.jsonl", stats)
+    else:
+        everything = {name: np.concatenate([episode[name] for episode in episodes]) for name in ("action",)}
+        (root / "meta/stats.json").write_text(
+            json.dumps({n: {k: getattr(a, k)(0).tolist() for k in ("mean", "std")} for n, a in everything.items()})
+        )
+    return root
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_v3(root):
+    """By hand: two data files, two videos of two episodes each, which begin 3 pictures into their file."""
+    episodes, index, rows = numbers(), 0, []
+    file = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+    paths = {"data_path": f"data/{file}.parquet", "video_path": f"videos/{{video_key}}/{file}.mp4"}
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
+        (root / folder).mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(info("v3.0", episodes, VIDEO, **paths)))
+    for file in range(2):
+        pair = [2 * file, 2 * file + 1]
+        tables = []
+        pictures = [np.full((3, 3, 16, 24), 255, np.uint8)]
+        begin = 3
+        for e in pair:
+            n = LENGTHS[e]
+            tables.append(table(e, episodes[e], index, tasks=e % 2, fixed=False))
+            pictures.append(flat(e, n))
+            rows.append(
+                {
+                    "episode_index": e,
+                    "tasks": ["push"],
+                    "length": n,
+                    "data/chunk_index": 0,
+                    "data/file_index": file,
+                    "dataset_from_index": index,
+                    "dataset_to_index": index + n,
+                    f"videos/{CAMERA}/chunk_index": 0,
+                    f"videos/{CAMERA}/file_index": file,
+                    f"videos/{CAMERA}/from_timestamp": begin / 10,
+                    f"videos/{CAMERA}/to_timestamp": (begin + n) / 10,
+                    "stats/action/mean": [0.0],
+                }
+            )
+            index, begin = index + n, begin + n
+        pq.write_table(pa.concat_tables(tables), root / f"data/chunk-000/file-{file:03d}.parquet")
+        write_video(root / f"videos/{CAMERA}/chunk-000/file-{file:03d}.mp4", np.concatenate(pictures))
+        pq.write_table(pa.Table.from_pylist(rows), root / f"meta/episodes/chunk-000/file-{file:03d}.parquet")
+        rows = []
+    pq.write_table(pa.table({"task_index": [1, 0], "task": ["pull", "push"]}), root / "meta/tasks.parquet")
+    return root
+
+
+def record(root, kind="image", lengths=LENGTHS, size=(16, 24), **how):
+    features = {
+        "observation.state": ("float32", (2,)),
+        CAMERA: (kind, (3, *size)),
+        "action": ("float32", (3,)),
+    }
+    with Recorder(root, 10, features, **how) as recorder:
+        for e, episode in enumerate(numbers(lengths)):
+            recorder.add_episode(episode | {CAMERA: flat(e, lengths[e], size)}, ("push", "pull")[e % 2])
+    return root
+
+
+MAKERS = {
+    "v2.0": lambda root: write_old(root, "v2.0", fixed=False),
+    "v2.1": write_old,
+    "v3.0 by hand": write_v3,
+    "v3.0 images": record,
+    "v3.0 many files": lambda root: record(root, file_mb=1e-4),
+    "v3.0 video": lambda root: record(root, kind="video", size=(64, 64)),
+}
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """{maker: folder}, each written once; tests that change one take a copy."""
+    found = {}
+
+    def get(kind):
+        if kind not in found:
+            found[kind] = MAKERS[kind](tmp_path_factory.mktemp("lerobot") / "set")
+        return found[kind]
+
+    return get
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """A copy of the dataset of version 2.1 to damage."""
+    return shutil.copytree(made("v2.1"), tmp_path / "copy")
+
+
+def refused(says, act):
+    with pytest.raises(LockstepError) as caught:
+        act()
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 900, text
+    for words in [says] if isinstance(says, str) else says:
+        assert words in text, text
+    return text
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"episodes": [1, 2]}, {"episodes": [3]}, {"exclude": [0]}, {"episodes": [2, 0, 2], "exclude": [0]}],
+    ids=str,
+)
+def test_windows_are_what_plain_loops_give(made, kind, how):
+    demos = read(made(kind), **how)
+    chosen = [e for e in how.get("episodes") or range(4) if e not in how.get("exclude", [])]
+    chosen = sorted(set(chosen))
+    assert demos.episodes.tolist() == chosen and demos.tasks == ["push", "pull"] and demos.fps == 10
+    raw, begin = numbers(), np.cumsum([0, *LENGTHS])
+    chunks = Chunks(demos, chosen, DELTAS, Frames(demos, None, "none", "unused"))
+    assert len(chunks) == sum(LENGTHS[e] for e in chosen)
+    batch = chunks.__getitems__(list(range(len(chunks))))
+    i = 0
+    for e in chosen:
+        n = LENGTHS[e]
+        for f in range(n):
+            for name in ("action", "observation.state"):
+                expected = [raw[e][name][min(max(f + d, 0), n - 1)] for d in DELTAS[name]]
+                assert np.array_equal(batch[name][i], expected), (kind, e, f, name)
+            for name, steps in DELTAS.items():
+                assert batch[f"{name}_is_pad"][i].tolist() == [not 0 <= f + d < n for d in steps], (e, f, name)
+            grays = [level(e, min(max(f + d, 0), n - 1)) for d in DELTAS[CAMERA]]
+            assert (batch[CAMERA][i].float().mean((1, 2, 3)) - torch.tensor(grays)).abs().max() < 2, (e, f)
+            assert batch["episode_index"][i] == e and batch["frame_index"][i] == f and batch["task_index"][i] == e % 2
+            assert batch["row"][i] == begin[e] + f
+            assert chunks.weights[i] == sum(f + d < n for d in DELTAS["action"])
+            i += 1
+    assert {name: value.dtype for name, value in batch.items()} == {
+        "action": torch.float32,
+        "observation.state": torch.float32,
+        CAMERA: torch.uint8,
+        **{f"{name}_is_pad": torch.bool for name in DELTAS},
+        **dict.fromkeys(("task_index", "episode_index", "frame_index", "row"), torch.int64),
+    }
+    mixed = [len(chunks) - 1, 0, 3, 0]
+    part = chunks.__getitems__(mixed)
+    assert all(torch.equal(part[name], batch[name][mixed]) for name in batch)
+    assert torch.equal(chunks[3]["action"], batch["action"][3])
+
+
+def test_without_deltas_a_sample_is_a_frame(made):
+    demos = read(made("v2.1"))
+    chunks = Chunks(demos, demos.episodes, {})
+    batch = chunks.__getitems__([0, 8])
+    raw = numbers()
+    assert np.array_equal(batch["action"], [raw[0]["action"][0], raw[1]["action"][1]])
+    assert CAMERA not in batch and not [name for name in batch if "is_pad" in name]
+    assert chunks.weights.tolist() == [1.0] * len(chunks)
+    assert batch["action"].shape == (2, 3)
+
+
+def test_some_of_the_episodes_that_were_read(made):
+    """A split takes its windows from its own episodes alone, whatever their order."""
+    demos = read(made("v2.1"), exclude=[1])
+    batch = Chunks(demos, [3, 0], {"action": [-1, 20]}).__getitems__([0, 4, 5])
+    raw = numbers()
+    assert batch["episode_index"].tolist() == [3, 3, 0]
+    for i, (e, f) in enumerate([(3, 0), (3, 4), (0, 0)]):
+        assert np.array_equal(batch["action"][i], raw[e]["action"][[max(f - 1, 0), -1]])
+    refused("episode 1 was not read", lambda: Chunks(demos, [1], {}))
+    refused(["no feature arm", "action"], lambda: Chunks(demos, [0], {"arm": [0]}))
+    refused(["no frames of " + CAMERA], lambda: Chunks(demos, [0], {CAMERA: [0]}))
+    refused("no frames of index", lambda: Chunks(demos, [0], {"index": [0]}))
+
+
+def test_a_split_is_by_whole_episodes():
+    episodes = np.array([2, 3, 5, 8, 13, 21, 34, 55, 89, 144])
+    train, val = split(episodes, 0.3, seed=1)
+    assert len(val) == 3 and sorted([*train, *val]) == episodes.tolist() and list(val) == sorted(val)
+    assert [part.tolist() for part in split(episodes, 0.3, 1)] == [train.tolist(), val.tolist()]
+    assert len({tuple(split(episodes, 0.3, seed)[1]) for seed in range(20)}) > 10
+    assert [len(part) for part in split(episodes[:2], 0.01, 0)] == [1, 1]
+    assert [len(part) for part in split(episodes[:2], 0.99, 0)] == [1, 1]
+    assert [len(part) for part in split(episodes[:1], 0.5, 0)] == [1, 0]
+    assert [len(part) for part in split(episodes, 0.0, 0)] == [10, 0]
+    refused("val_share 1.0", lambda: split(episodes, 1.0, 0))
+
+
+# ---- what datasets are like ------------------------------------------------------------------------------------------
+
+
+def change_info(root, change):
+    about = json.loads((root / "meta/info.json").read_text())
+    change(about)
+    (root / "meta/info.json").write_text(json.dumps(about))
+
+
+def change_column(root, name, column, e=1):
+    path = root / f"data/chunk-{e // 2:03d}/episode_{e:06d}.parquet"
+    old = pq.read_table(path)
+    column = column(old.column(name).to_pylist()) if callable(column) else column
+    at = old.schema.get_field_index(name)
+    pq.write_table(old.remove_column(at) if column is None else old.set_column(at, name, column), path)
+
+
+def add_column(root, name, values, dtype, shape=(1,)):
+    """The same values in each episode, as many as it has frames."""
+    change_info(root, lambda about: about["features"].update({name: {"dtype": dtype, "shape": list(shape)}}))
+    for e, n in enumerate(LENGTHS):
+        path = root / f"data/chunk-{e // 2:03d}/episode_{e:06d}.parquet"
+        pq.write_table(pq.read_table(path).append_column(name, values[:n]), path)
+
+
+def test_features_are_told_apart(copied):
+    ten = np.arange(10)
+    add_column(copied, "observation.environment_state", pa.array(ten / 4), "float64")
+    add_column(copied, "action.gripper", pa.array(ten % 2 == 1), "bool")
+    add_column(copied, "next.reward", pa.array(ten.astype(np.float32)), "float32")
+    add_column(copied, "observation.count", pa.array(ten.astype(np.int32)), "int32")
+    add_column(copied, "observation.grid", pa.array(np.arange(60.0).reshape(10, 2, 3).tolist()), "float32", (2, 3))
+    add_column(copied, "language_instruction", pa.array(["do it"] * 10), "string")
+    demos = read(copied)
+    kinds = {name: feature.kind for name, feature in demos.features.items() if feature.kind}
+    assert kinds == {
+        "observation.state": "STATE",
+        "action": "ACTION",
+        CAMERA: "VISUAL",
+        "observation.environment_state": "ENV",
+        "action.gripper": "ACTION",
+        "observation.count": "STATE",
+        "observation.grid": "STATE",
+    }
+    assert demos.features["observation.state"].names == ["a", "b"] and demos.features["action"].names == ["x", "y", "z"]
+    assert demos.features[CAMERA].shape == (3, 16, 24) and demos.cameras == [CAMERA]
+    batch = Chunks(demos, [2, 3], {"action": [0, 1], "action.gripper": [1]}).__getitems__([8, 3])
+    assert batch["observation.environment_state"].tolist() == [[2.0], [0.75]]
+    assert batch["observation.environment_state"].dtype == torch.float32
+    assert batch["action.gripper"].tolist() == [[[0]], [[0]]] and batch["action.gripper"].dtype == torch.int64
+    assert batch["action.gripper_is_pad"].tolist() == [[True], [False]]
+    assert batch["observation.count"].tolist() == [[8], [3]]
+    assert batch["observation.grid"][0].tolist() == np.arange(48.0, 54).reshape(2, 3).tolist()
+    assert "next.reward" not in batch and demos.columns["next.reward"].shape == (sum(LENGTHS), 1)
+    assert "language_instruction" not in demos.columns
+    assert demos.stats["observation.grid"]["mean"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "found"),
+    [
+        ([16, 24, 3], ["height", "width", "channels"], (3, 16, 24)),
+        ([3, 16, 24], ["channels", "height", "width"], (3, 16, 24)),
+        ([16, 24, 3], None, (3, 16, 24)),
+        ([3, 16, 24], None, (3, 16, 24)),
+        ([3, 24, 3], ["height", "width", "channel"], (3, 3, 24)),
+    ],
+)
+def test_the_order_of_a_pictures_axes(copied, shape, names, found):
+    change_info(copied, lambda about: about["features"][CAMERA].update(shape=shape, names=names))
+    assert read(copied).features[CAMERA].shape == found
+
+
+def test_what_need_not_be_there(copied):
+    """Videos are not missed until pictures are asked for; statistics are not missed at all."""
+    shutil.rmtree(copied / "videos")
+    (copied / "meta/episodes_stats.jsonl").unlink()
+    change_info(copied, lambda about: [about.pop(key) for key in ("data_path", "total_frames", "robot_type")])
+    change_info(copied, lambda about: about.update(chunks_size=2))
+    demos = read(copied)
+    assert demos.stats["action"]["mean"].shape == (3,) and CAMERA not in demos.stats
+    refused(["episode 0 frame 0", "no pictures", "episode_000000.mp4"], lambda: Frames(demos, None, "none", "unused"))
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("chosen", [[], [1, 2]])
+def test_statistics_against_numpy(made, kind, chosen):
+    demos = read(made(kind), episodes=chosen)
+    # What stats.json says is about the whole dataset; what is put together here is about what was chosen.
+    whole = (made(kind) / "meta/stats.json").is_file()
+    for name in ("action", "observation.state"):
+        mine = np.concatenate([numbers()[e][name] for e in chosen or range(4)]).astype(np.float64)
+        everything = np.concatenate([episode[name] for episode in numbers()]).astype(np.float64)
+        told = ("mean", "std") if kind == "v2.0" and name == "action" else ("mean", "std", "min", "max")
+        told = (*told, *lerobot.QUANTILES) if kind != "v2.0" else told
+        for key, value in demos.stats[name].items():
+            array = everything if whole and key in told and (kind != "v2.0" or name == "action") else mine
+            expected = np.quantile(array, lerobot.QUANTILES[key], axis=0) if key[0] == "q" else getattr(array, key)(0)
+            assert value.shape == expected.shape and np.allclose(value, expected, rtol=1e-5, atol=1e-6), (name, key)
+        assert set(demos.stats[name]) == {"mean", "std", "min", "max", *lerobot.QUANTILES}
+
+
+def test_pictures_have_statistics_too(made):
+    raw = np.concatenate([flat(e, n) for e, n in enumerate(LENGTHS)]) / 255
+    for kind in ("v3.0 images", "v3.0 video"):
+        told = read(made(kind)).stats[CAMERA]
+        assert all(value.shape == (3, 1, 1) for value in told.values())
+        for key in ("mean", "std", "min", "max"):
+            assert np.allclose(told[key].ravel(), getattr(raw, key)((0, 2, 3))), (kind, key)
+        assert np.allclose(told["q50"].ravel(), np.median(raw), atol=1 / 255)
+    old = read(made("v2.1"), episodes=[1, 2]).stats[CAMERA]
+    share = np.array([4, 9]) / 13
+    means = np.array([level(1, 0), level(2, 0)]) / 255
+    mean = share @ means
+    assert np.allclose(old["mean"], mean) and old["mean"].shape == (3, 1, 1)
+    assert np.allclose(old["std"], np.sqrt(share @ (0.01 + (means - mean) ** 2)))
+    assert np.allclose(old["min"], means.min()) and np.allclose(old["max"], means.max())
+
+
+def test_half_told_statistics_are_measured(copied):
+    path = copied / "meta/episodes_stats.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    del lines[2]["stats"]["action"]
+    lines[1]["stats"]["observation.state"]["mean"] = [None, 1.0]
+    write_lines(path, lines)
+    demos = read(copied)
+    for name in ("action", "observation.state"):
+        array = np.concatenate([episode[name] for episode in numbers()])
+        assert np.allclose(demos.stats[name]["mean"], array.mean(0), rtol=1e-5)
+
+
+def test_aggregate_weighs_by_count():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(e, 1, (n, 2)) for e, n in enumerate([3, 50, 7])]
+    told = aggregate([lerobot.measure(part) for part in parts])
+    everything = np.concatenate(parts)
+    assert np.allclose(told["mean"], everything.mean(0)) and np.allclose(told["std"], everything.std(0))
+    assert np.allclose(told["min"], everything.min(0)) and np.allclose(told["max"], everything.max(0))
+    assert told["count"].tolist() == [60]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def nan_at(frame):
+    def change(rows):
+        rows[frame][1] = float("nan")
+        return pa.array(rows, pa.list_(pa.float32()))
+
+    return change
+
+
+def cut(path, keep=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+
+
+DAMAGES = {
+    "no info": (lambda r: (r / "meta/info.json").unlink(), ["info.json", "root folder"]),
+    "info cut": (lambda r: cut(r / "meta/info.json"), ["info.json", "cut short"]),
+    "info a list": (lambda r: (r / "meta/info.json").write_text("[]"), ["info.json"]),
+    "version": (lambda r: change_info(r, lambda a: a.update(codebase_version="v1.6")), ["'v1.6'", "v2.1"]),
+    "fps": (lambda r: change_info(r, lambda a: a.update(fps=0)), ["fps 0"]),
+    "no features": (lambda r: change_info(r, lambda a: a.pop("features")), ["no features"]),
+    "no timestamp": (lambda r: change_info(r, lambda a: a["features"].pop("timestamp")), ["no feature timestamp"]),
+    "feature": (lambda r: change_info(r, lambda a: a["features"]["action"].update(shape="x")), ["action", "'x'"]),
+    "picture": (lambda r: change_info(r, lambda a: a["features"][CAMERA].update(shape=[3, 4])), [CAMERA, "three"]),
+    "template": (lambda r: change_info(r, lambda a: a.update(data_path="{chunk}")), ["{chunk}", "{episode_index}"]),
+    "episodes": (lambda r: change_info(r, lambda a: a.update(total_episodes=9)), ["total_episodes is 9", "has 4"]),
+    "frames": (lambda r: change_info(r, lambda a: a.update(total_frames=9)), ["total_frames is 9", "has 25"]),
+    "no table": (lambda r: (r / "meta/episodes.jsonl").unlink(), ["episodes.jsonl"]),
+    "table cut": (lambda r: cut(r / "meta/episodes.jsonl", 0.9), ["episodes.jsonl:4", "cut short"]),
+    "no tasks": (lambda r: (r / "meta/tasks.jsonl").unlink(), ["tasks.jsonl"]),
+    "task": (lambda r: write_lines(r / "meta/tasks.jsonl", [{"task_index": 0}]), ["tasks.jsonl:1", "text"]),
+    "no data": (lambda r: (r / "data/chunk-000/episode_000001.parquet").unlink(), ["episode 1: no file"]),
+    "data cut": (lambda r: cut(r / "data/chunk-000/episode_000001.parquet"), ["episode 1: no parquet file"]),
+    "length": (
+        lambda r: change_column(r, "episode_index", pa.array([1, 1, 1, 7])),
+        ["episode 1 has 3 rows", "says 4"],
+    ),
+    "pieces": (lambda r: change_column(r, "episode_index", pa.array([1, 7, 1, 1])), ["episode 1 lies in two pieces"]),
+    "no column": (lambda r: change_column(r, "action", None), ["no column action", "episode_000001"]),
+    "nan": (lambda r: change_column(r, "action", nan_at(2)), ["episode 1 frame 2", "action is not finite"]),
+    "no value": (
+        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], None])),
+        ["episode 1 frame 3", "action has no value"],
+    ),
+    "no number": (
+        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], [1.0, None, 2.0]])),
+        ["episode 1 frame 3", "action has no value"],
+    ),
+    "ragged": (
+        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], [1.0]])),
+        ["episode 1 frame 3", "action has 1 numbers, 3 before"],
+    ),
+    "width": (
+        lambda r: change_info(r, lambda a: a["features"]["action"].update(shape=[4])),
+        ["action has 3 numbers per frame", "(4,)"],
+    ),
+    "words": (lambda r: change_column(r, "action", pa.array(["a"] * 4)), ["action is of type string"]),
+    "frame_index": (
+        lambda r: change_column(r, "frame_index", pa.array([0, 1, 3, 4])),
+        ["episode 1 frame 2", "frame_index"],
+    ),
+    "timestamp": (
+        lambda r: change_column(r, "timestamp", pa.array(np.float32([0, 0.1, 0.2, 0.3011]))),
+        ["episode 1 frame 3", "timestamp", "tolerance_s"],
+    ),
+    "task_index": (
+        lambda r: change_column(r, "task_index", pa.array([1, 1, 1, 2])),
+        ["episode 1 frame 3", "task_index", "2 tasks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_dataset_is_refused_in_one_line(copied, how):
+    damage, says = DAMAGES[how]
+    damage(copied)
+    refused(says, lambda: read(copied))
+
+
+def test_the_tolerance_can_be_raised(copied):
+    change_column(copied, "timestamp", pa.array(np.float32([0, 0.1, 0.2, 0.3011])))
+    assert read(copied, tolerance_s=0.002).columns["timestamp"][10] == np.float32(0.3011)
+    assert read(copied, exclude=[1])
+
+
+def test_late_timestamps_are_as_coarse_as_float32(tmp_path):
+    n = 30 * 60 * 50  # 50 minutes at 30 Hz: half a unit in the last place is 1.2e-4 s
+    with Recorder(tmp_path / "long", 30, {"action": ("float32", (1,))}) as recorder:
+        recorder.add_episode({"action": np.zeros((n, 1))}, "wait")
+    assert len(read(tmp_path / "long").columns["index"]) == n
+
+
+def test_unknown_episodes_are_refused(made):
+    says = ["asks for episode 4, 9", "4 episodes from 0 to 3"]
+    refused(["dataset.episodes", *says], lambda: read(made("v2.1"), episodes=[1, 9, 4]))
+    refused(["dataset.exclude", *says], lambda: read(made("v3.0 by hand"), exclude=[9, 4]))
+    refused("every episode is excluded", lambda: read(made("v2.1"), episodes=[1], exclude=[1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda r: shutil.rmtree(r / "meta/episodes"), ["no table of episodes"]),
+        (lambda r: cut(r / "meta/episodes/chunk-000/file-001.parquet"), ["file-001.parquet", "cut short"]),
+        (lambda r: (r / "meta/episodes/chunk-000/file-001.parquet").unlink(), ["total_episodes is 4", "has 2"]),
+        (lambda r: cut(r / "data/chunk-000/file-001.parquet"), ["episode 2: no parquet file", "cut short"]),
+        (lambda r: (r / "data/chunk-000/file-001.parquet").unlink(), ["episode 2: no file file-001.parquet"]),
+        (lambda r: (r / "meta/tasks.parquet").unlink(), ["no file tasks.parquet"]),
+    ],
+)
+def test_a_half_written_dataset_of_version_3(made, tmp_path, damage, says):
+    root = shutil.copytree(made("v3.0 by hand"), tmp_path / "copy")
+    damage(root)
+    refused(says, lambda: read(root))
+
+
+def test_a_missing_package_is_named(made, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] in ("pyarrow", "av"):
+            raise ImportError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    demos = read(made("v2.1"))
+    for name in [name for name in sys.modules if name.split(".")[0] in ("pyarrow", "av")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(lerobot.importlib, "import_module", without)
+    refused("pip install pyarrow", lambda: read(made("v2.1")))
+    refused("pip install av", lambda: Frames(demos, None, "none", "unused").get(CAMERA, np.arange(1)))
+
+
+# ---- where a dataset is ---------------------------------------------------------------------------------------------
+
+
+def test_find(tmp_path, monkeypatch):
+    def make(folder):
+        (folder / "meta").mkdir(parents=True)
+        (folder / "meta/info.json").write_text("{}")
+        return folder
+
+    for name in ("HF_HOME", "HF_LEROBOT_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    home = tmp_path / "home/.cache/huggingface"
+    text = refused(
+        ["nothing is downloaded", "dataset.root=FOLDER"], lambda: find(str(tmp_path / "here"), "someone/reach")
+    )
+    for place in (
+        tmp_path / "here",
+        tmp_path / "here/someone/reach",
+        home / "lerobot/someone/reach",
+        home / "hub/datasets--someone--reach/snapshots",
+    ):
+        assert str(place) in text
+    refused("no place is named", lambda: find("", ""))
+    hub = home / "hub/datasets--someone--reach"
+    old, new = make(hub / "snapshots/aaa"), make(hub / "snapshots/bbb")
+    os.utime(old, (1, 1))
+    assert find("", "someone/reach") == new, "the newest"
+    (hub / "refs").mkdir()
+    (hub / "refs/main").write_text("aaa\n")
+    assert find("", "someone/reach") == old, "what refs/main names"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    refused([str(tmp_path / "elsewhere")], lambda: find("", "someone/reach"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    moved = make(tmp_path / "hf/lerobot/someone/reach")
+    assert find("", "someone/reach") == moved
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lr"))
+    own = make(tmp_path / "lr/someone/reach")
+    assert find("", "someone/reach") == own
+    below = make(tmp_path / "here/someone/reach")
+    assert find(str(tmp_path / "here"), "someone/reach") == below
+    assert find(str(make(tmp_path / "there")), "someone/reach") == tmp_path / "there"
+
+
+# ---- recording ------------------------------------------------------------------------------------------------------
+
+
+def test_frame_by_frame_is_the_same_as_whole_episodes(made, tmp_path):
+    features = {
+        "observation.state": ("float32", (2,)),
+        CAMERA: ("image", (3, 16, 24)),
+        "action": ("float32", (3,)),
+    }
+    with Recorder(tmp_path / "set", 10, features) as recorder:
+        for e, episode in enumerate(numbers()):
+            for f in range(LENGTHS[e]):
+                frame = {name: array[f] for name, array in episode.items()} | {CAMERA: flat(e, LENGTHS[e])[f]}
+                recorder.add_frame(frame, ("push", "pull")[e % 2])
+            recorder.end_episode()
+    for path in sorted(made("v3.0 images").rglob("*.json")):
+        name = path.relative_to(made("v3.0 images"))
+        assert (tmp_path / "set" / name).read_text() == path.read_text()
+    a, b = read(tmp_path / "set"), read(made("v3.0 images"))
+    assert all(np.array_equal(a.columns[name], b.columns[name]) for name in b.columns)
+
+
+def test_files_roll_over(made):
+    assert len(list(made("v3.0 many files").glob("data/*/*.parquet"))) == 4
+    assert len(list(made("v3.0 images").glob("data/*/*.parquet"))) == 1
+    demos = read(made("v3.0 images"))
+    assert [place.first_row for place in demos.places[CAMERA]] == [0, 7, 11, 20]
+
+
+def test_all_kinds_of_numbers(tmp_path):
+    kinds = {"a.float64": "float64", "a.int32": "int32", "a.int64": "int64", "a.bool": "bool"}
+    features = {name: (dtype, (2, 2)) for name, dtype in kinds.items()} | {"action": ("float32", (1,))}
+    arrays = {name: (np.arange(12).reshape(3, 2, 2) % 2).astype(dtype) for name, dtype in kinds.items()}
+    with Recorder(tmp_path / "set", 12.5, features, robot_type="arm") as recorder:
+        recorder.add_episode(arrays | {"action": np.ones((3, 1))}, "count")
+    demos = read(tmp_path / "set")
+    assert all(np.array_equal(demos.columns[name], arrays[name]) for name in arrays) and demos.fps == 12.5
+    assert json.loads((tmp_path / "set/meta/info.json").read_text())["robot_type"] == "arm"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"action": np.zeros((7, 2))}, ["action has frames of (2,)", "(T, 3)"]),
+        ({"action": np.zeros((6, 3))}, ["7 frames, others 6"]),
+        ({"action": np.zeros((7, 3), complex)}, ["action is complex128", "float32"]),
+        ({"action": np.full((7, 3), np.nan)}, ["action is not finite", "at frame 0"]),
+        ({CAMERA: np.zeros((7, 3, 16, 24), np.float32)}, ["float32", "uint8"]),
+        ({CAMERA: np.zeros((7, 16, 24, 3), np.uint8)}, ["(16, 24, 3)"]),
+        ({"arm": np.zeros((7, 3))}, ["arm is not declared"]),
+        ({"action": None}, ["action is missing"]),
+    ],
+)
+def test_wrong_episodes_are_refused(tmp_path, change, says):
+    features = {"action": ("float32", (3,)), CAMERA: ("image", (3, 16, 24))}
+    arrays = {"action": np.zeros((7, 3)), CAMERA: np.zeros((7, 3, 16, 24), np.uint8)} | change
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+
+    def act():
+        with Recorder(tmp_path / "set", 10, features) as recorder:
+            recorder.add_episode(arrays, "push")
+
+    refused([*says, "episode 0"], act)
+    assert not list(tmp_path.iterdir()), "nothing stays"
+
+
+@pytest.mark.parametrize(
+    ("features", "says"),
+    [
+        ({"a/b": ("float32", (1,))}, "'a/b'"),
+        ({"index": ("float32", (1,))}, "'index'"),
+        ({"a": ("text", (1,))}, "'text'"),
+        ({"a": ("float32", ())}, "shape ()"),
+        ({"a": ("image", (16, 24, 3))}, "(3, H, W)"),
+        ({"a": ("video", (3, 15, 24))}, "even"),
+    ],
+)
+def test_wrong_declarations_are_refused(tmp_path, features, says):
+    refused(says, lambda: Recorder(tmp_path / "set", 10, features))
+
+
+def test_misuse_of_a_recorder(tmp_path):
+    features, one = {"action": ("float32", (1,))}, {"action": np.zeros((1, 1))}
+    (tmp_path / "there").mkdir()
+    refused("exists already", lambda: Recorder(tmp_path / "there", 10, features))
+    refused("fps 0", lambda: Recorder(tmp_path / "set", 0, features))
+
+    def within(act):
+        def run():
+            with Recorder(tmp_path / "set", 10, features) as recorder:
+                act(recorder)
+
+        return run
+
+    def twice(recorder):
+        recorder.add_frame({"action": np.zeros(1)}, "push")
+        recorder.add_episode(one, "push")
+
+    def two_tasks(recorder):
+        recorder.add_frame({"action": np.zeros(1)}, "push")
+        recorder.add_frame({"action": np.zeros(1)}, "pull")
+
+    refused("no episode was written", within(lambda recorder: None))
+    refused("without frames", within(lambda recorder: recorder.end_episode()))
+    refused("without frames", within(lambda recorder: recorder.add_episode({"action": np.zeros((0, 1))}, "push")))
+    refused("call end_episode() first", within(twice))
+    refused("'pull' in an episode of 'push'", within(two_tasks))
+    refused("was not ended", within(lambda recorder: recorder.add_frame({"action": np.zeros(1)}, "push")))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_killed_recording_leaves_no_dataset(tmp_path):
+    def begin():
+        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+            for _ in range(3):
+                recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run(begin, exitcode=-signal.SIGKILL)
+    assert not (tmp_path / "set").exists() and len(list(tmp_path.iterdir())) == 1
+    refused("cannot read info.json", lambda: read(tmp_path / "set"))
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def run(act, exitcode=0):
+    """`act` in a process of its own."""
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join(120)
+    assert process.exitcode == exitcode, process.exitcode
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """How many pictures are written into caches."""
+    counted = []
+    real = frames_module._write_all
+    monkeypatch.setattr(frames_module, "_write_all", lambda *args: (counted.append(1), real(*args)))
+    return counted
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("size", [None, (8, 12)])
+def test_both_caches_give_the_same_bytes(made, tmp_path, kind, size, writes):
+    demos = read(made(kind))
+    cached, fresh = (Frames(demos, size, cache, tmp_path) for cache in ("memmap", "none"))
+    rows = np.random.default_rng(0).integers(0, sum(LENGTHS), 60)
+    pictures = cached.get(CAMERA, rows)
+    assert pictures.shape[2:] == (size or demos.features[CAMERA].shape[1:]) and pictures.dtype == np.uint8
+    assert np.array_equal(pictures, fresh.get(CAMERA, rows))
+    e = np.searchsorted(np.cumsum(LENGTHS), rows, "right")
+    grays = level(e, rows - (np.cumsum(LENGTHS) - LENGTHS)[e])
+    assert np.abs(pictures.mean((1, 2, 3)) - grays).max() < 2
+    part = read(made(kind), episodes=[3, 1])
+    again = Frames(part, size, "memmap", tmp_path)
+    assert len(writes) == sum(LENGTHS), "the same cache serves any choice of episodes"
+    assert np.array_equal(again.get(CAMERA, np.arange(9)), fresh.get(CAMERA, np.r_[7:11, 20:25]))
+    assert fresh.get(CAMERA, np.arange(0)).shape[0] == 0
+
+
+def test_images_are_lossless_and_resized_by_pillow(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 20, 30), dtype=np.uint8)
+    with Recorder(tmp_path / "set", 10, {CAMERA: ("image", (3, 20, 30)), "action": ("float32", (1,))}) as recorder:
+        recorder.add_episode({CAMERA: pixels, "action": np.zeros((6, 1))}, "push")
+    demos = read(tmp_path / "set")
+    rows = np.array([4, 0, 4, 5])
+    assert np.array_equal(Frames(demos, None, "none", "unused").get(CAMERA, rows), pixels[rows])
+    small = [Image.fromarray(p.transpose(1, 2, 0)).resize((12, 8), Image.Resampling.BILINEAR) for p in pixels[rows]]
+    expected = np.stack([np.asarray(image).transpose(2, 0, 1) for image in small])
+    assert np.array_equal(Frames(demos, (8, 12), "memmap", tmp_path).get(CAMERA, rows), expected)
+
+
+@pytest.mark.parametrize("gop", [1, 12, 250])
+def test_frames_between_distant_key_frames(tmp_path, gop):
+    lengths = [40]
+    root = write_old(tmp_path / "set", lengths=lengths, videos=True)
+    pictures = np.stack([np.full((3, 16, 24), 20 + 5 * f, np.uint8) for f in range(40)])
+    write_video(root / f"videos/chunk-000/{CAMERA}/episode_000000.mp4", pictures, gop=gop)
+    demos = read(root)
+    frames = Frames(demos, None, "none", "unused")
+    for rows in ([39, 0, 20], [5], [0, 39], list(range(40)), [38, 39]):
+        assert np.abs(frames.get(CAMERA, np.array(rows)).mean((1, 2, 3)) - 20 - 5 * np.array(rows)).max() < 2
+    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, np.arange(40)),
+                          frames.get(CAMERA, np.arange(40)))  # fmt: skip
+
+
+def old_video(root, e):
+    return root / f"videos/chunk-{e // 2:03d}/{CAMERA}/episode_{e:06d}.mp4"
+
+
+@pytest.mark.parametrize("cache", ["none", "memmap"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda r: old_video(r, 1).unlink(), ["episode 1 frame 0", "no pictures"]),
+        (lambda r: old_video(r, 1).write_bytes(b"no video"), ["episode 1 frame 0", "cannot be decoded"]),
+        (lambda r: old_video(r, 1).write_bytes(b""), ["episode 1 frame 0", "cannot be decoded"]),
+        (lambda r: cut(old_video(r, 1)), ["episode 1 frame"]),
+        (
+            lambda r: write_video(old_video(r, 1), flat(1, 3)),
+            ["episode 1 frame 3 is at 0.3000 s", "0.2000 s, the last"],
+        ),
+        (lambda r: write_video(old_video(r, 1), flat(1, 4), fps=11), ["episode 1 frame 1 is at 0.1", "tolerance_s"]),
+        (
+            lambda r: write_video(old_video(r, 1), flat(1, 4, (32, 24))),
+            ["episode 1 frame 0", "32x24 pixels, not 16x24"],
+        ),
+    ],
+)
+def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage, says):
+    damage(copied)
+    demos = read(copied)
+    text = refused(says, lambda: Frames(demos, None, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
+    assert "episode_000001.mp4" in text
+    assert Frames(read(copied, exclude=[1]), None, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
+
+
+def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
+    root = shutil.copytree(made("v3.0 images"), tmp_path / "set")
+    path = root / "data/chunk-000/file-000.parquet"
+    old = pq.read_table(path)
+    rows = old.column(CAMERA).to_pylist()
+    at = old.schema.get_field_index(CAMERA)
+
+    def put(content):
+        rows[9] = {"bytes": content, "path": "beside.png"}
+        column = pa.array(rows, old.schema.field(at).type)
+        pq.write_table(old.set_column(at, old.schema.field(at), column), path, row_group_size=4)
+        return Frames(read(root), None, "none", "unused").get(CAMERA, np.arange(8, 11))
+
+    for content in (b"no picture", rows[8]["bytes"][:60], None):
+        refused(["episode 1 frame 2", "file-000.parquet"], lambda content=content: put(content))
+    wide = io.BytesIO()
+    Image.fromarray(np.zeros((16, 24), np.uint16)).save(wide, "PNG")
+    refused(["episode 1 frame 2", "more than 8 bits"], lambda: put(wide.getvalue()))
+    (root / "beside.png").write_bytes(rows[8]["bytes"])
+    assert put(None)[1].mean() == level(1, 1), "a picture may lie in a file of its own"
+
+
+def test_wrong_settings_of_pictures(made, tmp_path):
+    demos = read(made("v2.1"))
+    refused("'ram'", lambda: Frames(demos, None, "ram", tmp_path))
+    refused("(0, 8)", lambda: Frames(demos, (0, 8), "none", tmp_path))
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+def kill_at(monkeypatch, name, count):
+    """The count-th call of os.<name> kills the process before it does anything."""
+    real, calls = getattr(os, name), []
+
+    def counted(*args):
+        calls.append(1)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+    monkeypatch.setattr(os, name, counted)
+
+
+# An episode takes two calls of fsync: its bytes, then its line.
+@pytest.mark.parametrize(
+    ("name", "count", "done"),
+    [("pwrite", 1, 0), ("pwrite", 4, 0), ("fsync", 1, 0), ("fsync", 2, 1), ("pwrite", 9, 1), ("fsync", 3, 1),
+     ("pwrite", 25, 3), ("fsync", 8, 4)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["v2.1", "v3.0 images"])
+def test_a_killed_build_is_resumed(made, tmp_path, monkeypatch, writes, kind, name, count, done):
+    demos = read(made(kind))
+
+    def build():
+        kill_at(monkeypatch, name, count)
+        Frames(demos, (8, 12), "memmap", tmp_path)
+
+    run(build, exitcode=-signal.SIGKILL)
+    assert not writes, "it was another process"
+    cached = Frames(demos, (8, 12), "memmap", tmp_path)
+    assert len(writes) == sum(LENGTHS[done:]), "what was finished is not decoded again"
+    every = np.arange(sum(LENGTHS))
+    assert np.array_equal(cached.get(CAMERA, every), Frames(demos, (8, 12), "none", "unused").get(CAMERA, every))
+
+
+def test_a_line_cut_short_is_not_believed(made, tmp_path, writes):
+    demos = read(made("v2.1"))
+    Frames(demos, None, "memmap", tmp_path)
+    (journal,) = tmp_path.glob("*/episodes.jsonl")
+    cut(journal, 0.95)
+    writes.clear()
+    Frames(demos, None, "memmap", tmp_path)
+    assert len(writes) == LENGTHS[-1]
+    writes.clear()
+    Frames(demos, None, "memmap", tmp_path)
+    assert not writes
+
+
+def test_bytes_that_are_not_what_was_written_are_decoded_again(made, tmp_path, writes):
+    """Of episodes that are not asked for just now, too: a later run would trust them."""
+    demos, every = read(made("v2.1")), np.arange(sum(LENGTHS))
+    good = Frames(demos, None, "memmap", tmp_path).get(CAMERA, every)
+    (pixels,) = tmp_path.glob("*/*.u8")
+    size = 3 * 16 * 24
+    with open(pixels, "r+b") as file:
+        file.seek(8 * size)  # in episode 1
+        file.write(b"\0" * 10)
+    writes.clear()
+    Frames(read(made("v2.1"), episodes=[0]), None, "memmap", tmp_path)
+    assert not writes
+    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert len(writes) == LENGTHS[1]
+    cut(pixels)
+    writes.clear()
+    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert len(writes) >= LENGTHS[2] + LENGTHS[3]
+    pixels.unlink()
+    writes.clear()
+    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert len(writes) == sum(LENGTHS)
+
+
+def test_checksums_are_read_once(made, tmp_path, monkeypatch):
+    demos = read(made("v2.1"))
+    Frames(demos, None, "memmap", tmp_path)
+    calls = []
+    monkeypatch.setattr(frames_module._Cache, "_crc", lambda *args: calls.append(1))
+    Frames(demos, None, "memmap", tmp_path)
+    assert not calls
+
+
+def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):
+    demos = read(copied)
+    Frames(demos, None, "memmap", tmp_path / "c")
+    write_video(old_video(copied, 1), flat(2, 4))
+    writes.clear()
+    pictures = Frames(demos, None, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
+    assert len(writes) == LENGTHS[1], "that episode alone"
+    assert abs(pictures[7].mean() - level(2, 0)) < 2 and abs(pictures[6].mean() - level(0, 6)) < 2
+    # Only the time differs: the same length in bytes says nothing.
+    stat = old_video(copied, 3).stat()
+    os.utime(old_video(copied, 3), ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    writes.clear()
+    Frames(demos, None, "memmap", tmp_path / "c")
+    assert len(writes) == LENGTHS[3]
+    # Another size, and another dataset of the same name and lengths, have a folder of their own.
+    Frames(demos, (8, 8), "memmap", tmp_path / "c")
+    other = shutil.copytree(copied, tmp_path / "other" / "copy")
+    Frames(read(other), None, "memmap", tmp_path / "c")
+    assert len(list((tmp_path / "c").iterdir())) == 3
+
+
+def test_two_processes_build_once(made, tmp_path):
+    """The first holds its first picture until the second waits for the lock, or writes as well."""
+    demos = read(made("v2.1"))
+    log = tmp_path / "log"
+    log.touch()
+
+    def build(first):
+        real = frames_module._write_all
+
+        def noted(*args):
+            with open(log, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            deadline = time.monotonic() + 60
+            while (
+                first and len(set(log.read_text().split())) == 1 and "-> FLOCK" not in Path("/proc/locks").read_text()
+            ):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)  # polling with a deadline
+            real(*args)
+
+        frames_module._write_all = noted
+        while not first and not log.read_text():
+            time.sleep(0.01)
+        pictures = Frames(demos, None, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
+        (tmp_path / f"{first}.bin").write_bytes(pictures.tobytes())
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=build, args=(first,)) for first in (True, False)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    written = log.read_text().split()
+    assert len(written) == sum(LENGTHS) and len(set(written)) == 1
+    expected = Frames(demos, None, "none", "unused").get(CAMERA, np.arange(sum(LENGTHS))).tobytes()
+    assert (tmp_path / "True.bin").read_bytes() == (tmp_path / "False.bin").read_bytes() == expected
+
+
+def test_a_full_disk_is_said_before_and_after(made, tmp_path, monkeypatch):
+    demos = read(made("v2.1"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=25 * 3 * 16 * 24 - 1))
+    refused(["take 0.00 GB", "are free", "cache=none"], lambda: Frames(demos, None, "memmap", tmp_path))
+    monkeypatch.undo()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    refused(["No space left on device", "make room"], lambda: Frames(demos, None, "memmap", tmp_path))
+    monkeypatch.undo()
+    assert Frames(demos, None, "memmap", tmp_path).get(CAMERA, np.arange(3)).shape[0] == 3
+    (tmp_path / "file").touch()
+    refused("cannot write the cache", lambda: Frames(demos, None, "memmap", tmp_path / "file"))
+
+
+def _as_it_is(batch):
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["v2.1", "v3.0 images", "v3.0 video"])
+@pytest.mark.parametrize("cache", ["none", "memmap"])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_loader_processes_read_the_same(made, tmp_path, kind, cache, context):
+    """Though the parent has the files open already."""
+    demos = read(made(kind))
+    chunks = Chunks(demos, [0, 1, 3], DELTAS, Frames(demos, None, cache, tmp_path))
+    expected = chunks.__getitems__(list(range(16)))
+    loader = torch.utils.data.DataLoader(
+        chunks, batch_size=4, num_workers=2, collate_fn=_as_it_is, multiprocessing_context=context, timeout=60
+    )
+    batches = list(loader)
+    assert all(torch.equal(torch.cat([batch[name] for batch in batches]), expected[name]) for name in expected)
+    assert torch.equal(chunks.__getitems__([5])[CAMERA], expected[CAMERA][[5]])
+
+
+def test_a_fork_opens_its_own_files(made):
+    demos = read(made("v2.1"))
+    frames = Frames(demos, None, "none", "unused")
+    frames.get(CAMERA, np.arange(1))
+    before = frames._videos
+
+    def child():
+        frames.get(CAMERA, np.arange(1))
+        assert frames._videos is not before
+
+    run(child)
+    assert frames._videos is before
+
+
+@pytest.mark.parametrize("kind", ["v2.1", "v3.0 many files"])
+def test_open_files_are_bounded(made, monkeypatch, kind):
+    monkeypatch.setattr(frames_module, "OPEN_VIDEOS", 2)
+    monkeypatch.setattr(frames_module, "PNG_BYTES", 2 * 2**20)
+    demos = read(made(kind))
+    frames = Frames(demos, None, "none", "unused")
+    before = _picture_files(demos.root)
+    rows = np.random.default_rng(0).integers(0, sum(LENGTHS), 200)
+    for part in rows.reshape(20, 10):
+        frames.get(CAMERA, part)
+        assert len(frames._videos._kept) <= 2
+        assert frames._tables.cost <= 2 * 2**20 and frames._tables.cost == sum(
+            c for _, c in frames._tables._kept.values()
+        )
+        assert _picture_files(demos.root) <= before + 2
+
+
+def _picture_files(root):
+    """How many of its files this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(str(root))
+    return count
+
+
+def test_a_cache_smaller_than_a_row_group_still_reads(made, monkeypatch):
+    monkeypatch.setattr(frames_module, "PNG_BYTES", 1)
+    frames = Frames(read(made("v3.0 many files")), None, "none", "unused")
+    rows = np.array([24, 0, 8, 1, 20])
+    grays = frames.get(CAMERA, rows).mean((1, 2, 3))
+    assert np.allclose(grays, [level(3, 4), level(0, 0), level(1, 1), level(0, 1), level(3, 0)])
+
+
+def test_pickled_pictures_hold_no_files(made, tmp_path):
+    demos = read(made("v2.1"))
+    for cache in ("none", "memmap"):
+        frames = Frames(demos, None, cache, tmp_path)
+        first = frames.get(CAMERA, np.arange(3))
+        again = pickle.loads(pickle.dumps(frames))
+        assert np.array_equal(again.get(CAMERA, np.arange(3)), first)
+
+
+# ---- a real dataset -------------------------------------------------------------------------------------------------
+
+G1 = os.environ.get("LOCKSTEP_G1")
+real = pytest.mark.skipif(not G1, reason="LOCKSTEP_G1 does not name the G1 dataset (version 2.1, 100 episodes)")
+
+
+@real
+def test_the_real_dataset():
+    demos = read(G1)
+    assert len(demos.episodes) == 100 and demos.end[-1] == 35965 and demos.fps == 30
+    assert demos.tasks == ["Pick up the yellow bottle on the table."]
+    assert demos.features["action"].shape == (26,) and len(demos.features["action"].names) == 26
+    for name in ("action", "observation.state"):
+        wide = demos.columns[name].astype(np.float64)
+        for key in ("mean", "std", "min", "max"):
+            assert np.allclose(demos.stats[name][key], getattr(wide, key)(0), rtol=1e-4, atol=1e-4), (name, key)
+    chunks = Chunks(read(G1, episodes=[1, 2]), [1, 2], {"action": list(range(50))})
+    raw = pq.read_table(Path(G1) / "data/chunk-000/episode_000002.parquet").column("action").to_pylist()
+    batch = chunks.__getitems__([393, len(chunks) - 3])
+    assert batch["episode_index"].tolist() == [2, 2] and batch["frame_index"].tolist() == [0, 340]
+    assert np.allclose(batch["action"][0], raw[:50]) and np.allclose(batch["action"][1], raw[340:] + raw[-1:] * 47)
+    assert batch["action_is_pad"][1].tolist() == [False] * 3 + [True] * 47
+
+
+@real
+def test_real_pictures(tmp_path):
+    demos = read(G1, episodes=[1, 2, 4, 5])
+    assert demos.end[-1] == 1461
+    (camera,) = demos.cameras
+    rows = np.r_[0:3, 390:396, 735:737, 1092:1095, 1460]
+    fresh = Frames(demos, (48, 64), "none", "unused").get(camera, rows)
+    cached = Frames(demos, (48, 64), "memmap", tmp_path).get(camera, rows)
+    assert np.array_equal(fresh, cached) and 20 < fresh.mean() < 235
+    refused(["episode 0 frame 0", "no pictures"], lambda: Frames(read(G1, episodes=[0]), None, "none", "unused"))
