@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -216,6 +216,8 @@ class Task(contract.Task):
         self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
         self.demos = demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
+        used = {name: f for name, f in demos.features.items() if name in self.cameras or not f.is_picture}
+        self.demos = demos = replace(demos, features=used)
         if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
             what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
             raise LockstepError(what, where=str(root), todo="imitation needs both")

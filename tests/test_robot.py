@@ -251,3 +251,14 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     assert done.code == 2 and "its config.json says policy.dim_model=16" in done.err
     done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
     assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err
+
+
+def test_cameras_can_be_left_out(tmp_path):
+    root = record(tmp_path / "set", cameras=2)
+    both, one, none = (
+        task_of("robot", f"dataset.root={root}", *words)[1].__getitems__([0]).keys()
+        for words in ([], ["dataset.cameras=observation.images.cam1"], ["dataset.cameras=none"])
+    )
+    assert both - one == {"observation.images.cam0"} and one - none == {"observation.images.cam1"}
+    with pytest.raises(LockstepError, match=r"no camera observation.images.cam7 .*there are observation.images.cam0"):
+        task_of("robot", f"dataset.root={root}", "dataset.cameras=observation.images.cam7")
