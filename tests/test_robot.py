@@ -246,7 +246,7 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     best = torch.load(next(run.glob("best*.pt")), weights_only=True)["model"]
     assert all(torch.allclose(best[name], after[name], atol=1e-7) for name in best if best[name].is_floating_point())
     assert before.keys() == after.keys()
-    wider = [word.replace("dim_model=16", "dim_model=32") for word in words]
+    wider = [word.replace("dim_model=16", "dim_model=32").replace("second", "third") for word in words]
     done = launch.python(*wider)
     assert done.code == 2 and "its config.json says policy.dim_model=16" in done.err
     done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
