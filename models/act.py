@@ -131,9 +131,9 @@ class DecoderLayer(Layer):
         self.multihead_attn = Attention(config.dim_model, config.n_heads, config.dropout)
         self.norm3 = nn.LayerNorm(config.dim_model)
 
-    def forward(self, x: Tensor, positions: Tensor, memory: Tensor, memory_keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, memory: Tensor, keys: Tensor) -> Tensor:
         x = self.residual(x, self.norm1, lambda x: self.self_attn(x + positions, x + positions, x))
-        x = self.residual(x, self.norm2, lambda x: self.multihead_attn(x + positions, memory_keys, memory))
+        x = self.residual(x, self.norm2, lambda x: self.multihead_attn(x + positions, keys, memory))
         return self.residual(x, self.norm3, self.feed_forward)
 
 
@@ -161,8 +161,9 @@ class Decoder(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
         x = torch.zeros_like(queries).expand(len(memory), -1, -1)  # a query is nothing but its position
+        keys = memory + positions
         for layer in self.layers:
-            x = layer(x, queries, memory, memory + positions)
+            x = layer(x, queries, memory, keys)
         return self.norm(x)
 
 

@@ -173,6 +173,24 @@ def test_dropout_is_there_in_training_alone():
     assert torch.equal(net.sample(inputs), net.sample(inputs))
 
 
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_dropout_is_on_every_branch_and_inside_the_feed_forward_part(pre_norm):
+    net, inputs = build([STATE, ENV], pre_norm=pre_norm, n_vae_encoder_layers=1), a_batch([STATE, ENV])
+    calls = []
+    for module in net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    net(inputs, some_draws(net))
+    assert len(calls) == 3 * (1 + 2) + 4, "three encoder layers, and a decoder layer with one branch more"
+
+
+def test_the_start_is_the_published_codes():
+    """Xavier in the transformer, whose bound is sqrt(6 / (in + out)), and torch's 1 / sqrt(in) in the VAE's encoder."""
+    net = build([STATE, ENV], dim_feedforward=200)
+    for part, bound in ((net.vae_encoder, 200**-0.5), (net.encoder, (6 / 232) ** 0.5), (net.decoder, (6 / 232) ** 0.5)):
+        assert 0.95 * bound < part.layers[0].linear2.weight.abs().max() <= bound
+
+
 def test_grid_positions_run_over_rows_and_columns():
     """The formula with its own loops (DETR, appendix): 2 pi y / H in the first half, 2 pi x / W in the second."""
     got = grid_positions(torch.zeros(1, 7, 2, 3), 8).reshape(2, 3, 8)

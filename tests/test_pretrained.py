@@ -381,8 +381,10 @@ def test_tied_and_sliced_tensors_are_written(tmp_path):
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.a = self.b = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
+            self.a = self.b = torch.nn.Parameter(torch.arange(3.0))
+            self.c = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
 
     pretrained.save(tmp_path / "a", "vla", {}, Tied(), {}, {}, {})
     weights = pretrained.load(tmp_path / "a").weights
-    assert weights["a"].tolist() == weights["b"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert weights["a"].tolist() == weights["b"].tolist() == [0.0, 1.0, 2.0]
+    assert weights["c"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
