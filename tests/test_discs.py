@@ -106,6 +106,9 @@ def test_the_wrong_disc_is_a_failure_for_good():
     assert asked.mean() > 0.5  # in straight lines that were not cleared for this disc
     assert not (worlds.success & ~asked & (worlds.held != worlds.target)).any()
     assert (worlds.held[asked] == (worlds.target[asked] + 1) % len(COLOURS)).all(), "it clings for good"
+    lost = worlds.held != worlds.target
+    goal = worlds.discs[np.arange(200), worlds.target]
+    assert np.array_equal(worlds.expert()[lost], goal[lost]), "and the expert brings no other"
 
 
 def test_bringing_is_more_than_touching():
