@@ -92,14 +92,21 @@ def _begin(seed: int) -> _Start:
     """A world whose command can be obeyed in straight lines, drawn again until it is one."""
     rng = np.random.default_rng(seed)
     bring, target = bool(rng.integers(len(VERBS))), int(rng.integers(len(COLOURS)))
-    while True:
-        places = rng.uniform(-0.8, 0.8, (1 + len(COLOURS), 2))
-        apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
-        goal, others = places[1 + target], np.delete(places, [0, 1 + target], 0)
-        # A disc's breadth of room beside each way, for a magnet that errs: the wrong disc is not let go again.
-        clear = min(_distance(others, places[0], goal).min(), _distance(others, goal, np.zeros(2)).min())
-        if apart.min() > 2.2 * RADIUS and clear > 1.8 * RADIUS and np.hypot(*places.T)[1:].min() > 2 * RADIUS:
-            return _Start(bring, target, places)
+    places = np.zeros((1 + len(COLOURS), 2))
+    while not _is_open(places, target):
+        places = rng.uniform(-0.8, 0.8, places.shape)
+    return _Start(bring, target, places)
+
+
+def _is_open(places: np.ndarray, target: int) -> bool:
+    """Nothing touches anything, no disc is at the centre, and beside each way there is a disc's breadth of room for a
+    magnet that errs: the wrong disc is not let go again."""
+    apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
+    if apart.min() < 2.2 * RADIUS or np.hypot(*places[1:].T).min() < 2 * RADIUS:
+        return False  # most draws end here, before the dearer half
+    goal, others = places[1 + target], np.delete(places, [0, 1 + target], 0)
+    ways = _distance(others, places[0], goal), _distance(others, goal, np.zeros(2))
+    return bool(np.min(ways) > 1.8 * RADIUS)
 
 
 def _distance(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_width": 32,
         "vocabulary": 512,
     },
-    "tiny": {  # 2.0 million
+    "tiny": {  # 2.06 million
         "image_size": 64,
         "patch_size": 8,
         "width": 128,
@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_width": 32,
         "vocabulary": 1024,
     },
-    "small": {  # 34 million
+    "small": {  # 34.5 million
         "image_size": 224,
         "patch_size": 16,
         "width": 384,
@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_width": 48,
         "vocabulary": 4096,
     },
-    "base": {  # 200 million
+    "base": {  # 2.06 million
         "image_size": 256,
         "patch_size": 16,
         "width": 768,
@@ -280,8 +280,21 @@ class ExpertBlock(nn.Module):
         return x + gate3 * self.dropout(self.mlp(modulated(x, shift3, scale3)))
 
 
+class Prefix(NamedTuple):
+    """What the expert knows of a sample.
+
+    memory   the trunk's output
+    mask     (B, 1, 1, M) bool, False where the trunk's output stands for a padded word
+    command  (B, width), the mean of the words
+    """
+
+    memory: Memory
+    mask: Tensor
+    command: Tensor
+
+
 class Expert(nn.Module):
-    """The velocity field: noisy chunk (B, T, A) and its time (B,) in [0, 1] -> (B, T, A)."""
+    """The velocity field: noisy chunk (B, T, A), its time (B,) in [0, 1] and the prefix -> (B, T, A)."""
 
     positions: Tensor
     rates: Tensor
@@ -297,6 +310,7 @@ class Expert(nn.Module):
         rates = torch.logspace(math.log10(2 * math.pi / 4), math.log10(2 * math.pi / 0.004), width // 2)
         self.register_buffer("rates", rates.to(torch.get_default_dtype()), persistent=False)
         self.time = nn.Sequential(linear(width, width), nn.SiLU(), linear(width, width))
+        self.command = linear(settings.width, width)
         self.blocks = nn.ModuleList(
             ExpertBlock(width, settings.head_width, settings.width, settings.dropout)
             for _ in range(settings.expert_depth)
@@ -304,12 +318,13 @@ class Expert(nn.Module):
         self.modulation = Modulation(width, 2)
         self.out = silent(width, action_dim)
 
-    def forward(self, x: Tensor, time: Tensor, memory: Memory, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         angles = time[:, None] * self.rates
-        code = self.time(torch.cat([angles.sin(), angles.cos()], 1))  # (B, width)
+        # The words go here too: a query that knows them finds the thing that is meant in one step, not in two.
+        code = self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.command(prefix.command)  # (B, width)
         x = self.enter(x) + self.positions
         for block in self.blocks:
-            x = run(self.checkpointing, block, x, code, memory, mask)
+            x = run(self.checkpointing, block, x, code, prefix.memory, prefix.mask)
         return self.out(modulated(x, *self.modulation(code)))
 
 
@@ -363,22 +378,24 @@ class VLA(nn.Module):
         if settings.freeze_vision_encoder and self.eyes is not None:
             self.eyes.requires_grad_(False)
 
-    def prefix(self, inputs: dict[str, Tensor]) -> tuple[Memory, Tensor]:
-        """The trunk's output, for the expert to look at, and (B, 1, 1, M) bool: False where a word is padding."""
-        words = inputs["words"]  # (B, L)
-        tokens = [self.words(words) + self.order[: words.shape[1]]]
+    def prefix(self, inputs: dict[str, Tensor]) -> Prefix:
+        """All but the action, read once."""
+        said = inputs["words"] != 0  # (B, L)
+        words = self.words(inputs["words"]) * said[:, :, None]  # (B, L, width)
+        tokens = [words + self.order[: words.shape[1]]]
         if self.state is not None:
             tokens.append(self.state(inputs["observation.state"])[:, None])
         if self.eyes is not None:
             images = [fit(inputs[name], self.settings.image_size) for name in self.cameras]
             tokens.append(self.eyes(torch.stack(images, 1)))
         x = torch.cat(tokens, 1)  # (B, M, width)
-        mask = F.pad(words != 0, (0, x.shape[1] - words.shape[1]), value=True)[:, None, None]
+        mask = F.pad(said, (0, x.shape[1] - words.shape[1]), value=True)[:, None, None]
         for block in self.trunk:
             x = run(self.settings.gradient_checkpointing, block, x, mask)
         source = self.norm(x)
         # Made within a block of the expert: of a long prefix they are most of what a checkpointed block would keep.
-        return lambda attention: attention.recall(source), mask
+        command = words.sum(1) / said.sum(1, keepdim=True).clamp(min=1)
+        return Prefix(lambda attention: attention.recall(source), mask, command)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
         """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over the steps
@@ -387,20 +404,20 @@ class VLA(nn.Module):
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
         noise = self.noise(draws[:, 1:]).to(action.dtype).view_as(action)
         mixed = torch.lerp(action, noise, time[:, None, None])
-        velocity = self.expert(mixed, time, *self.prefix(inputs))
+        velocity = self.expert(mixed, time, self.prefix(inputs))
         errors = (velocity - (noise - action)).square()
         return {"error": errors.masked_fill(inputs["action_is_pad"][:, :, None], 0.0).sum((1, 2))}
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
         """(B, chunk, A): Euler steps from the noise of draws (B, chunk * A), or from 0, at time 1 to an action at 0."""
-        memory, mask = self.prefix(inputs)
-        memory = functools.cache(memory)  # alike at every step
+        prefix = self.prefix(inputs)
+        prefix = prefix._replace(memory=functools.cache(prefix.memory))  # alike at every step
         x = self.words.weight.new_zeros(len(inputs["words"]), *self.shape)
         if draws is not None:
             x = self.noise(draws).to(x.dtype).view_as(x)
         steps = self.settings.num_steps
         for i in range(steps, 0, -1):
             time = x.new_full((len(x),), i / steps)
-            x = x - self.expert(x, time, memory, mask) / steps
+            x = x - self.expert(x, time, prefix) / steps
         return x

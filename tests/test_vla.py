@@ -62,12 +62,13 @@ def some_draws(count, net, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("preset", "cameras", "millions"), [("test", 1, 0.386), ("tiny", 1, 2.044), ("small", 2, 34.36), ("base", 3, 199.7)]
+    ("preset", "cameras", "millions"),
+    [("test", 1, 0.3905), ("tiny", 1, 2.058), ("small", 2, 34.47), ("base", 3, 200.1)],
 )
 def test_presets_have_the_stated_size(preset, cameras, millions):
     with torch.device("meta"):
         net = VLA(VLASettings(preset=preset), 6, 6, [f"camera_{i}" for i in range(cameras)])
-    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.002)
     assert net.num_draws == 1 + 50 * 6 and net.penalty == 0.0
 
 
@@ -166,16 +167,16 @@ def test_the_expert_is_silent_at_first():
     """Output and AdaLN start at zero: the first velocity is 0, and each block lets its input through."""
     net, inputs = policy(), some_inputs()
     assert not net.sample(inputs).any()
-    memory, mask = net.prefix(inputs)
+    prefix = net.prefix(inputs)
     x, code = torch.randn(6, 5, 64), torch.randn(6, 64)
     for block in net.expert.blocks:
-        assert torch.equal(block(x, code, memory, mask), x)
+        assert torch.equal(block(x, code, prefix.memory, prefix.mask), x)
 
 
 def test_the_loss_is_flow_matching(double):
     """Against the formulas of SmolVLA, in NumPy, with a velocity field that is known: v(x, t) = 3 x - t."""
     net, inputs = policy(), some_inputs()
-    net.expert.forward = lambda x, time, memory, mask: 3 * x - time[:, None, None]
+    net.expert.forward = lambda x, time, prefix: 3 * x - time[:, None, None]
     draws = some_draws(6, net)
     error = net(inputs, draws)["error"]
     action, valid = inputs["action"].numpy(), ~inputs["action_is_pad"].numpy()
@@ -201,7 +202,7 @@ def test_sampling_a_straight_flow_is_exact(double, steps):
     net, inputs = policy(num_steps=steps), some_inputs()
     goal, times = torch.randn(6, 5, 2), []
 
-    def velocity(x, time, memory, mask):
+    def velocity(x, time, prefix):
         times.append(float(time[0]))
         return (x - goal) / time[:, None, None]
 
@@ -238,9 +239,9 @@ def test_the_time_and_each_input_matter():
         "words": inputs["words"].roll(1, 0),
     }.items():
         assert ((net(inputs | {name: changed}, draws)["error"] - error).abs() > 1e-4).all(), name
-    memory, mask = net.prefix(inputs)
+    prefix = net.prefix(inputs)
     x = torch.randn(6, 5, 2)
-    early, late = (net.expert(x, torch.full((6,), t), memory, mask) for t in (0.3, 0.8))
+    early, late = (net.expert(x, torch.full((6,), t), prefix) for t in (0.3, 0.8))
     assert ((early - late).abs().amax((1, 2)) > 1e-3).all()
 
 
@@ -352,3 +353,35 @@ def test_places_are_told_apart():
 
 
 # Learning
+
+
+@pytest.mark.slow
+def test_it_learns_to_repeat_what_it_was_shown():
+    """Twelve demonstrations by heart: driven by the policy, their worlds end as their commands say. (On new worlds it
+    takes many more demonstrations, and minutes.)"""
+    seeds = np.arange(12)
+    episodes = discs.demonstrate(seeds, 32, 0.1)
+    frames = {name: np.concatenate([e.features[name] for e in episodes]) for name in (discs.STATE, TOP, discs.ACTION)}
+    words = np.concatenate([[hash_words(e.command, 9, 512)] * len(e.features[discs.ACTION]) for e in episodes])
+    net = policy(chunk_size=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, betas=(0.9, 0.95))
+
+    def normalised(state, image, words):
+        picture = torch.as_tensor(image) / 127.5 - 1
+        return {discs.STATE: torch.as_tensor(state) / 0.5, TOP: picture, "words": torch.as_tensor(words)}
+
+    def drive(seen, commands):
+        said = np.array([hash_words(command, 9, 512) for command in commands])
+        return net.sample(normalised(seen[discs.STATE], seen[TOP], said)).numpy() * 0.5
+
+    assert discs.roll_out(drive, seeds, 32, 1)[0].mean() < 0.1
+    for step in range(250):
+        at = torch.randint(len(words), (32,), generator=torch.Generator().manual_seed(step)).numpy()
+        batch = normalised(frames[discs.STATE][at], frames[TOP][at], words[at])
+        batch |= {"action": torch.as_tensor(frames[discs.ACTION][at])[:, None] / 0.5}
+        batch |= {"action_is_pad": torch.zeros(32, 1, dtype=torch.bool)}
+        optimizer.zero_grad()
+        net(batch, some_draws(32, net, step))["error"].mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    assert discs.roll_out(drive, seeds, 32, 1)[0].mean() > 0.6
