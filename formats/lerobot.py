@@ -109,11 +109,11 @@ class Pictures(Protocol):
 
 def need(module: str) -> Any:
     """An optional package, imported where it is used; LockstepError says how to install it."""
-    package = module.split(".")[0]
+    package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        what = f"robot data need the package {package}" + ("" if error.name == package else f": {error}")
+        what = f"robot data need the package {package}, which cannot be imported: {error}"
         raise LockstepError(what, where="dataset", todo=f"pip install {package}") from None
 
 

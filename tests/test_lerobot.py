@@ -596,7 +596,7 @@ def test_a_missing_package_is_named(made, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
-        if name.split(".")[0] in ("pyarrow", "av"):
+        if name.split(".")[0] in ("pyarrow", "av", "PIL"):
             raise ImportError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
@@ -605,7 +605,8 @@ def test_a_missing_package_is_named(made, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(lerobot.importlib, "import_module", without)
     refused("pip install pyarrow", lambda: read(made("v2.1")))
-    refused("pip install av", lambda: Frames(demos, None, "none", "unused").get(CAMERA, np.arange(1)))
+    refused("pip install pillow", lambda: Frames(demos, None, "none", "unused"))
+    refused("pip install av", lambda: frames_module._Video(Path("a.mp4"), "episode 1 frame 2"))
 
 
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
@@ -972,6 +973,11 @@ def test_bytes_that_are_not_what_was_written_are_decoded_again(made, tmp_path, w
     writes.clear()
     assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
     assert len(writes) == sum(LENGTHS)
+
+
+def test_a_bar_is_for_terminals_only(made, tmp_path, capfd):
+    Frames(read(made("v2.1")), None, "memmap", tmp_path)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_checksums_are_read_once(made, tmp_path, monkeypatch):
