@@ -199,11 +199,6 @@ class _Video:
         while n < len(times):
             with self._in_words(who[n]):
                 frame = next(frames, None)
-            if frame is not None and (frame.is_corrupt or frame.time is None):
-                raise LockstepError(f"{who[n]}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
-            if frame is not None and frame.format.name.startswith("gray1"):
-                what = f"{who[n]}: more than 8 bits per channel ({frame.format.name})"
-                raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
             if before is None and frame is None:
                 raise LockstepError(f"{who[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
             while n < len(times) and (frame is None or frame.time >= times[n]):
@@ -213,7 +208,7 @@ class _Video:
                     what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
                     todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
                     raise LockstepError(what, where=str(self.path), todo=todo)
-                yield self._picture(near)
+                yield self._picture(near, who[n])
                 n += 1
             if frame:
                 key = frame.time if frame.key_frame else key
@@ -223,9 +218,14 @@ class _Video:
                 frames, frame, sought = self._from(float(times[n]), who[n]), None, n
             before = frame
 
-    def _picture(self, frame: Any) -> Any:
-        gray = frame.format.name == "gray"
-        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if gray else "rgb24"))
+    def _picture(self, frame: Any, who: str) -> Any:
+        name = frame.format.name
+        if name.startswith("gray") and name != "gray":
+            what = f"{who}: more than 8 bits per channel ({name})"
+            raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
+        if frame.is_corrupt:
+            raise LockstepError(f"{who}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
+        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if name == "gray" else "rgb24"))
 
     def _from(self, time: float, who: str) -> Iterator[Any]:
         """Frames from the last key frame that is not after `time` on."""

@@ -872,6 +872,33 @@ def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage,
     assert Frames(read(copied, exclude=[1]), None, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
 
 
+def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):
+    """The decoder conceals them: the picture comes, made up, with a mark."""
+    root = write_old(tmp_path / "set", lengths=[40])
+    rng, path = np.random.default_rng(0), old_video(root, 0)
+    write_video(path, rng.integers(0, 255, (40, 3, 16, 24), dtype=np.uint8))
+    frames = Frames(read(root), None, "none", "unused")
+    assert frames.get(CAMERA, np.arange(40)).std() > 20
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 500] = rng.integers(0, 256, 500, dtype=np.uint8).tobytes()
+    path.write_bytes(content)
+    fresh = Frames(read(root), None, "none", "unused")
+    text = refused(["episode 0 frame ", "dataset.exclude"], lambda: fresh.get(CAMERA, np.arange(40)))
+    assert "a damaged picture" in text or "cannot be decoded" in text
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_numbers_of_channels(made, tmp_path, channels):
+    root = shutil.copytree(made("v3.0 images"), tmp_path / "set")
+    change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, channels]))
+    demos, every = read(root), np.arange(sum(LENGTHS))
+    pictures = Frames(demos, (8, 12), "memmap", tmp_path / "c").get(CAMERA, every)
+    assert pictures.shape == (len(every), channels, 8, 12) and pictures[9, 0].mean() == level(1, 2)
+    change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, 2], names=["h", "w", "channels"]))
+    refused("2 channels", lambda: Frames(read(root), None, "none", "unused"))
+
+
 def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
     root = shutil.copytree(made("v3.0 images"), tmp_path / "set")
     path = root / "data/chunk-000/file-000.parquet"
