@@ -8,7 +8,7 @@ The cache is a folder of `where`, whose name holds a digest of what the dataset 
     <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
     episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
                     written after they are on the disk: what has no line is decoded again, and so is what has changed.
-    checked.json    size and time of these files when all checksums were right; it is missing while somebody builds
+    checked.json    size and time of these files when all checksums were right: if they differ, they are read again
     lock            held by the one process that builds
 """
 
@@ -355,7 +355,6 @@ class _Cache:
             what = f"the pictures take {needed / 1e9:.2f} GB at this size, {free / 1e9:.2f} GB are free"
             todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
             raise LockstepError(what, where=str(self.folder), todo=todo)
-        self.checked.unlink(missing_ok=True)
         count = int(sum(lengths[e] for _, e in missing))
         # Where it fails, too, the decoders are closed: a process forked later would wait for threads it does not have.
         with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:
