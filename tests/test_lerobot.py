@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -762,6 +763,27 @@ def test_misuse_of_a_recorder(tmp_path):
     refused("'pull' in an episode of 'push'", within(two_tasks))
     refused("was not ended", within(lambda recorder: recorder.add_frame({"action": np.zeros(1)}, "push")))
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_recording_on_a_full_disk(tmp_path, kind):
+    """The limit on the size of a file refuses bytes as a full disk does; it holds for a process of its own."""
+
+    def act():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        noise = np.random.default_rng(0).integers(0, 256, (60, 3, 64, 64), dtype=np.uint8)
+        features = {CAMERA: (kind, (3, 64, 64)), "action": ("float32", (1,))}
+
+        def begin():
+            with Recorder(tmp_path / "set", 10, features) as recorder:
+                for _ in range(3):
+                    recorder.add_episode({CAMERA: noise, "action": np.zeros((60, 1))}, "push")
+
+        refused(["cannot write", "make room"], begin)
+
+    run(act)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_recording_leaves_no_dataset(tmp_path):
