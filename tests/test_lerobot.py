@@ -863,6 +863,22 @@ def test_frames_between_distant_key_frames(tmp_path, gop):
                           frames.get(CAMERA, np.arange(40)))  # fmt: skip
 
 
+@pytest.mark.parametrize(("gop", "most"), [(1, 9), (2, 13), (250, 160)])
+def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
+    root = write_old(tmp_path / "set", lengths=[40])
+    write_video(old_video(root, 0), np.zeros((40, 3, 16, 24), np.uint8), gop=gop)
+    decoded, real = [], frames_module._Video._from
+
+    def counted(self, *where):
+        for frame in real(self, *where):
+            decoded.append(1)
+            yield frame
+
+    monkeypatch.setattr(frames_module._Video, "_from", counted)
+    Frames(read(root), None, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
+    assert len(decoded) <= most, len(decoded)
+
+
 def old_video(root, e):
     return root / f"videos/chunk-{e // 2:03d}/{CAMERA}/episode_{e:06d}.mp4"
 
