@@ -4,7 +4,8 @@
 python benchmarks/lerobot_reader.py            a recorded dataset of 40 episodes, 16 numbers of state and of action
 python benchmarks/lerobot_reader.py FOLDER     a dataset of your own; LeRobot 0.4 reads version 3.0 only
 
-Prints a markdown table, with the machine and the versions above it. Numbers only: pictures are another matter.
+Prints a markdown table, with the machine and the versions above it. Numbers only: pictures are another matter. A batch
+of ours is one gather per feature; LeRobotDataset gives samples, which torch collates (counted).
 """
 
 from __future__ import annotations
@@ -75,20 +76,21 @@ def main() -> None:
         print(f"{platform.processor() or platform.machine()}, 1 thread, {versions}")
         print(f"{len(demos.episodes)} episodes, {len(demos.columns['index'])} frames")
         print(f"batches of {BATCH}, {ROUNDS} rounds\n")
-        print("| windows | ours, ms CPU per sample | LeRobotDataset | ratio (least to most of the rounds) |")
-        print("|---|---|---|---|")
+        print("| windows | ours, ms CPU per sample | ours, one at a time | LeRobotDataset | ratio (of the rounds) |")
+        print("|---|---|---|---|---|")
         rng = np.random.default_rng(0)
         for name, deltas in SETTINGS.items():
             chunks = Chunks(demos, demos.episodes, deltas)
             steps = {key: [d / demos.fps for d in many] for key, many in deltas.items()}
             peer = theirs("someone/set", root=folder, delta_timestamps=steps) if theirs else None
-            mine, other = [], []
+            mine, alone, other = [], [], []
             for _ in range(ROUNDS):
                 indices = rng.integers(0, len(chunks), BATCH).tolist()
                 mine.append(cpu_ms(lambda: chunks.__getitems__(indices)))  # noqa: B023
+                alone.append(cpu_ms(lambda: [chunks.__getitems__([i]) for i in indices]))  # noqa: B023
                 if peer is not None:
                     other.append(cpu_ms(lambda: torch.utils.data.default_collate([peer[i] for i in indices])))  # noqa: B023
-            row = f"| {name} | {statistics.median(mine):.4f} | "
+            row = f"| {name} | {statistics.median(mine):.4f} | {statistics.median(alone):.3f} | "
             if other:
                 ratios = [b / a for a, b in zip(mine, other, strict=True)]
                 row += f"{statistics.median(other):.3f} | {statistics.median(ratios):.0f}× "

@@ -8,7 +8,7 @@ The cache is a folder of `where`, whose name holds a digest of what the dataset 
     <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
     episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
                     written after they are on the disk: what has no line is decoded again, and so is what has changed.
-    checked.json    size and time of these files when all checksums were right; it is missing while somebody builds
+    checked.json    size and time of these files when all checksums were right: if they differ, they are read again
     lock            held by the one process that builds
 """
 
@@ -199,11 +199,6 @@ class _Video:
         while n < len(times):
             with self._in_words(who[n]):
                 frame = next(frames, None)
-            if frame is not None and (frame.is_corrupt or frame.time is None):
-                raise LockstepError(f"{who[n]}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
-            if frame is not None and frame.format.name.startswith("gray1"):
-                what = f"{who[n]}: more than 8 bits per channel ({frame.format.name})"
-                raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
             if before is None and frame is None:
                 raise LockstepError(f"{who[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
             while n < len(times) and (frame is None or frame.time >= times[n]):
@@ -213,7 +208,7 @@ class _Video:
                     what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
                     todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
                     raise LockstepError(what, where=str(self.path), todo=todo)
-                yield self._picture(near)
+                yield self._picture(near, who[n])
                 n += 1
             if frame:
                 key = frame.time if frame.key_frame else key
@@ -223,9 +218,14 @@ class _Video:
                 frames, frame, sought = self._from(float(times[n]), who[n]), None, n
             before = frame
 
-    def _picture(self, frame: Any) -> Any:
-        gray = frame.format.name == "gray"
-        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if gray else "rgb24"))
+    def _picture(self, frame: Any, who: str) -> Any:
+        name = frame.format.name
+        if name.startswith("gray") and name != "gray":
+            what = f"{who}: more than 8 bits per channel ({name})"
+            raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
+        if frame.is_corrupt:
+            raise LockstepError(f"{who}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
+        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if name == "gray" else "rgb24"))
 
     def _from(self, time: float, who: str) -> Iterator[Any]:
         """Frames from the last key frame that is not after `time` on."""
@@ -355,7 +355,6 @@ class _Cache:
             what = f"the pictures take {needed / 1e9:.2f} GB at this size, {free / 1e9:.2f} GB are free"
             todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
             raise LockstepError(what, where=str(self.folder), todo=todo)
-        self.checked.unlink(missing_ok=True)
         count = int(sum(lengths[e] for _, e in missing))
         # Where it fails, too, the decoders are closed: a process forked later would wait for threads it does not have.
         with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:

@@ -109,11 +109,11 @@ class Pictures(Protocol):
 
 def need(module: str) -> Any:
     """An optional package, imported where it is used; LockstepError says how to install it."""
-    package = module.split(".")[0]
+    package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        what = f"robot data need the package {package}" + ("" if error.name == package else f": {error}")
+        what = f"robot data need the package {package}, which cannot be imported: {error}"
         raise LockstepError(what, where="dataset", todo=f"pip install {package}") from None
 
 
@@ -361,16 +361,7 @@ def _read_columns(
     first_rows: dict[int, int] = {}
     for path, inside in members.items():
         columns = _read_file(path, wanted, f"episode {inside[0]}")
-        owner = columns["episode_index"]
-        cuts = np.flatnonzero(np.diff(owner)) + 1
-        begins, ends = np.append(0, cuts), np.append(cuts, len(owner))
-        runs: dict[int, tuple[int, int]] = {}
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            e = int(owner[begin]) if len(owner) else -1
-            if e in runs and e in table:
-                what = f"episode {e} lies in two pieces, at rows {runs[e][0]} and {begin}"
-                raise LockstepError(what, where=str(path), todo="write the frames of an episode one after the other")
-            runs[e] = (begin, end)
+        runs = _runs(columns["episode_index"], inside, path)
         for e in inside:
             begin, end = runs.get(e, (0, 0))
             if end - begin != table[e].length:
@@ -379,6 +370,19 @@ def _read_columns(
             parts[e] = {name: column[begin:end] for name, column in columns.items()}
             first_rows[e] = begin
     return {name: np.concatenate([parts[e][name] for e in table]) for name in wanted}, first_rows
+
+
+def _runs(owner: np.ndarray, wanted: Sequence[int], path: Path) -> dict[int, tuple[int, int]]:
+    """(rows,) the episode of each row -> {episode: (first row, row after its last)}; the `wanted` are in one piece."""
+    begins = np.flatnonzero(np.diff(owner, prepend=-1))
+    runs: dict[int, tuple[int, int]] = {}
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(owner)], strict=False):
+        e = int(owner[begin])
+        if e in runs and e in wanted:
+            what = f"episode {e} lies in two pieces, at rows {runs[e][0]} and {begin}"
+            raise LockstepError(what, where=str(path), todo="write the frames of an episode one after the other")
+        runs[e] = (begin, end)
+    return runs
 
 
 def _read_file(path: Path, wanted: Mapping[str, Feature], whose: str) -> dict[str, np.ndarray]:

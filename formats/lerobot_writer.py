@@ -12,13 +12,14 @@ The dataset gets its name when all is written: a killed recording leaves a hidde
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,8 @@ class Recorder:
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         finally:
-            self._close()
+            with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
+                self._close()
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _close(self) -> None:
@@ -401,16 +403,23 @@ class _Video:
         for picture in pictures:
             frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture.transpose(1, 2, 0)), format="rgb24")
             frame.pts, frame.time_base = self.count, 1 / self._rate
-            self._container.mux(self._stream.encode(frame))
+            with self._as_os_error():
+                self._container.mux(self._stream.encode(frame))
             self.count += 1
         return first
 
     def close(self) -> None:
-        if self._container is not None:
-            if self.count:
-                self._container.mux(self._stream.encode())
-            self._container.close()
-            self._container = None
+        container, self._container = self._container, None
+        if container is not None:
+            with self._as_os_error(), container:
+                container.mux(self._stream.encode() if self.count else [])
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except self._av.error.FFmpegError as error:
+            raise OSError(error.errno, error.strerror) from None
 
 
 def _batched(frame: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -596,7 +597,7 @@ def test_a_missing_package_is_named(made, monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
-        if name.split(".")[0] in ("pyarrow", "av"):
+        if name.split(".")[0] in ("pyarrow", "av", "PIL"):
             raise ImportError(f"No module named {name!r}", name=name)
         return real(name, *args, **kwargs)
 
@@ -605,7 +606,8 @@ def test_a_missing_package_is_named(made, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(lerobot.importlib, "import_module", without)
     refused("pip install pyarrow", lambda: read(made("v2.1")))
-    refused("pip install av", lambda: Frames(demos, None, "none", "unused").get(CAMERA, np.arange(1)))
+    refused("pip install pillow", lambda: Frames(demos, None, "none", "unused"))
+    refused("pip install av", lambda: frames_module._Video(Path("a.mp4"), "episode 1 frame 2"))
 
 
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
@@ -763,6 +765,27 @@ def test_misuse_of_a_recorder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_recording_on_a_full_disk(tmp_path, kind):
+    """The limit on the size of a file refuses bytes as a full disk does; it holds for a process of its own."""
+
+    def act():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        noise = np.random.default_rng(0).integers(0, 256, (60, 3, 64, 64), dtype=np.uint8)
+        features = {CAMERA: (kind, (3, 64, 64)), "action": ("float32", (1,))}
+
+        def begin():
+            with Recorder(tmp_path / "set", 10, features) as recorder:
+                for _ in range(3):
+                    recorder.add_episode({CAMERA: noise, "action": np.zeros((60, 1))}, "push")
+
+        refused(["cannot write", "make room"], begin)
+
+    run(act)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_recording_leaves_no_dataset(tmp_path):
     def begin():
         with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
@@ -840,6 +863,22 @@ def test_frames_between_distant_key_frames(tmp_path, gop):
                           frames.get(CAMERA, np.arange(40)))  # fmt: skip
 
 
+@pytest.mark.parametrize(("gop", "most"), [(1, 9), (2, 13), (250, 160)])
+def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
+    root = write_old(tmp_path / "set", lengths=[40])
+    write_video(old_video(root, 0), np.zeros((40, 3, 16, 24), np.uint8), gop=gop)
+    decoded, real = [], frames_module._Video._from
+
+    def counted(self, *where):
+        for frame in real(self, *where):
+            decoded.append(1)
+            yield frame
+
+    monkeypatch.setattr(frames_module._Video, "_from", counted)
+    Frames(read(root), None, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
+    assert len(decoded) <= most, len(decoded)
+
+
 def old_video(root, e):
     return root / f"videos/chunk-{e // 2:03d}/{CAMERA}/episode_{e:06d}.mp4"
 
@@ -869,6 +908,33 @@ def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage,
     text = refused(says, lambda: Frames(demos, None, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
     assert "episode_000001.mp4" in text
     assert Frames(read(copied, exclude=[1]), None, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
+
+
+def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):
+    """The decoder conceals them: the picture comes, made up, with a mark."""
+    root = write_old(tmp_path / "set", lengths=[40])
+    rng, path = np.random.default_rng(0), old_video(root, 0)
+    write_video(path, rng.integers(0, 255, (40, 3, 16, 24), dtype=np.uint8))
+    frames = Frames(read(root), None, "none", "unused")
+    assert frames.get(CAMERA, np.arange(40)).std() > 20
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 500] = rng.integers(0, 256, 500, dtype=np.uint8).tobytes()
+    path.write_bytes(content)
+    fresh = Frames(read(root), None, "none", "unused")
+    text = refused(["episode 0 frame ", "dataset.exclude"], lambda: fresh.get(CAMERA, np.arange(40)))
+    assert "a damaged picture" in text or "cannot be decoded" in text
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_numbers_of_channels(made, tmp_path, channels):
+    root = shutil.copytree(made("v3.0 images"), tmp_path / "set")
+    change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, channels]))
+    demos, every = read(root), np.arange(sum(LENGTHS))
+    pictures = Frames(demos, (8, 12), "memmap", tmp_path / "c").get(CAMERA, every)
+    assert pictures.shape == (len(every), channels, 8, 12) and pictures[9, 0].mean() == level(1, 2)
+    change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, 2], names=["h", "w", "channels"]))
+    refused("2 channels", lambda: Frames(read(root), None, "none", "unused"))
 
 
 def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
@@ -972,6 +1038,11 @@ def test_bytes_that_are_not_what_was_written_are_decoded_again(made, tmp_path, w
     writes.clear()
     assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
     assert len(writes) == sum(LENGTHS)
+
+
+def test_a_bar_is_for_terminals_only(made, tmp_path, capfd):
+    Frames(read(made("v2.1")), None, "memmap", tmp_path)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_checksums_are_read_once(made, tmp_path, monkeypatch):
