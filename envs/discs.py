@@ -18,6 +18,7 @@ STATE, CAMERA, ACTION = "observation.state", "observation.images.top", "action"
 
 RADIUS = 0.18  # of a disc, in table units
 SPEED = 0.15  # table units per step
+REACH = 0.3  # how far ahead the expert's actions lie: two steps
 TOLERANCE = 0.1  # how far from the centre a brought disc may be
 HORIZON = 40
 LINGER = 3  # steps that a recording goes on after success
@@ -63,9 +64,17 @@ class Discs:
         return np.rint(image).astype(np.uint8)
 
     def expert(self) -> np.ndarray:
-        """(n, 2) actions: to the disc that is meant; once it clings, to the centre if it is to be brought there."""
-        goal = self.discs[np.arange(len(self.discs)), self.target]
-        return np.where((self.bring & (self.held == self.target))[:, None], 0.0, goal)
+        """(n, 2) actions: a place on the way to the disc that is meant, and once it clings, on the way to the centre if
+        it is to be brought there.
+
+        At most REACH ahead, not the goal itself: a direction can be learned from far fewer layouts than a place can,
+        and near the goal the picture shows both side by side.
+        """
+        disc = self.discs[np.arange(len(self.discs)), self.target]
+        goal = np.where((self.bring & (self.held == self.target))[:, None], 0.0, disc)
+        way = goal - self.magnet
+        length = np.hypot(way[:, 0], way[:, 1])
+        return self.magnet + way * np.minimum(1.0, REACH / np.maximum(length, 1e-12))[:, None]
 
     def step(self, actions: np.ndarray) -> None:
         """actions (n, 2): where to go; what lies off the table counts as its edge."""

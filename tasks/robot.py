@@ -118,15 +118,15 @@ class VlaSettings(PolicySettings):
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
         "epochs": 0,
-        "steps": 1500,
+        "steps": 1200,
         "optim.lr": 2e-3,
-        "optim.weight_decay": 1e-2,
+        "optim.beta2": 0.95,
         "schedule.warmup_steps": 100,
-        "eval_every": 500,
+        "eval_every": 300,
     }
     preset: Literal["test", "tiny", "small", "base"] = option("test", "0.3, 1.9, 36 or 201 million parameters")
     chunk_size: int = option(8, "actions predicted at once", low=1)
-    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
     num_steps: int = option(10, "Euler steps from noise to actions", low=1)
     freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
     train_expert_only: bool = option(False, "train the action expert alone")
