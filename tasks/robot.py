@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -488,11 +489,12 @@ def _check(cfg: Any) -> None:
 
 
 def _no_smolvla() -> LockstepError:
-    return LockstepError(
-        "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
-        where="policy.type=smolvla",
-        todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
-    )
+    native = "choose policy.type=vla, which is native and another model"
+    if find_spec("lerobot"):
+        what = "SmolVLA is LeRobot's own class, and the adapter to it is not written yet"
+        return LockstepError(what, where="policy.type=smolvla", todo=native)
+    what = "SmolVLA is LeRobot's own class, and the lerobot package is not installed"
+    return LockstepError(what, where="policy.type=smolvla", todo=f"pip install 'lerobot[smolvla]', or {native}")
 
 
 def _cache_dir(wanted: str, given: bool) -> Path:

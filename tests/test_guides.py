@@ -18,6 +18,10 @@ NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 SHORT_HAR = "dataset.stride=1024 steps=2"
 SHORT_VIDEO = "dataset.size=16 dataset.trials=61 dataset.videos=12 dataset.frames=5 model.width=4 steps=2"
+SHORT_ROBOT = (
+    "env.demonstrations=8 env.size=16 eval.n_episodes=2 policy.chunk_size=5 policy.dim_model=16 policy.n_heads=2 "
+    "policy.dim_feedforward=16 policy.n_encoder_layers=1 policy.n_vae_encoder_layers=1 steps=2"
+)
 
 
 def command(words, tmp_path):
@@ -57,6 +61,22 @@ COMMANDS = [
         f"gradient_accumulation_steps=2 num_workers=0 {SHORT_HAR}",
     ),
     (1, f"python train_ddp.py --use_amp {SHORT_HAR}"),
+    (1, "python train.py robot env.demonstrations=8 env.size=16 eval.n_episodes=2 steps=2"),
+    (
+        2,
+        "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/policy/act.yaml batch_size=8 "
+        f"wandb.enable=true wandb.project=robot-learning wandb.mode=offline {SHORT_ROBOT}",
+    ),
+    (
+        2,
+        "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no "
+        f"train.py --config configs/policy/act.yaml gradient_accumulation_steps=2 {SHORT_ROBOT}",
+    ),
+    (
+        1,
+        "python train.py --task=robot --policy.type=act --batch_size=4 --seed=1000 --log_freq=1 "
+        f"--save_freq=2 {SHORT_ROBOT}",
+    ),
     (1, f"python train.py --multi-gpu none --mode transformer {SHORT_HAR}"),
     (1, f"python train.py --multi-gpu auto {SHORT_HAR}"),
     (1, f"python train.py --multi-gpu ddp --epochs 20 --batch-size 32 --lr 1e-3 {SHORT_HAR}"),

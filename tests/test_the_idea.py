@@ -21,6 +21,11 @@ SMALL = {
 }
 """What makes a task quick; a task that is not named here runs at its own size, and is held to the same."""
 
+SMALL_ACT = (
+    "policy.type=act policy.dropout=0 policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 "
+    "policy.n_encoder_layers=1 policy.n_vae_encoder_layers=1 policy.latent_dim=4 optim.lr=1e-3"
+).split()
+
 EVERY_TASK = [*tasks.names(), TOY]
 
 
@@ -34,6 +39,8 @@ def runs_of(cut, folder):
         yield [*common, "steps=9", f"save_dir={folder}/{cut}/{name}"]
         if task != "video":
             yield [*common, "sampler=balanced", "steps=4", f"save_dir={folder}/{cut}/{name}_balanced"]
+        if task == "robot":
+            yield [*common, *SMALL_ACT, "steps=4", f"save_dir={folder}/{cut}/{name}_act"]
         yield ["naive", *common, "epochs=1", "optim.grad_clip=0", f"save_dir={folder}/{cut}/{name}_naive"]
 
 
@@ -71,7 +78,7 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize("task", [name.rpartition("/")[2] for name in EVERY_TASK])
 def test_every_cut_ends_in_the_same_weights(weights, task, cut):
     straight = weights["1x12"]
-    runs = [name for name in straight if name in (task, f"{task}_balanced")]
+    runs = [name for name in straight if name in (task, f"{task}_balanced", f"{task}_act")]
     assert task in runs
     for run in runs:
         ours, theirs = weights[cut][run], straight[run]
