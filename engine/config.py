@@ -92,8 +92,8 @@ class Config:
 
     task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
-    epochs: int = option(20, "passes over the training set; 0 = until `steps`", low=0)
-    steps: int = option(0, "optimizer steps; 0 = until `epochs`; whichever ends first", low=0)
+    epochs: int = option(20, "passes over the training set; where steps are given, too, whichever ends first", low=0)
+    steps: int = option(0, "optimizer steps; where epochs are given, too, whichever ends first", low=0)
     batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
     global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
     gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
@@ -443,6 +443,9 @@ def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: li
             problems.append(f"{setting.key}={_shown(given)} ({setting.where}): {error}")
         else:
             _assign(cfg, key, value)
+    for one, other in (("epochs", "steps"), ("steps", "epochs")):
+        if one in said and other not in said and getattr(cfg, one):
+            _assign(cfg, other, 0)  # the one that is asked for, not the default of the other
 
 
 def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) -> str:

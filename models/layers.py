@@ -75,8 +75,14 @@ class Normalizer(nn.Module):
     A dimension that never changes in the data becomes 0, and its recorded value again on the way back.
     """
 
-    SPANS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
-    MODES = ("MEAN_STD", *SPANS, "IDENTITY")
+    NEEDS = {
+        "MEAN_STD": ("mean", "std"),
+        "MIN_MAX": ("min", "max"),
+        "QUANTILES": ("q01", "q99"),
+        "QUANTILE10": ("q10", "q90"),
+        "IDENTITY": (),
+    }
+    """Which statistics a mode goes by."""
 
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
@@ -84,12 +90,8 @@ class Normalizer(nn.Module):
         for feature, mode in modes.items():
             if mode == "IDENTITY":
                 continue
-            values = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in stats[feature].items()}
-            if mode == "MEAN_STD":
-                middle, half = values["mean"], values["std"]
-            else:
-                low, high = (values[name] for name in self.SPANS[mode])
-                middle, half = (low + high) / 2, (high - low) / 2
+            a, b = (torch.as_tensor(stats[feature][name], dtype=torch.float64) for name in self.NEEDS[mode])
+            middle, half = (a, b) if mode == "MEAN_STD" else ((a + b) / 2, (b - a) / 2)
             # What doesn't change has no scale; relative, for a sum of float32 numbers leaves dust behind.
             half = torch.where(half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half)
             self.register_buffer(self._name(feature, "middle"), middle.to(dtype))

@@ -222,6 +222,9 @@ class Task(contract.Task):
         if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
             what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
             raise LockstepError(what, where=str(root), todo="imitation needs both")
+        if self.simulated and (set(self.cameras) - {discs.CAMERA} or demos.columns["action"].shape[1:] != (2,)):
+            what = "the dataset is not of the simulated discs"
+            raise LockstepError(what, where="env.type=discs", todo="give env.type=none")
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
@@ -256,6 +259,10 @@ class Task(contract.Task):
         for camera in self.cameras:
             stats[camera] = UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else stats.get(camera, IMAGENET))
         self.stats, self.modes = stats, modes
+        for name, mode in modes.items():
+            if missing := set(Normalizer.NEEDS[mode]) - stats[name].keys():
+                what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
+                raise LockstepError(what, where="policy.normalization_mapping", todo="choose another mode")
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path:
             self._start_from(policy)
@@ -323,11 +330,11 @@ class Task(contract.Task):
         # The steps of the whole global batch: it is one quotient, and the KL's mean over samples another.
         mean_steps = batch["mean_weight"].to(error.dtype) if "mean_weight" in batch else steps.to(error.dtype).mean()
         total = (error / (mean_steps * self.action_dim)).sum()
-        sums = {"error": (error.detach().double() / self.action_dim).sum(), "steps": steps.sum()}
+        sums = {"error": total.detach(), "count": torch.ones_like(steps).sum()}
         if "kl" in out:
-            total = total + self.penalty * out["kl"].to(error.dtype).sum()
             sums["kl"] = out["kl"].detach().sum()
-        return Loss(total, torch.tensor(float(len(steps)), device=steps.device), Sums(sums))
+            total = total + self.penalty * out["kl"].to(error.dtype).sum()
+        return Loss(total, sums["count"], Sums(sums))
 
     def _with_words(self, batch: Batch) -> Batch:
         if self.words is None:
@@ -374,7 +381,7 @@ class Task(contract.Task):
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
         if "trials" in sums and sums["trials"] > 0:
-            metrics["success_rate"] = float(sums["successes"] / sums["trials"])
+            metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
         return metrics
 
     def trials(self, model: nn.Module, which: range) -> Sums:

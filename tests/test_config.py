@@ -207,3 +207,19 @@ def test_print_config_and_dry_run_write_nothing(launch, tmp_path):
     assert "12 per process x 1 process(es) x 2 accumulation = 24" in dry.out
     assert "3 of 61 samples, the last of 13; 0 samples dropped" in dry.out
     assert not (tmp_path / "run").exists()
+
+
+def test_the_length_that_is_asked_for_goes_before_the_default_of_the_other(tmp_path):
+    """har starts from 12 epochs, the robot from 1200 steps."""
+
+    def length(*words):
+        cfg = config.parse(list(words), tasks.load).cfg
+        return cfg.epochs, cfg.steps
+
+    assert length("har") == (12, 0) and length("robot") == (0, 1200)
+    assert length("har", "steps=900") == (0, 900) and length("robot", "epochs=3") == (3, 0)
+    assert length("har", "epochs=3", "steps=900") == (3, 900)
+    (tmp_path / "c.yaml").write_text("task: har\nepochs: 30\n")
+    assert length("--config", str(tmp_path / "c.yaml")) == (30, 0)
+    assert length("--config", str(tmp_path / "c.yaml"), "steps=5") == (0, 5)
+    assert length("robot", "epochs=0") == (0, 1200)

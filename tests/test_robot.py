@@ -253,6 +253,31 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err
 
 
+def test_a_mode_without_its_statistics_and_a_foreign_simulation_are_told(walks):
+    task, *_ = task_of("robot", f"dataset.root={walks}", "policy.normalization_mapping.VISUAL=QUANTILES")
+    with pytest.raises(LockstepError, match=r"tells no q01, q99 of observation.images.cam0, which QUANTILES needs"):
+        task.model()
+    with pytest.raises(LockstepError, match=r"not of the simulated discs \(env.type=discs\)"):
+        task_of("robot", f"dataset.root={walks}", "env.type=discs")
+
+
+def test_every_normalisation_brings_the_data_to_its_range(walks):
+    for mode, check in {
+        "MEAN_STD": lambda x: abs(x.mean()) < 1e-4 and abs(x.std() - 1) < 0.02,
+        "MIN_MAX": lambda x: (float(x.min()), float(x.max())) == pytest.approx((-1, 1), abs=1e-5),
+        "QUANTILES": lambda x: 0.01 < (x.abs() > 1).float().mean() < 0.05,
+        "QUANTILE10": lambda x: 0.15 < (x.abs() > 1).float().mean() < 0.25,
+        "IDENTITY": lambda x: abs(x.mean()) > 0.5,
+    }.items():
+        task, *_ = task_of("robot", f"dataset.root={walks}", f"policy.normalization_mapping.ACTION={mode}")
+        actions = torch.from_numpy(task.demos.columns["action"])[:, :1]
+        normalizer = task.model().normalizer
+        whole = torch.from_numpy(task.demos.columns["action"])
+        assert check(normalizer("action", whole)[:, 0]), mode
+        back = normalizer.inverse("action", normalizer("action", whole))
+        torch.testing.assert_close(back[:, :1], actions, rtol=1e-5, atol=1e-5)
+
+
 def test_cameras_can_be_left_out(tmp_path):
     root = record(tmp_path / "set", cameras=2)
     both, one, none = (
