@@ -14,6 +14,7 @@ import numpy as np
 
 COLOURS = {"red": (214, 48, 49), "green": (38, 166, 91), "blue": (52, 106, 219)}
 VERBS = ("move to the {} disc", "bring the {} disc to the centre")
+COMMANDS = tuple(verb.format(colour) for verb in VERBS for colour in COLOURS)
 STATE, CAMERA, ACTION = "observation.state", "observation.images.top", "action"
 
 RADIUS = 0.18  # of a disc, in table units
@@ -28,8 +29,9 @@ _TABLE, _MARK, _MAGNET = (226, 221, 211), (190, 184, 172), (35, 35, 40)
 class Discs:
     """n worlds, each a pure function of its seed.
 
-    seeds  (n,) integers
-    size   H = W of the pictures, in pixels
+    seeds    (n,) integers
+    size     H = W of the pictures, in pixels
+    command  the only one to give, such as "move to the red disc"; None = all, by the seed
 
     commands  what each world asks for, of len(VERBS) * len(COLOURS) kinds
     success   (n,) bool: the world's command has been obeyed, now or earlier
@@ -37,17 +39,16 @@ class Discs:
 
     horizon = HORIZON
 
-    def __init__(self, seeds: np.ndarray, size: int = 32):
+    def __init__(self, seeds: np.ndarray, size: int = 32, command: str | None = None):
         self.size = size
-        start = [_begin(int(seed) % 2**64) for seed in seeds]
+        start = [_begin(int(seed) % 2**64, command) for seed in seeds]
         self.bring = np.array([one.bring for one in start], bool)  # (n,)
         self.target = np.array([one.target for one in start], np.int64)  # (n,) the disc that is meant
         self.discs = np.array([one.places[1:] for one in start]).reshape(-1, len(COLOURS), 2)
         self.magnet = np.array([one.places[0] for one in start]).reshape(-1, 2)
         self.held = np.full(len(start), -1)  # (n,) the disc that clings to the magnet, -1 = none
         self.success = np.zeros(len(start), bool)
-        names = list(COLOURS)
-        self.commands = [VERBS[one.bring].format(names[one.target]) for one in start]
+        self.commands = [COMMANDS[one.bring * len(COLOURS) + one.target] for one in start]
 
     def observe(self) -> dict[str, np.ndarray]:
         """{"observation.state": (n, 2) float32, the magnet's place; "observation.images.top": (n, 3, H, W) uint8}."""
@@ -97,10 +98,13 @@ class _Start(NamedTuple):
     places: np.ndarray  # (1 + discs, 2): the magnet's, then the discs'
 
 
-def _begin(seed: int) -> _Start:
+def _begin(seed: int, command: str | None) -> _Start:
     """A world whose command can be obeyed in straight lines, drawn again until it is one."""
     rng = np.random.default_rng(seed)
     bring, target = bool(rng.integers(len(VERBS))), int(rng.integers(len(COLOURS)))
+    if command is not None:
+        verb, target = divmod(COMMANDS.index(command), len(COLOURS))
+        bring = bool(verb)
     places = np.zeros((1 + len(COLOURS), 2))
     while not _is_open(places, target):
         places = rng.uniform(-0.8, 0.8, places.shape)
@@ -142,13 +146,13 @@ class Episode(NamedTuple):
     command: str
 
 
-def demonstrate(seeds: np.ndarray, size: int = 32, noise: float = 0.05) -> list[Episode]:
+def demonstrate(seeds: np.ndarray, size: int = 32, noise: float = 0.05, command: str | None = None) -> list[Episode]:
     """The expert's recordings, one per seed; the few that fail are left out.
 
     The magnet goes to a place that is off by `noise` (deviation, table units) while the recording holds what the expert
     wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
     """
-    worlds = Discs(seeds, size)
+    worlds = Discs(seeds, size, command)
     shocks = np.array([np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (HORIZON, 2)) for s in seeds])
     frames: list[dict[str, np.ndarray]] = []
     lengths = np.full(len(seeds), HORIZON)
@@ -168,13 +172,15 @@ Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
 """(what `Discs.observe` gives, n commands) -> (n, chunk, 2) actions in table units."""
 
 
-def roll_out(policy: Policy, seeds: np.ndarray, size: int, chunk_steps: int) -> tuple[np.ndarray, list[np.ndarray]]:
+def roll_out(
+    policy: Policy, seeds: np.ndarray, size: int, chunk_steps: int, command: str | None = None
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Let a policy drive; it looks again after every `chunk_steps` actions.
 
     Returns (n,) bool, whose command was obeyed within the horizon, and n films (T, 3, H, W) uint8 that end shortly
     after success. Raises ValueError for chunks that are too short.
     """
-    worlds = Discs(seeds, size)
+    worlds = Discs(seeds, size, command)
     pictures: list[np.ndarray] = []
     lengths = np.full(len(seeds), HORIZON)
     for now in range(HORIZON):

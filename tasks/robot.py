@@ -149,6 +149,9 @@ class EnvSettings:
     type: Literal["auto", "none", "discs"] = option(
         "auto", "simulation to try the policy in; auto: the one that the data are from"
     )
+    command: str = option(
+        "", f"the only command to give, such as {discs.COMMANDS[0]!r}; empty = all six. ACT hears none"
+    )
     demonstrations: int = option(600, "simulated demonstrations to record", low=4)
     size: int = option(32, "height and width of the simulated camera in pixels", low=16)
     data_seed: int = option(0, "of the demonstrations", low=0, high=999)
@@ -398,7 +401,8 @@ class Task(contract.Task):
         seeds = FRESH + np.array(which, dtype=np.int64)
         if not len(seeds):
             return Sums(successes=torch.zeros((), dtype=torch.int64), trials=torch.zeros((), dtype=torch.int64))
-        success, films = discs.roll_out(policy, seeds, self.cfg.env.size, steps_of(self.cfg.policy))
+        env = self.cfg.env
+        success, films = discs.roll_out(policy, seeds, env.size, steps_of(self.cfg.policy), env.command or None)
         self.film = films[0]
         return Sums(successes=torch.tensor(int(success.sum())), trials=torch.tensor(len(seeds)))
 
@@ -469,7 +473,7 @@ def record_discs(folder: Path, cfg: EnvSettings) -> None:
     }
     seeds = cfg.data_seed * 10**6 + np.arange(cfg.demonstrations)
     with Recorder(folder, FPS, features, robot_type="discs") as recorder:
-        for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise):
+        for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise, cfg.command or None):
             recorder.add_episode(episode, command)
 
 
@@ -487,6 +491,9 @@ def _check(cfg: Any) -> None:
     policy = cfg.policy
     if policy.type == "smolvla":
         raise _no_smolvla()
+    if cfg.env.command and cfg.env.command not in discs.COMMANDS:
+        todo = f"choose one of: {', '.join(discs.COMMANDS)}"
+        raise LockstepError(f"no command {cfg.env.command!r}", where="env.command", todo=todo)
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
     try:

@@ -7,6 +7,7 @@ from envs.discs import (
     ACTION,
     CAMERA,
     COLOURS,
+    COMMANDS,
     HORIZON,
     LINGER,
     RADIUS,
@@ -268,3 +269,11 @@ def test_an_expert_policy_succeeds_in_a_rollout():
 def test_a_chunk_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="a chunk of 2 actions"):
         roll_out(lambda seen, commands: np.zeros((3, 2, 2)), MANY[:3], 32, chunk_steps=3)
+
+
+def test_one_command_alone():
+    """The same worlds but for what is asked; a demonstration obeys it."""
+    worlds = Discs(MANY[:40], 32, "bring the blue disc to the centre")
+    assert set(worlds.commands) == {"bring the blue disc to the centre"} and worlds.bring.all()
+    assert (worlds.target == 2).all() and set(Discs(MANY[:40]).commands) == set(COMMANDS)
+    assert {episode.command for episode in demonstrate(MANY[:5], command=COMMANDS[1])} == {COMMANDS[1]}
