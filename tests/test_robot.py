@@ -127,6 +127,7 @@ def test_the_shipped_configs_parse(name):
         ("policy.n_action_steps=9", "n_action_steps 9"),
         ("policy.type=act policy.dim_model=30", "dim_model 30"),
         ("policy.pretrained_path=nowhere", "nowhere"),
+        ("env.command=dance", "no command 'dance' (env.command): choose one of: move to the red disc"),
     ],
 )
 def test_mistakes_are_one_line(launch, tmp_path, words, message):
