@@ -378,6 +378,11 @@ class VLA(nn.Module):
         if settings.freeze_vision_encoder and self.eyes is not None:
             self.eyes.requires_grad_(False)
 
+    def encode(self, commands: list[str]) -> Tensor:
+        """(N, num_words) int64: what `inputs` holds as "words"."""
+        settings = self.settings
+        return torch.tensor([hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
+
     def prefix(self, inputs: dict[str, Tensor]) -> Prefix:
         """All but the action, read once."""
         said = inputs["words"] != 0  # (B, L)

@@ -24,7 +24,7 @@ from envs import discs
 from formats import lerobot, pretrained
 from formats.frames import Frames
 from formats.lerobot_writer import Recorder
-from models import act, vla
+from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
 
@@ -136,12 +136,32 @@ class VlaSettings(PolicySettings):
 
 
 @dataclass
+class AsPictured(Modes):
+    VISUAL: Mode = option("IDENTITY", "normalisation of pictures; IDENTITY is from 0 to 1")
+
+
+@dataclass
 class SmolVlaSettings(PolicySettings):
-    defaults: ClassVar[dict[str, Any]] = ActSettings.defaults | {"optim.lr": 1e-4, "optim.weight_decay": 1e-10}
+    """LeRobot's names and defaults; the network's size is that of `pretrained_path`."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 8,
+        "epochs": 0,
+        "steps": 100_000,
+        "optim.lr": 1e-4,
+        "optim.weight_decay": 1e-10,
+        "optim.beta2": 0.95,
+        "optim.grad_clip": 10.0,
+        "schedule.warmup_steps": 1000,
+        "schedule.horizon": 30_000,
+        "schedule.final_share": 0.025,
+    }
     type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
     chunk_size: int = option(50, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
-    normalization_mapping: Modes = section(Modes)
+    freeze_vision_encoder: bool = option(True, "train everything but the picture encoder")
+    train_expert_only: bool = option(True, "train the action expert alone")
+    normalization_mapping: Modes = section(AsPictured)
 
 
 @dataclass
@@ -251,6 +271,11 @@ class Task(contract.Task):
         larger = max(height, width)  # the sides' ratio stays: the network fills its square up
         return max(1, round(side * height / larger)), max(1, round(side * width / larger))
 
+    def _camera_shapes(self) -> dict[str, tuple[int, ...]]:
+        """{camera: (C, H, W)} as batches hold them."""
+        recorded = {camera: self.demos.features[camera].shape for camera in self.cameras}
+        return {camera: (shape[0], *(self._size() or shape[1:])) for camera, shape in recorded.items()}
+
     def model(self) -> nn.Module:
         cfg, demos = self.cfg.policy, self.demos
         modes = dict.fromkeys(self.dims, cfg.normalization_mapping.STATE)
@@ -267,11 +292,10 @@ class Task(contract.Task):
                 what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
                 raise LockstepError(what, where="policy.normalization_mapping", todo="choose another mode")
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
-        if cfg.pretrained_path:
+        if cfg.pretrained_path and cfg.type != "smolvla":
             self._start_from(policy)
-        self.words: Tensor | None = None
-        if cfg.type == "vla":
-            self.words = self._hashed(demos.tasks)
+        self.encode = getattr(policy.net, "encode", None)  # ACT hears nothing
+        self.words = self.encode(demos.tasks) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
 
@@ -280,7 +304,13 @@ class Task(contract.Task):
         state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
         if cfg.type == "act":
             return act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
-        return vla.VLA(settings_of(cfg), state_dim, self.action_dim, self.cameras)
+        if cfg.type == "vla":
+            return vla.VLA(settings_of(cfg), state_dim, self.action_dim, self.cameras)
+        options = {name: vars(cfg)[name] for name in ("chunk_size", "freeze_vision_encoder", "train_expert_only")}
+        folder = pretrained.find(cfg.pretrained_path)
+        return smolvla.SmolVLA(
+            folder, self.dims, self.action_dim, self._camera_shapes(), n_action_steps=steps_of(cfg), **options
+        )
 
     def _start_from(self, policy: Policy) -> None:
         """Take over pretrained weights; the normalisation is that of the data at hand."""
@@ -303,19 +333,14 @@ class Task(contract.Task):
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
         """A `pretrained_model` folder: what `policy.pretrained_path` takes, and for ACT what LeRobot loads."""
         shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
-        size = self._size()
-        for camera in self.cameras:
-            channels, *recorded = self.demos.features[camera].shape
-            shapes[camera] = [channels, *(size or recorded)]
+        shapes |= {camera: list(shape) for camera, shape in self._camera_shapes().items()}
         kinds = {name: self.demos.features[name].kind for name in shapes}
         features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
+        if self.cfg.policy.type == "smolvla":
+            policy.net.policy.save_pretrained(str(folder))
+            return
         config = asdict(settings_of(self.cfg.policy))
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, self.stats, features, self.modes)
-
-    def _hashed(self, commands: list[str]) -> Tensor:
-        """(len(commands), L) int64."""
-        settings = settings_of(self.cfg.policy)
-        return torch.tensor([vla.hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
 
     # ---- training ----
 
@@ -394,8 +419,8 @@ class Task(contract.Task):
 
         def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
-            if self.words is not None:
-                batch["words"] = self._hashed(commands).to(device)
+            if self.encode:
+                batch["words"] = self.encode(commands).to(device)
             return model.act(batch).float().cpu().numpy()
 
         seeds = FRESH + np.array(which, dtype=np.int64)
@@ -490,25 +515,28 @@ def _check(cfg: Any) -> None:
     """What no single field can know."""
     policy = cfg.policy
     if policy.type == "smolvla":
-        raise _no_smolvla()
+        _check_smolvla(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
         raise LockstepError(f"no command {cfg.env.command!r}", where="env.command", todo=todo)
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
     try:
-        settings_of(policy)
+        settings_of(policy) if policy.type != "smolvla" else None
     except ValueError as error:
         raise LockstepError(str(error), where="policy", todo="change one of them") from None
 
 
-def _no_smolvla() -> LockstepError:
-    native = "choose policy.type=vla, which is native and another model"
-    if find_spec("lerobot"):
-        what = "SmolVLA is LeRobot's own class, and the adapter to it is not written yet"
-        return LockstepError(what, where="policy.type=smolvla", todo=native)
-    what = "SmolVLA is LeRobot's own class, and the lerobot package is not installed"
-    return LockstepError(what, where="policy.type=smolvla", todo=f"pip install 'lerobot[smolvla]', or {native}")
+def _check_smolvla(policy: Any) -> None:
+    if not find_spec("lerobot"):
+        raise LockstepError(
+            "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
+            where="policy.type=smolvla",
+            todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
+        )
+    if not policy.pretrained_path:
+        todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
+        raise LockstepError("SmolVLA starts from pretrained weights", where="policy.type=smolvla", todo=todo)
 
 
 def _cache_dir(wanted: str, given: bool) -> Path:

@@ -6,8 +6,6 @@ folder of its own, PYTHONPATH=<that folder> python -m pytest tests/peer
 
 import importlib.util
 import json
-import re
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +14,7 @@ if importlib.util.find_spec("lerobot") is None:
     pytest.skip("lerobot is not installed (pip install lerobot==0.4.4)", allow_module_level=True)
 
 import torch
+import torchvision_shim
 from test_act import ACTION, CASES, DIMS, ENV, GOLDEN, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, some_draws
 
 from formats import pretrained
@@ -25,22 +24,7 @@ from models.layers import Normalizer, normal_quantiles
 SHAPES = {name: (dim,) for name, dim in DIMS.items()} | {name: (3, *size) for name, size in SIZES.items()}
 TYPES = {STATE: "STATE", ENV: "ENV", ACTION: "ACTION"} | dict.fromkeys(SIZES, "VISUAL")
 
-
-def import_torchvision():
-    """Also where its compiled half does not load, as beside a torch without CUDA: no operator of it is used here."""
-    try:
-        import torchvision
-    except RuntimeError:
-        home = Path(importlib.util.find_spec("torchvision").origin).parent
-        named = re.findall(r'(?:torchvision::|register_meta\(")(\w+)', (home / "_meta_registrations.py").read_text())
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in set(named):
-            library.define(f"{name}(Tensor x) -> Tensor")
-        import torchvision
-    return torchvision
-
-
-import_torchvision()
+torchvision_shim.load()
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
 from lerobot.policies.act.configuration_act import ACTConfig as TheirConfig  # noqa: E402
 from lerobot.policies.act.modeling_act import ACTPolicy, ACTTemporalEnsembler  # noqa: E402
