@@ -125,7 +125,7 @@ class VlaSettings(PolicySettings):
         "schedule.warmup_steps": 100,
         "eval_every": 300,
     }
-    preset: Literal["test", "tiny", "small", "base"] = option("test", "0.3, 1.9, 36 or 201 million parameters")
+    preset: Literal["test", "tiny", "small", "base"] = option("test", "0.4, 2, 35 or 200 million parameters")
     chunk_size: int = option(8, "actions predicted at once", low=1)
     n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
     num_steps: int = option(10, "Euler steps from noise to actions", low=1)
@@ -238,7 +238,7 @@ class Task(contract.Task):
         root = lerobot.find(cfg.root, cfg.repo_id) if given else recorded_discs(self.cfg.env)
         self.simulated = self.cfg.env.type == "discs" or (self.cfg.env.type == "auto" and not given)
         self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
-        self.demos = demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
+        demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         used = {name: f for name, f in demos.features.items() if name in self.cameras or not f.is_picture}
         self.demos = demos = replace(demos, features=used)
