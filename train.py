@@ -89,6 +89,8 @@ def prepare(
     for warning in warnings:
         say(f"warning: {warning}")
     state = world.together(lambda: storage.read(found)) if found else None
+    if found and state:
+        world.together(lambda: checkpoint.check_format(state, found))
     task = tasks.load(cfg.task)(cfg)
     say("Loading data...\n")
     train_set, val_set = world.together(lambda: _pair(task.datasets()))
@@ -101,12 +103,16 @@ def prepare(
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
     if found and state and to_train:
-        for warning in world.together(lambda: checkpoint.check_same_run(state, cfg, the_plan, data, found, force)):
+        for warning in world.together(
+            lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
+        ):
             say(f"warning: {warning}")
 
     say("Creating model...")
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.together(task.model).to(world.device)
+    if task.started_from:
+        say(f"Weights from {task.started_from}")
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
     the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
     if state and cfg.amp == "auto" and state["precision"] != the_precision.name:

@@ -16,12 +16,12 @@ FORMAT = 2
 
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
-    "batch_size global_batch gradient_accumulation_steps amp deterministic dataset.root patience check_every "
-    "max_time_s loader_timeout_s keep_checkpoints max_skipped_steps dataset.repo_id dataset.cache dataset.cache_dir "
-    "policy.pretrained_path"
+    "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
+    "loader_timeout_s keep_checkpoints max_skipped_steps"
 ).split()
-FREE_SECTIONS = ("ddp.", "wandb.", "eval.")
-"""What may differ from the checkpoint's config. The global batch may not, and the data have a fingerprint."""
+FREE_SECTIONS = ("ddp.", "wandb.")
+"""What may differ from the checkpoint's config, beside what a task calls free. The global batch may not, and the data
+have a fingerprint."""
 
 
 def capture(job: Job) -> dict[str, Any]:
@@ -60,11 +60,7 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
-def check_same_run(
-    state: dict[str, Any], cfg: Any, plan: Plan, fingerprint: str, path: Path, force: bool = False
-) -> list[str]:
-    """Refuse to go on under a config that would make it another run, and say where the two differ; with `force` return
-    that as warnings."""
+def check_format(state: dict[str, Any], path: Path) -> None:
     if state["format"] != FORMAT:
         raise LockstepError(
             f"the checkpoint has format {state['format']}, this version reads {FORMAT}",
@@ -72,6 +68,20 @@ def check_same_run(
             todo="update Lockstep" if state["format"] > FORMAT else "go on with the version that wrote it",
             exit_code=3,
         )
+
+
+def check_same_run(
+    state: dict[str, Any],
+    cfg: Any,
+    free: tuple[str, ...],
+    plan: Plan,
+    fingerprint: str,
+    path: Path,
+    force: bool = False,
+) -> list[str]:
+    """Refuse to go on under a config that would make it another run, and say where the two differ; with `force` return
+    that as warnings. free: what the task allows to change."""
+    sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
     now, then = config.flatten(config.to_dict(cfg)), config.flatten(state["config"])
     if now["task"] != then["task"]:  # nothing else would be comparable
         differences = [f"task: {then['task']} -> {now['task']}"]
@@ -79,7 +89,7 @@ def check_same_run(
         differences = [
             f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
             for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and key not in FREE_KEYS and not key.startswith(FREE_SECTIONS)
+            if now.get(key) != then.get(key) and key not in {*FREE_KEYS, *free} and not key.startswith(sections)
         ]
         for name, old, new in (
             ("global batch", state["global_batch"], plan.global_batch),

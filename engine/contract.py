@@ -64,6 +64,7 @@ class Task:
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
     foreign   another suite's spellings of any key, accepted but not listed in --help
+    free      own keys, or a section's name with a dot, that may change when a run goes on
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     """
@@ -72,6 +73,7 @@ class Task:
     defaults: ClassVar[dict[str, Any]] = {}
     aliases: ClassVar[dict[str, str]] = {}
     foreign: ClassVar[dict[str, str]] = {}
+    free: ClassVar[tuple[str, ...]] = ("dataset.root",)
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
 
@@ -92,6 +94,9 @@ class Task:
     def model(self) -> nn.Module:
         """The bare network, on the CPU. Every rank builds it from the same seed."""
         raise NotImplementedError
+
+    started_from: str = ""
+    """Where `model` has its weights from, if not from a random start."""
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Training: one forward of `net` (perhaps wrapped by DDP: call it exactly once), augmentation included."""

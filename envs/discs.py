@@ -7,7 +7,6 @@ the wrong disc is a failure. Which disc is meant only the words tell, and where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ SPEED = 0.15  # table units per step
 REACH = 0.3  # how far ahead the expert's actions lie: two steps
 TOLERANCE = 0.1  # how far from the centre a brought disc may be
 HORIZON = 40
-LINGER = 3  # steps that a recording goes on after success
+LINGER = 3  # steps that a recording and a film go on after success
 _TABLE, _MARK, _MAGNET = (226, 221, 211), (190, 184, 172), (35, 35, 40)
 
 
@@ -37,7 +36,7 @@ class Discs:
     success   (n,) bool: the world's command has been obeyed, now or earlier
     """
 
-    horizon = HORIZON
+    fps, horizon, linger, unit, camera = 10, HORIZON, LINGER, 1.0, CAMERA
 
     def __init__(self, seeds: np.ndarray, size: int = 32, command: str | None = None):
         self.size = size
@@ -50,18 +49,27 @@ class Discs:
         self.success = np.zeros(len(start), bool)
         self.commands = [COMMANDS[one.bring * len(COLOURS) + one.target] for one in start]
 
+    @property
+    def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {
+            STATE: ("float32", (2,)),
+            CAMERA: ("image", (3, self.size, self.size)),
+            ACTION: ("float32", (2,)),
+        }
+
     def observe(self) -> dict[str, np.ndarray]:
         """{"observation.state": (n, 2) float32, the magnet's place; "observation.images.top": (n, 3, H, W) uint8}."""
         return {STATE: self.magnet.astype(np.float32), CAMERA: self.render()}
 
-    def render(self) -> np.ndarray:
+    def render(self, which: slice = slice(None)) -> np.ndarray:
         """(n, 3, H, W) uint8, edges smoothed over a pixel."""
-        image = np.empty((len(self.magnet), 3, self.size, self.size), np.float32)
+        magnet, discs = self.magnet[which], self.discs[which]
+        image = np.empty((len(magnet), 3, self.size, self.size), np.float32)
         image[:] = np.reshape(_TABLE, (3, 1, 1))
-        _paint(image, np.zeros_like(self.magnet), TOLERANCE, _MARK)
+        _paint(image, np.zeros_like(magnet), TOLERANCE, _MARK)
         for number, colour in enumerate(COLOURS.values()):
-            _paint(image, self.discs[:, number], RADIUS, colour)
-        _paint(image, self.magnet, 0.07, _MAGNET)
+            _paint(image, discs[:, number], RADIUS, colour)
+        _paint(image, magnet, 0.07, _MAGNET)
         return np.rint(image).astype(np.uint8)
 
     def expert(self) -> np.ndarray:
@@ -137,60 +145,3 @@ def _paint(image: np.ndarray, at: np.ndarray, radius: float, colour: tuple[int, 
     squared = (centres - x)[:, None] ** 2 + (centres - y)[:, :, None] ** 2  # (n, H, W)
     cover = np.clip((radius - np.sqrt(squared)) * np.float32(size / 2) + np.float32(0.5), 0, 1)[:, None]
     image += cover * (np.reshape(colour, (3, 1, 1)).astype(np.float32) - image)
-
-
-class Episode(NamedTuple):
-    """features {name: (T, ...)} as `Discs.observe` names them, and "action" (T, 2) float32; command: what was asked."""
-
-    features: dict[str, np.ndarray]
-    command: str
-
-
-def demonstrate(seeds: np.ndarray, size: int = 32, noise: float = 0.05, command: str | None = None) -> list[Episode]:
-    """The expert's recordings, one per seed; the few that fail are left out.
-
-    The magnet goes to a place that is off by `noise` (deviation, table units) while the recording holds what the expert
-    wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
-    """
-    worlds = Discs(seeds, size, command)
-    shocks = np.array([np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (HORIZON, 2)) for s in seeds])
-    frames: list[dict[str, np.ndarray]] = []
-    lengths = np.full(len(seeds), HORIZON)
-    for now in range(HORIZON):
-        action = worlds.expert()
-        frames.append(worlds.observe() | {ACTION: action.astype(np.float32)})
-        worlds.step(action + shocks[:, now])
-        lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + LINGER), lengths)
-    tracks = {name: np.stack([frame[name] for frame in frames], 1) for name in frames[0]}  # (n, T, ...)
-    return [
-        Episode({name: track[i, : lengths[i]].copy() for name, track in tracks.items()}, worlds.commands[i])
-        for i in np.flatnonzero(worlds.success)
-    ]
-
-
-Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
-"""(what `Discs.observe` gives, n commands) -> (n, chunk, 2) actions in table units."""
-
-
-def roll_out(
-    policy: Policy, seeds: np.ndarray, size: int, chunk_steps: int, command: str | None = None
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Let a policy drive; it looks again after every `chunk_steps` actions.
-
-    Returns (n,) bool, whose command was obeyed within the horizon, and n films (T, 3, H, W) uint8 that end shortly
-    after success. Raises ValueError for chunks that are too short.
-    """
-    worlds = Discs(seeds, size, command)
-    pictures: list[np.ndarray] = []
-    lengths = np.full(len(seeds), HORIZON)
-    for now in range(HORIZON):
-        seen = worlds.observe()
-        if now % chunk_steps == 0:
-            chunk = policy(seen, worlds.commands)
-            if chunk.shape[1] < chunk_steps:
-                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps} to execute")
-        pictures.append(seen[CAMERA])
-        worlds.step(chunk[:, now % chunk_steps])
-        lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + LINGER), lengths)
-    films = np.stack(pictures, 1)  # (n, T, 3, H, W)
-    return worlds.success, [film[:length] for film, length in zip(films, lengths, strict=True)]

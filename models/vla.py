@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_width": 48,
         "vocabulary": 4096,
     },
-    "base": {  # 2.06 million
+    "base": {  # 200 million
         "image_size": 256,
         "patch_size": 16,
         "width": 768,
@@ -337,21 +337,27 @@ def run(checkpointing: bool, block: nn.Module, *inputs: Any) -> Tensor:
 class VLA(nn.Module):
     """The policy; everything that goes in and comes out is in normalised units.
 
-    state_dim, action_dim  S, which may be 0, and A
+    state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
     num_draws  uniform draws in [0, 1) that a training sample needs: 1 for the time and chunk * A for the noise
     penalty    weight of a "penalty" in what `forward` returns; there is none here
 
-    `inputs` holds "observation.state" (B, S), each camera's (B, channels, H, W) of about -1 to 1, and "words" (B, L)
-    int64 of `hash_words`, L at most num_words; for training also "action" (B, chunk, A) and "action_is_pad" (B, chunk)
-    bool, True from where an episode has ended.
+    `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's (B, channels, H, W)
+    of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most num_words; for training also "action"
+    (B, chunk, A) and "action_is_pad" (B, chunk) bool, True from where an episode has ended.
     """
 
     penalty = 0.0
     order: Tensor
 
     def __init__(
-        self, settings: VLASettings, state_dim: int, action_dim: int, cameras: Sequence[str], channels: int = 3
+        self,
+        settings: VLASettings,
+        state_dim: int,
+        env_dim: int,
+        action_dim: int,
+        cameras: Sequence[str],
+        channels: int = 3,
     ):
         super().__init__()
         settings = self.settings = settings.resolved()
@@ -367,6 +373,7 @@ class VLA(nn.Module):
         order = sine_code(torch.arange(settings.num_words), width).to(torch.get_default_dtype())
         self.register_buffer("order", order, persistent=False)
         self.state = linear(state_dim, width) if state_dim else None
+        self.environment = linear(env_dim, width) if env_dim else None
         self.trunk = nn.ModuleList(
             TrunkBlock(width, settings.head_width, settings.dropout) for _ in range(settings.depth)
         )
@@ -390,6 +397,8 @@ class VLA(nn.Module):
         tokens = [words + self.order[: words.shape[1]]]
         if self.state is not None:
             tokens.append(self.state(inputs["observation.state"])[:, None])
+        if self.environment is not None:
+            tokens.append(self.environment(inputs["observation.environment_state"])[:, None])
         if self.eyes is not None:
             images = [fit(inputs[name], self.settings.image_size) for name in self.cameras]
             tokens.append(self.eyes(torch.stack(images, 1)))

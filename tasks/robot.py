@@ -1,203 +1,35 @@
 """Imitation: which actions follow from what a robot sees, feels and is told, learned from recorded demonstrations.
 
 The data are in LeRobot's format (formats/lerobot.py). Without any, the demonstrations are of a simulated table with
-coloured discs (envs/discs.py), recorded at the first start, and every evaluation lets the policy try for itself.
+coloured discs (envs/discs.py), recorded at the first start, and every evaluation lets the policy try for itself; or of
+PushT (envs/pusht.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import contract
-from engine.config import choice, option, section
 from engine.contract import Batch, LockstepError, Loss, Sums
-from envs import discs
+from envs.trials import roll_out
 from formats import lerobot, pretrained
 from formats.frames import Frames
-from formats.lerobot_writer import Recorder
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
+from tasks import _simulation as simulation
+from tasks._robot import Augment, Settings, check, settings_of, steps_of
 
-GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
-FPS, RECIPE = 10, 1  # of the simulated demonstrations; raise the second when the same config would give other ones
-FRESH = 10**9
-"""The first seed of the trials: no demonstration has it or one after it."""
-
-Kind = Literal["act", "vla", "smolvla"]
-Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
-
-
-@dataclass
-class DatasetSettings:
-    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
-    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
-    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
-    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
-    eval_split: float = option(
-        0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
-    )
-    split_seed: int = option(0, "of the choice of these episodes", low=0)
-    tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
-    use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
-    cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
-    resize: list[int] = option(
-        [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
-    )
-    cache: Literal["memmap", "none"] = option("memmap", "pictures decoded once into files, or at every use")
-    cache_dir: str = option("", "where these files go; empty = $LOCKSTEP_CACHE or ~/.cache/lockstep")
-
-
-@dataclass
-class Modes:
-    VISUAL: Mode = option("MEAN_STD", "normalisation of pictures")
-    STATE: Mode = option("MEAN_STD", "normalisation of observation.state")
-    ENV: Mode = option("MEAN_STD", "normalisation of observation.environment_state")
-    ACTION: Mode = option("MEAN_STD", "normalisation of action")
-
-
-@dataclass
-class VisualRange(Modes):
-    VISUAL: Mode = option("MIN_MAX", "normalisation of pictures; MIN_MAX is from -1 to 1")
-
-
-@dataclass
-class PolicySettings:
-    """What every policy has."""
-
-    type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
-    pretrained_path: str = option(
-        "", "weights to start from: a pretrained_model folder, a run's folder, or an id in the local hub cache"
-    )
-    pretrained_strict: bool = option(True, "refuse weights whose names or shapes are not all the policy's")
-    push_to_hub: bool = option(False, "only false: nothing is uploaded")
-
-
-@dataclass
-class ActSettings(PolicySettings):
-    """LeRobot's names and defaults."""
-
-    defaults: ClassVar[dict[str, Any]] = {
-        "batch_size": 8,
-        "epochs": 0,
-        "steps": 100_000,
-        "optim.lr": 1e-5,
-        "optim.weight_decay": 1e-4,
-        "optim.grad_clip": 10.0,
-        "schedule.kind": "constant",
-    }
-    type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
-    chunk_size: int = option(100, "actions predicted at once", low=1)
-    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
-    dim_model: int = option(512, "width of the transformers", low=8)
-    n_heads: int = option(8, "attention heads", low=1)
-    dim_feedforward: int = option(3200, "width inside their perceptrons", low=1)
-    n_encoder_layers: int = option(4, "layers of the encoder", low=1)
-    n_decoder_layers: int = option(1, "layers of the decoder", low=1)
-    n_vae_encoder_layers: int = option(4, "layers of the encoder of actions", low=1)
-    use_vae: bool = option(True, "train with a latent variable that says in which of many ways to act")
-    latent_dim: int = option(32, "its dimensions", low=1)
-    kl_weight: float = option(10.0, "weight of its KL divergence from a standard normal", low=0)
-    dropout: float = option(0.1, "share of activations dropped in training", low=0, high=0.9)
-    pre_norm: bool = option(False, "normalise before attention and perceptron instead of after")
-    normalization_mapping: Modes = section(Modes)
-
-
-@dataclass
-class VlaSettings(PolicySettings):
-    defaults: ClassVar[dict[str, Any]] = {
-        "batch_size": 64,
-        "epochs": 0,
-        "steps": 1200,
-        "optim.lr": 2e-3,
-        "optim.beta2": 0.95,
-        "schedule.warmup_steps": 100,
-        "eval_every": 300,
-    }
-    preset: Literal["test", "tiny", "small", "base"] = option("test", "0.4, 2, 35 or 200 million parameters")
-    chunk_size: int = option(8, "actions predicted at once", low=1)
-    n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
-    num_steps: int = option(10, "Euler steps from noise to actions", low=1)
-    freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
-    train_expert_only: bool = option(False, "train the action expert alone")
-    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
-    normalization_mapping: Modes = section(VisualRange)
-
-
-@dataclass
-class AsPictured(Modes):
-    VISUAL: Mode = option("IDENTITY", "normalisation of pictures; IDENTITY is from 0 to 1")
-
-
-@dataclass
-class SmolVlaSettings(PolicySettings):
-    """LeRobot's names and defaults; the network's size is that of `pretrained_path`."""
-
-    defaults: ClassVar[dict[str, Any]] = {
-        "batch_size": 8,
-        "epochs": 0,
-        "steps": 100_000,
-        "optim.lr": 1e-4,
-        "optim.weight_decay": 1e-10,
-        "optim.beta2": 0.95,
-        "optim.grad_clip": 10.0,
-        "schedule.warmup_steps": 1000,
-        "schedule.horizon": 30_000,
-        "schedule.final_share": 0.025,
-    }
-    type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
-    chunk_size: int = option(50, "actions predicted at once", low=1)
-    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
-    freeze_vision_encoder: bool = option(True, "train everything but the picture encoder")
-    train_expert_only: bool = option(True, "train the action expert alone")
-    normalization_mapping: Modes = section(AsPictured)
-
-
-@dataclass
-class EnvSettings:
-    type: Literal["auto", "none", "discs"] = option(
-        "auto", "simulation to try the policy in; auto: the one that the data are from"
-    )
-    command: str = option(
-        "", f"the only command to give, such as {discs.COMMANDS[0]!r}; empty = all six. ACT hears none"
-    )
-    demonstrations: int = option(600, "simulated demonstrations to record", low=4)
-    size: int = option(32, "height and width of the simulated camera in pixels", low=16)
-    data_seed: int = option(0, "of the demonstrations", low=0, high=999)
-    noise: float = option(0.1, "noise in the demonstrator's hand, so that recovering is seen", low=0)
-
-
-@dataclass
-class EvalSettings:
-    n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
-
-
-@dataclass
-class Augment:
-    enabled: bool = option(False, "change the training pictures at random")
-    brightness: float = option(0.2, "largest change of brightness, as a share", low=0, high=1)
-    contrast: float = option(0.2, "largest change of contrast, as a share", low=0, high=1)
-    saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
-
-
-@dataclass
-class Settings(contract.Settings):
-    dataset: DatasetSettings = section(DatasetSettings)
-    policy: PolicySettings = choice("vla", {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings})
-    env: EnvSettings = section(EnvSettings)
-    eval: EvalSettings = section(EvalSettings)
-    augment: Augment = section(Augment)
 
 
 class Task(contract.Task):
@@ -205,6 +37,7 @@ class Task(contract.Task):
 
     Settings = Settings
     monitor = "action_l1"
+    free = ("dataset.root", "dataset.repo_id", "dataset.cache", "dataset.cache_dir", "policy.pretrained_path", "eval.")
     foreign = {
         "policy.path": "policy.pretrained_path",
         "policy.use_amp": "amp",
@@ -233,11 +66,14 @@ class Task(contract.Task):
 
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
         cfg, policy = self.cfg.dataset, self.cfg.policy
-        _check(self.cfg)
+        check(self.cfg)
         given = bool(cfg.root or cfg.repo_id)
-        root = lerobot.find(cfg.root, cfg.repo_id) if given else recorded_discs(self.cfg.env)
-        self.simulated = self.cfg.env.type == "discs" or (self.cfg.env.type == "auto" and not given)
-        self.num_trials = self.cfg.eval.n_episodes if self.simulated else 0
+        self.simulation = simulation.which(self.cfg.env, given)
+        self.num_trials = self.cfg.eval.n_episodes if self.simulation else 0
+        if given:
+            root = lerobot.find(cfg.root, cfg.repo_id)
+        else:
+            root = simulation.recorded(self.cfg.env, self.simulation)
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         used = {name: f for name, f in demos.features.items() if name in self.cameras or not f.is_picture}
@@ -245,11 +81,10 @@ class Task(contract.Task):
         if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
             what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
             raise LockstepError(what, where=str(root), todo="imitation needs both")
-        if self.simulated and (set(self.cameras) - {discs.CAMERA} or demos.columns["action"].shape[1:] != (2,)):
-            what = "the dataset is not of the simulated discs"
-            raise LockstepError(what, where="env.type=discs", todo="give env.type=none")
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
+        if self.simulation:
+            simulation.check_fits(self.cfg.env, self.simulation, demos, [*self.dims, *self.cameras, "action"])
         train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
         if self.shared:
@@ -305,7 +140,7 @@ class Task(contract.Task):
         if cfg.type == "act":
             return act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
         if cfg.type == "vla":
-            return vla.VLA(settings_of(cfg), state_dim, self.action_dim, self.cameras)
+            return vla.VLA(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
         options = {name: vars(cfg)[name] for name in ("chunk_size", "freeze_vision_encoder", "train_expert_only")}
         folder = pretrained.find(cfg.pretrained_path)
         return smolvla.SmolVLA(
@@ -323,7 +158,8 @@ class Task(contract.Task):
         try:
             if "type" in others:
                 raise LockstepError(f"the pretrained weights are not of {cfg.type}", where="policy.pretrained_path")
-            self.started_from = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+            misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+            self.started_from = cfg.pretrained_path + (f", the rest at random: {misfits}" if misfits else "")
         except LockstepError as error:
             if not others:
                 raise
@@ -419,17 +255,25 @@ class Task(contract.Task):
 
         def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
+            batch |= {name: self._as_in_training(batch[name]) for name in self.cameras}
             if self.encode:
                 batch["words"] = self.encode(commands).to(device)
             return model.act(batch).float().cpu().numpy()
 
-        seeds = FRESH + np.array(which, dtype=np.int64)
+        seeds = simulation.FRESH + np.array(which, dtype=np.int64)
         if not len(seeds):
             return Sums(successes=torch.zeros((), dtype=torch.int64), trials=torch.zeros((), dtype=torch.int64))
-        env = self.cfg.env
-        success, films = discs.roll_out(policy, seeds, env.size, steps_of(self.cfg.policy), env.command or None)
-        self.film = films[0]
+        recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
+        worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
+        success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy))
         return Sums(successes=torch.tensor(int(success.sum())), trials=torch.tensor(len(seeds)))
+
+    def _as_in_training(self, pictures: Tensor) -> Tensor:
+        """(B, 3, H, W) uint8 as recorded -> as the batches hold them; formats/frames.py shrinks by the same filter."""
+        size = self._size()
+        if size in (None, tuple(pictures.shape[2:])):
+            return pictures
+        return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """A film of one trial, and the same as a strip of ten frames."""
@@ -454,19 +298,6 @@ class Task(contract.Task):
         return "\n".join(rows)
 
 
-def settings_of(policy: Any) -> Any:
-    """The config's section as the network's own hyper-parameters. Raises ValueError where they do not fit together."""
-    cls: Any = act.ACTConfig if policy.type == "act" else vla.VLASettings
-    told = {name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__}
-    full = cls(**told | {"n_action_steps": steps_of(policy)})
-    return full if policy.type == "act" else full.resolved()
-
-
-def steps_of(policy: Any) -> int:
-    """How many actions of a chunk are executed."""
-    return int(policy.n_action_steps or policy.chunk_size)
-
-
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     """x (B, 3, H, W) of 0 to 255, u (B, 3) in [0, 1) -> float32 of the same range, another light per sample."""
     x = x.float()
@@ -479,29 +310,6 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     return (middle + (x - middle) * contrast).clamp(0, 255)
 
 
-def recorded_discs(cfg: EnvSettings) -> Path:
-    """The folder of the simulated demonstrations; recorded if missing, by one of any number of processes."""
-    folder = GENERATED / f"discs_v{RECIPE}_{cfg.demonstrations}x{cfg.size}_seed{cfg.data_seed}_noise{cfg.noise:g}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
-        if not folder.exists():
-            record_discs(folder, cfg)
-    return folder
-
-
-def record_discs(folder: Path, cfg: EnvSettings) -> None:
-    features = {
-        "observation.state": ("float32", (2,)),
-        "observation.images.top": ("image", (3, cfg.size, cfg.size)),
-        "action": ("float32", (2,)),
-    }
-    seeds = cfg.data_seed * 10**6 + np.arange(cfg.demonstrations)
-    with Recorder(folder, FPS, features, robot_type="discs") as recorder:
-        for episode, command in discs.demonstrate(seeds, cfg.size, cfg.noise, cfg.command or None):
-            recorder.add_episode(episode, command)
-
-
 def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str]:
     if wanted == ["none"]:
         return []
@@ -511,35 +319,7 @@ def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str
     return wanted or there
 
 
-def _check(cfg: Any) -> None:
-    """What no single field can know."""
-    policy = cfg.policy
-    if policy.type == "smolvla":
-        _check_smolvla(policy)
-    if cfg.env.command and cfg.env.command not in discs.COMMANDS:
-        todo = f"choose one of: {', '.join(discs.COMMANDS)}"
-        raise LockstepError(f"no command {cfg.env.command!r}", where="env.command", todo=todo)
-    if policy.push_to_hub:
-        raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
-    try:
-        settings_of(policy) if policy.type != "smolvla" else None
-    except ValueError as error:
-        raise LockstepError(str(error), where="policy", todo="change one of them") from None
-
-
-def _check_smolvla(policy: Any) -> None:
-    if not find_spec("lerobot"):
-        raise LockstepError(
-            "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
-            where="policy.type=smolvla",
-            todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
-        )
-    if not policy.pretrained_path:
-        todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
-        raise LockstepError("SmolVLA starts from pretrained weights", where="policy.type=smolvla", todo=todo)
-
-
 def _cache_dir(wanted: str, given: bool) -> Path:
     if not given:
-        return GENERATED
+        return simulation.GENERATED
     return Path(wanted or os.environ.get("LOCKSTEP_CACHE", "~/.cache/lockstep")).expanduser()

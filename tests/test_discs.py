@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from envs import trials
 from envs.discs import (
     ACTION,
     CAMERA,
@@ -16,9 +17,8 @@ from envs.discs import (
     STATE,
     TOLERANCE,
     Discs,
-    demonstrate,
-    roll_out,
 )
+from envs.trials import roll_out
 
 MANY = np.arange(200)
 
@@ -27,6 +27,10 @@ def drive(worlds, steps=HORIZON):
     for _ in range(steps):
         worlds.step(worlds.expert())
     return worlds
+
+
+def demonstrate(seeds, size=32, noise=0.05, command=None):
+    return list(trials.demonstrate(Discs(seeds, size, command), seeds, noise))
 
 
 def pixel(place, size):
@@ -232,7 +236,7 @@ def test_a_rollout_executes_what_the_policy_says():
         chunk[:, 3:] = np.nan  # what lies beyond is never used
         return chunk
 
-    success, films = roll_out(policy, MANY[:20], 32, chunk_steps=3)
+    success, film = roll_out(policy, Discs(MANY[:20]), chunk_steps=3)
     worlds = Discs(MANY[:20], 32)
     for now in range(HORIZON):
         if now % 3 == 0:
@@ -241,11 +245,10 @@ def test_a_rollout_executes_what_the_policy_says():
             assert np.array_equal(observations[STATE], worlds.observe()[STATE])
             assert np.array_equal(observations[CAMERA], worlds.observe()[CAMERA])
             chunk = np.random.default_rng(now // 3 + 1).uniform(-1, 1, (20, 7, 2))
-        for film in (film for film in films if len(film) > now):
-            assert film.shape[1:] == (3, 32, 32) and film.dtype == np.uint8
+        assert now >= len(film) or np.array_equal(film[now], worlds.observe()[CAMERA][0])
         worlds.step(chunk[:, now % 3])
     assert len(seen) == -(-HORIZON // 3) and np.array_equal(success, worlds.success)
-    assert all(len(film) == HORIZON for film, done in zip(films, success, strict=True) if not done)
+    assert film.dtype == np.uint8 and (success[0] or len(film) == HORIZON)
 
 
 def test_an_expert_policy_succeeds_in_a_rollout():
@@ -258,17 +261,15 @@ def test_an_expert_policy_succeeds_in_a_rollout():
         twin.step(action)
         return action[:, None]
 
-    success, films = roll_out(policy, MANY[:40], 32, chunk_steps=1)
+    success, film = roll_out(policy, Discs(MANY[:40]), chunk_steps=1)
     assert success.all()
-    assert max(len(film) for film in films) < HORIZON
-    for film, seed in zip(films, MANY[:40], strict=True):
-        assert np.array_equal(film[0], Discs(np.array([seed])).observe()[CAMERA][0])
-        assert not np.array_equal(film[0], film[-1])
+    episode = demonstrate(MANY[:1], noise=0.0)[0]
+    assert np.array_equal(film, episode.features[CAMERA]), "it ends as a recording does"
 
 
 def test_a_chunk_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="a chunk of 2 actions"):
-        roll_out(lambda seen, commands: np.zeros((3, 2, 2)), MANY[:3], 32, chunk_steps=3)
+        roll_out(lambda seen, commands: np.zeros((3, 2, 2)), Discs(MANY[:3]), chunk_steps=3)
 
 
 def test_one_command_alone():

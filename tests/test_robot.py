@@ -14,6 +14,7 @@ from test_resume import assert_same_run, load
 import tasks
 from engine import config
 from engine.contract import LockstepError, sample_seeds
+from envs import discs
 from formats import lerobot
 from formats.lerobot_writer import Recorder
 
@@ -223,6 +224,16 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
         [row for row in table if row.split()[0] in ("loss", "action_l1", "success_rate", "count")] for table in tables
     ]
     assert len(numbers[0]) == 4 and numbers[0] == numbers[1]
+    torch.save(load(run) | {"format": 99}, run / "newer.pt")
+    done = launch.python("tools/evaluate.py", str(run / "newer.pt"))
+    assert done.code == 3 and "the checkpoint has format 99" in done.err and "update Lockstep" in done.err
+
+
+def test_each_command_has_a_recording_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
+    for command in ("", *discs.COMMANDS[:2]):
+        task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16", f"env.command={command}")
+        assert task.demos.tasks == [command] if command else len(task.demos.tasks) > 1
 
 
 def test_a_trial_shows_in_tensorboard(launch, tmp_path):
@@ -242,7 +253,7 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     assert f"Saved {run}/pretrained_model" in succeed(launch.python("tools/save_pretrained.py", str(run))).out
     assert json.loads((run / "pretrained_model/config.json").read_text())["type"] == "act"
     words = [*common, f"policy.pretrained_path={run}", "steps=1", "optim.lr=1e-9", f"save_dir={tmp_path / 'second'}"]
-    succeed(launch.python(*words))
+    assert f"Weights from {run}\n" in succeed(launch.python(*words)).out
     before, after = (load(path)["model"] for path in (run, tmp_path / "second"))
     best = torch.load(next(run.glob("best*.pt")), weights_only=True)["model"]
     assert all(torch.allclose(best[name], after[name], atol=1e-7) for name in best if best[name].is_floating_point())
@@ -250,6 +261,11 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     wider = [word.replace("dim_model=16", "dim_model=32").replace("second", "third") for word in words]
     done = launch.python(*wider)
     assert done.code == 2 and "its config.json says policy.dim_model=16" in done.err
+    deeper = [word.replace("n_encoder_layers=1", "n_encoder_layers=2").replace("second", "fourth") for word in words]
+    deeper.append("policy.pretrained_strict=false")
+    assert (
+        f"Weights from {run}, the rest at random: 12 missing: encoder.layers.1." in succeed(launch.python(*deeper)).out
+    )
     done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
     assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err
 
@@ -258,7 +274,9 @@ def test_a_mode_without_its_statistics_and_a_foreign_simulation_are_told(walks):
     task, *_ = task_of("robot", f"dataset.root={walks}", "policy.normalization_mapping.VISUAL=QUANTILES")
     with pytest.raises(LockstepError, match=r"tells no q01, q99 of observation.images.cam0, which QUANTILES needs"):
         task.model()
-    with pytest.raises(LockstepError, match=r"not of the simulated discs \(env.type=discs\)"):
+    with pytest.raises(
+        LockstepError, match=r"not of this simulation: it has observation.state of shape \(3,\) \(env.type=discs\)"
+    ):
         task_of("robot", f"dataset.root={walks}", "env.type=discs")
 
 

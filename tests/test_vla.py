@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 
 from engine.contract import sample_seeds, uniform
-from envs import discs
+from envs import discs, trials
 from models.vla import PRESETS, VLA, VLASettings, fit, grid_positions, hash_words
 
 TOP = "observation.images.top"
@@ -36,9 +36,9 @@ def shaken(net):
     return net
 
 
-def policy(settings=SMALL, state=2, cameras=(TOP,), seed=0, **changes):
+def policy(settings=SMALL, state=2, cameras=(TOP,), seed=0, environment=0, **changes):
     torch.manual_seed(seed)
-    return VLA(replace(settings, **changes), state, 2, cameras)
+    return VLA(replace(settings, **changes), state, environment, 2, cameras)
 
 
 def some_inputs(count=6, chunk=5, cameras=(TOP,), size=32, seed=0):
@@ -67,7 +67,7 @@ def some_draws(count, net, seed=0):
 )
 def test_presets_have_the_stated_size(preset, cameras, millions):
     with torch.device("meta"):
-        net = VLA(VLASettings(preset=preset), 6, 6, [f"camera_{i}" for i in range(cameras)])
+        net = VLA(VLASettings(preset=preset), 6, 0, 6, [f"camera_{i}" for i in range(cameras)])
     assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.002)
     assert net.num_draws == 1 + 50 * 6 and net.penalty == 0.0
 
@@ -230,10 +230,12 @@ def test_the_prefix_is_computed_once():
 
 def test_the_time_and_each_input_matter():
     """What the velocity must depend on, it does."""
-    net, inputs = shaken(policy()), some_inputs()
+    net, inputs = shaken(policy(environment=3)), some_inputs()
+    inputs["observation.environment_state"] = torch.randn(6, 3)
     draws = some_draws(6, net)
     error = net(inputs, draws)["error"]
     for name, changed in {
+        "observation.environment_state": inputs["observation.environment_state"] + 1,
         TOP: inputs[TOP].flip(3),
         "observation.state": inputs["observation.state"] + 1,
         "words": inputs["words"].roll(1, 0),
@@ -361,7 +363,7 @@ def test_it_learns_to_repeat_what_it_was_shown():
     """Twelve demonstrations by heart: driven by the policy, their worlds end as their commands say. (On new worlds it
     takes many more demonstrations, and minutes.)"""
     seeds = np.arange(12)
-    episodes = discs.demonstrate(seeds, 32, 0.1)
+    episodes = list(trials.demonstrate(discs.Discs(seeds), seeds, 0.1))
     frames = {name: np.concatenate([e.features[name] for e in episodes]) for name in (discs.STATE, TOP, discs.ACTION)}
     words = np.concatenate([[hash_words(e.command, 9, 512)] * len(e.features[discs.ACTION]) for e in episodes])
     net = policy(chunk_size=1)
@@ -375,7 +377,7 @@ def test_it_learns_to_repeat_what_it_was_shown():
         said = np.array([hash_words(command, 9, 512) for command in commands])
         return net.sample(normalised(seen[discs.STATE], seen[TOP], said)).numpy() * 0.5
 
-    assert discs.roll_out(drive, seeds, 32, 1)[0].mean() < 0.1
+    assert trials.roll_out(drive, discs.Discs(seeds), 1)[0].mean() < 0.1
     for step in range(500):
         at = torch.randint(len(words), (32,), generator=torch.Generator().manual_seed(step)).numpy()
         batch = normalised(frames[discs.STATE][at], frames[TOP][at], words[at])
@@ -385,5 +387,5 @@ def test_it_learns_to_repeat_what_it_was_shown():
         net(batch, some_draws(32, net, step))["error"].mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    success = discs.roll_out(drive, seeds, 32, 1)[0].mean()
+    success = trials.roll_out(drive, discs.Discs(seeds), 1)[0].mean()
     assert success > 0.4, success  # by luck: 0, above

@@ -1,0 +1,195 @@
+"""PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger, in gym-pusht's physics.
+
+The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that a policy trained on the recorded
+demonstrations of people can be tried here, too. Lengths are the simulation's: the table is 512 wide.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from engine.contract import LockstepError
+
+STATE, KEYPOINTS, CAMERA, ACTION = "observation.state", "observation.environment_state", "observation.image", "action"
+COMMAND = "push the T onto its outline"
+GOAL = np.array([256.0, 256.0, np.pi / 4])  # x, y and angle of the block
+DT = 0.01  # seconds between two steps of the physics, ten to an action
+# Of the block, in its own frame: the ends of the bar and of the stem, and the middle of each.
+OUTLINE = np.array([[-60.0, 15.0], [0.0, 15.0], [60.0, 15.0], [0.0, 60.0], [0.0, 120.0]])
+
+
+class PushT:
+    """n tables, each a pure function of its seed and of what is done on it.
+
+    seeds     (n,) integers
+    size      H = W of the pictures, in pixels
+    pictures  whether `observe` gives them; they are most of what a step costs
+
+    Success is 95 % of the outline covered, and ends a trial.
+    """
+
+    fps, horizon, linger, unit, camera = 10, 300, 0, 256.0, CAMERA
+
+    def __init__(self, seeds: np.ndarray, size: int = 96, pictures: bool = True):
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+        try:
+            from gym_pusht.envs.pusht import PushTEnv
+        except ImportError:
+            todo = "pip install gym-pusht==0.1.8, or give env.type=none"
+            raise LockstepError("PushT needs the gym-pusht package", where="env.type=pusht", todo=todo) from None
+        self.size, self.pictures = size, pictures
+        kind = "environment_state_agent_pos"
+        self.tables = [PushTEnv(kind, observation_width=size, observation_height=size) for _ in seeds]
+        for table, seed in zip(self.tables, seeds, strict=True):
+            table.reset(seed=int(seed) % 2**32)
+        self.commands = [COMMAND] * len(seeds)
+        self.success = np.zeros(len(seeds), bool)
+        self.coverage = np.zeros(len(seeds))
+        """(n,) share of the outline that is covered, at the end of the last step."""
+        self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
+
+    @property
+    def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        numbers = {STATE: ("float32", (2,)), KEYPOINTS: ("float32", (16,)), ACTION: ("float32", (2,))}
+        return numbers | ({CAMERA: ("image", (3, self.size, self.size))} if self.pictures else {})
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """{"observation.state": (n, 2) float32, the finger's place; "observation.environment_state": (n, 16) float32, x
+        and y of the block's eight corners; "observation.image": (n, 3, H, W) uint8}."""
+        seen = [table.get_obs() for table in self.tables]
+        found = {
+            STATE: np.array([one["agent_pos"] for one in seen], np.float32),
+            KEYPOINTS: np.array([one["environment_state"] for one in seen], np.float32),
+        }
+        return found | ({CAMERA: self.render()} if self.pictures else {})
+
+    def render(self, which: slice = slice(None)) -> np.ndarray:
+        """(n, 3, H, W) uint8."""
+        pictures = [table._render() for table in self.tables[which]]  # its public render has another size
+        return np.stack(pictures).transpose(0, 3, 1, 2)
+
+    def expert(self) -> np.ndarray:
+        """(n, 2) actions, where the finger is to go, each planned by trying; see Planner."""
+        actions = np.zeros((len(self.tables), 2))
+        for i in np.flatnonzero(~self.success):
+            table = self.tables[i]
+            state = np.array([*table.agent.position, *table.block.position, table.block.angle])
+            actions[i] = self._planners[i].next(state, np.array(table.agent.velocity))
+        return actions
+
+    def step(self, actions: np.ndarray) -> None:
+        """actions (n, 2): where the finger is to go; a spring draws it there."""
+        for i in np.flatnonzero(~self.success):
+            *_, info = self.tables[i].step(np.clip(actions[i], 0.0, 512.0).astype(np.float64))
+            self.success[i], self.coverage[i] = info["is_success"], info["coverage"]
+
+
+class Planner:
+    """Finds what to do by trying: of many sequences of way-points the one after which the block lies best.
+
+    Every sequence runs in a copy of the physics. Some wander, some come from outside and push through a point of the
+    block, some are the last plan with little changes; then the best few are changed a little more (the cross-entropy
+    method, de Boer et al. 2005). It plans 1.5 s ahead and keeps the first 0.3 s.
+    """
+
+    tries, points, hold = 96, 5, 3  # hold: actions (0.1 s each) per way-point
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+        self.box: Any = None
+        self.plan = np.zeros((0, 2))
+        self.age = 0
+
+    def next(self, state: np.ndarray, velocity: np.ndarray) -> np.ndarray:
+        """(2,) the way-point for now. state (5,): the finger's x and y, the block's x, y and angle."""
+        if self.age % self.hold == 0:
+            self.plan = self._search(state, velocity)
+        self.age += 1
+        return self.plan[0]
+
+    def _search(self, state: np.ndarray, velocity: np.ndarray) -> np.ndarray:
+        self.box = self.box or Box()
+        third = (self.tries // 3, self.points, 2)
+        wander = state[:2] + np.cumsum(self.rng.normal(0, 60, third), 1)
+        aim = outline(state[2:])[self.rng.integers(len(OUTLINE), size=third[0])]
+        angle = self.rng.uniform(0, 2 * np.pi, third[0])
+        way = np.stack([np.cos(angle), np.sin(angle)], 1)
+        start = aim - way * self.rng.uniform(40, 100, (third[0], 1))
+        end = aim + way * self.rng.uniform(-30, 60, (third[0], 1))
+        push = start[:, None] + (end - start)[:, None] * np.array([0.0, 0.0, 0.4, 0.7, 1.0])[:, None]
+        plans = [wander, push, np.broadcast_to(state[:2], (1, *third[1:]))]
+        if len(self.plan):
+            last = np.concatenate([self.plan[1:], self.plan[-1:]])[None]
+            plans += [last, last + self._changes(third, [2.0, 8.0, 25.0])]
+        plans = [np.clip(np.concatenate(plans), 15, 497)]
+        costs = [self._costs(state, velocity, plans[0])]
+        best = plans[0][np.argsort(costs[0])[:6]]
+        more = best[self.rng.integers(len(best), size=self.tries // 2)]
+        plans.append(np.clip(more + self._changes(more.shape, [3.0, 10.0, 25.0]), 15, 497))
+        costs.append(self._costs(state, velocity, plans[1]))
+        return np.concatenate(plans)[np.concatenate(costs).argmin()]
+
+    def _changes(self, shape: tuple[int, ...], sizes: list[float]) -> np.ndarray:
+        return self.rng.normal(0, 1, shape) * self.rng.choice(sizes, (shape[0], 1, 1))
+
+    def _costs(self, state: np.ndarray, velocity: np.ndarray, plans: np.ndarray) -> np.ndarray:
+        """(n,) of plans (n, points, 2): how far the block's outline is from the goal's on average, in the end; and a
+        little for a finger that is far from the block."""
+        moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
+        poses = np.array([self.box.run(state, steps) for steps in moves.tolist()])
+        off = np.linalg.norm(outline(poses) - outline(GOAL), axis=2).mean(1)
+        return off + 0.02 * np.linalg.norm(finger - poses[:, :2], axis=1)
+
+
+def outline(pose: np.ndarray) -> np.ndarray:
+    """poses (..., 3) of the block -> (..., points, 2) where its OUTLINE is."""
+    cos, sin = np.cos(pose[..., 2, None]), np.sin(pose[..., 2, None])
+    x, y = OUTLINE.T
+    return np.stack([pose[..., 0, None] + cos * x - sin * y, pose[..., 1, None] + sin * x + cos * y], -1)
+
+
+def glide(place: np.ndarray, velocity: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """actions (n, T, 2) -> the finger's velocities (n, 10 T, 2) and where it ends up (n, 2).
+
+    Nothing can stop the finger, so its way is known beforehand; the spring is gym-pusht's.
+    """
+    place, velocity = (np.repeat(value[None], len(actions), 0) for value in (place, velocity))
+    moves = []
+    for now in range(10 * actions.shape[1]):
+        velocity = velocity + (100 * (actions[:, now // 10] - place) - 20 * velocity) * DT
+        place = place + velocity * DT
+        moves.append(velocity)
+    return np.stack(moves, 1), place
+
+
+class Box:
+    """A table to try things on: gym-pusht's, without its pictures and callbacks."""
+
+    def __init__(self) -> None:
+        import pymunk
+        from gym_pusht.envs.pusht import PushTEnv
+
+        self.space = pymunk.Space()
+        self.space.damping = 0.0
+        corners = [(5, 5), (506, 5), (506, 506), (5, 506)]
+        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
+            self.space.add(PushTEnv.add_segment(self.space, a, b, 2))
+        self.finger = PushTEnv.add_circle(self.space, (256, 400), 15)
+        self.block, _ = PushTEnv.add_tee(self.space, (256, 300), 0)
+
+    def run(self, state: np.ndarray, moves: list[list[float]]) -> tuple[float, float, float]:
+        """The block's x, y and angle after the finger has moved at these velocities, one for each step."""
+        finger, block, space = self.finger, self.block, self.space
+        finger.position = state[0], state[1]
+        block.angle = state[4]  # first: it turns the block about its centre of mass, which is not its position
+        block.position = state[2], state[3]
+        block.velocity, block.angular_velocity = (0.0, 0.0), 0.0
+        space.reindex_shapes_for_body(finger)
+        space.reindex_shapes_for_body(block)
+        for move in moves:
+            finger.velocity = move[0], move[1]
+            space.step(DT)
+        return block.position.x, block.position.y, block.angle

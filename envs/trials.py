@@ -1,0 +1,101 @@
+"""What happens in simulated worlds, whichever they are: an expert's demonstrations, and a policy's trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+ACTION = "action"
+
+
+class Worlds(Protocol):
+    """n worlds side by side, each a pure function of its seed and of what is done in it.
+
+    fps, horizon  steps per second, and after how many a trial has failed
+    linger        steps that a recording goes on after success
+    unit          half the table's side, in which noise is measured
+    camera        the name of its picture
+    commands      (n,) what each world asks for
+    success       (n,) bool: it has been done, now or earlier
+    """
+
+    fps: int
+    horizon: int
+    linger: int
+    unit: float
+    camera: str
+    commands: list[str]
+    success: np.ndarray
+
+    @property
+    def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """{name: (dtype, shape of one frame)} of what `observe` gives and of the action."""
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """{name: (n, ...)}."""
+
+    def render(self, which: slice = slice(None)) -> np.ndarray:
+        """(n, 3, H, W) uint8."""
+
+    def expert(self) -> np.ndarray:
+        """(n, A) actions that lead to success."""
+
+    def step(self, actions: np.ndarray) -> None:
+        """actions (n, A)."""
+
+
+class Episode(NamedTuple):
+    """features {name: (T, ...)} as `Worlds.observe` names them, "action" (T, A) float32; command: what was asked."""
+
+    features: dict[str, np.ndarray]
+    command: str
+
+
+def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Iterator[Episode]:
+    """The expert's recordings in the worlds of these seeds; those that fail are left out.
+
+    The robot is told an action that is off by `noise` (deviation, in `unit`) while the recording holds what the expert
+    wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
+    """
+    shocks = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
+    frames: list[dict[str, np.ndarray]] = []
+    lengths = np.full(len(seeds), worlds.horizon)
+    for now in range(worlds.horizon):
+        action = worlds.expert()
+        frames.append(worlds.observe() | {ACTION: action.astype(np.float32)})
+        worlds.step(action + worlds.unit * np.array(shocks)[:, now])
+        lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + worlds.linger), lengths)
+        if (lengths <= now + 1).all():
+            break
+    for i in np.flatnonzero(worlds.success):
+        track = {name: np.stack([frame[name][i] for frame in frames[: lengths[i]]]) for name in frames[0]}
+        yield Episode(track, worlds.commands[i])
+
+
+Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
+"""(what `Worlds.observe` gives, n commands) -> (n, chunk, A) actions."""
+
+
+def roll_out(policy: Policy, worlds: Worlds, chunk_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Let a policy drive; it looks again after every `chunk_steps` actions.
+
+    Returns (n,) bool, in which worlds it succeeded within the horizon, and a film (T, 3, H, W) uint8 of the first that
+    ends shortly after success. Raises ValueError for chunks that are too short.
+    """
+    film: list[np.ndarray] = []
+    last = worlds.horizon
+    for now in range(worlds.horizon):
+        if now % chunk_steps == 0:
+            chunk = policy(worlds.observe(), worlds.commands)
+            if chunk.shape[1] < chunk_steps:
+                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps} to execute")
+        if now < last:
+            film.append(worlds.render(slice(0, 1))[0])
+        worlds.step(chunk[:, now % chunk_steps])
+        if worlds.success[0]:
+            last = min(last, now + 1 + worlds.linger)
+        if worlds.success.all() and now + 1 >= last:
+            break
+    return worlds.success, np.stack(film)

@@ -1,0 +1,225 @@
+"""What can be set for the robot task, under LeRobot's names where it has one, and what of it does not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from engine import contract
+from engine.config import choice, option, section
+from engine.contract import LockstepError
+from envs import discs
+from models import act, vla
+
+Kind = Literal["act", "vla", "smolvla"]
+Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
+
+
+@dataclass
+class DatasetSettings:
+    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
+    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
+    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
+    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
+    eval_split: float = option(
+        0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
+    )
+    split_seed: int = option(0, "of the choice of these episodes", low=0)
+    tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
+    use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
+    cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
+    resize: list[int] = option(
+        [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
+    )
+    cache: Literal["memmap", "none"] = option("memmap", "pictures decoded once into files, or at every use")
+    cache_dir: str = option("", "where these files go; empty = $LOCKSTEP_CACHE or ~/.cache/lockstep")
+
+
+@dataclass
+class Modes:
+    VISUAL: Mode = option("MEAN_STD", "normalisation of pictures")
+    STATE: Mode = option("MEAN_STD", "normalisation of observation.state")
+    ENV: Mode = option("MEAN_STD", "normalisation of observation.environment_state")
+    ACTION: Mode = option("MEAN_STD", "normalisation of action")
+
+
+@dataclass
+class VisualRange(Modes):
+    VISUAL: Mode = option("MIN_MAX", "normalisation of pictures; MIN_MAX is from -1 to 1")
+
+
+@dataclass
+class PolicySettings:
+    """What every policy has."""
+
+    type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
+    pretrained_path: str = option(
+        "", "weights to start from: a pretrained_model folder, a run's folder, or an id in the local hub cache"
+    )
+    pretrained_strict: bool = option(True, "refuse weights whose names or shapes are not all the policy's")
+    push_to_hub: bool = option(False, "only false: nothing is uploaded")
+
+
+@dataclass
+class ActSettings(PolicySettings):
+    """LeRobot's names and defaults."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 8,
+        "epochs": 0,
+        "steps": 100_000,
+        "optim.lr": 1e-5,
+        "optim.weight_decay": 1e-4,
+        "optim.grad_clip": 10.0,
+        "schedule.kind": "constant",
+    }
+    type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
+    chunk_size: int = option(100, "actions predicted at once", low=1)
+    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    dim_model: int = option(512, "width of the transformers", low=8)
+    n_heads: int = option(8, "attention heads", low=1)
+    dim_feedforward: int = option(3200, "width inside their perceptrons", low=1)
+    n_encoder_layers: int = option(4, "layers of the encoder", low=1)
+    n_decoder_layers: int = option(1, "layers of the decoder", low=1)
+    n_vae_encoder_layers: int = option(4, "layers of the encoder of actions", low=1)
+    use_vae: bool = option(True, "train with a latent variable that says in which of many ways to act")
+    latent_dim: int = option(32, "its dimensions", low=1)
+    kl_weight: float = option(10.0, "weight of its KL divergence from a standard normal", low=0)
+    dropout: float = option(0.1, "share of activations dropped in training", low=0, high=0.9)
+    pre_norm: bool = option(False, "normalise before attention and perceptron instead of after")
+    normalization_mapping: Modes = section(Modes)
+
+
+@dataclass
+class VlaSettings(PolicySettings):
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 64,
+        "epochs": 0,
+        "steps": 1200,
+        "optim.lr": 2e-3,
+        "optim.beta2": 0.95,
+        "schedule.warmup_steps": 100,
+        "eval_every": 300,
+    }
+    preset: Literal["test", "tiny", "small", "base"] = option("test", "0.4, 2, 35 or 200 million parameters")
+    chunk_size: int = option(8, "actions predicted at once", low=1)
+    n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
+    num_steps: int = option(10, "Euler steps from noise to actions", low=1)
+    freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
+    train_expert_only: bool = option(False, "train the action expert alone")
+    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
+    normalization_mapping: Modes = section(VisualRange)
+
+
+@dataclass
+class AsPictured(Modes):
+    VISUAL: Mode = option("IDENTITY", "normalisation of pictures; IDENTITY is from 0 to 1")
+
+
+@dataclass
+class SmolVlaSettings(PolicySettings):
+    """LeRobot's names and defaults; the network's size is that of `pretrained_path`."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch_size": 8,
+        "epochs": 0,
+        "steps": 100_000,
+        "optim.lr": 1e-4,
+        "optim.weight_decay": 1e-10,
+        "optim.beta2": 0.95,
+        "optim.grad_clip": 10.0,
+        "schedule.warmup_steps": 1000,
+        "schedule.horizon": 30_000,
+        "schedule.final_share": 0.025,
+    }
+    type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
+    chunk_size: int = option(50, "actions predicted at once", low=1)
+    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
+    freeze_vision_encoder: bool = option(True, "train everything but the picture encoder")
+    train_expert_only: bool = option(True, "train the action expert alone")
+    normalization_mapping: Modes = section(AsPictured)
+
+
+@dataclass
+class EnvSettings:
+    type: Literal["auto", "none", "discs", "pusht"] = option(
+        "auto", "simulation to try the policy in, and to record when no dataset is given; auto: discs where none is"
+    )
+    command: str = option(
+        "", f"the only command to give, such as {discs.COMMANDS[0]!r}; empty = all six. ACT hears none"
+    )
+    demonstrations: int = option(600, "simulated demonstrations to record", low=4)
+    size: int = option(0, "height and width of the simulated camera in pixels; 0 = 32, of pusht 96", low=0)
+    data_seed: int = option(0, "of the demonstrations", low=0, high=999)
+    noise: float = option(0.1, "noise in the demonstrator's hand, so that recovering is seen", low=0)
+
+
+@dataclass
+class EvalSettings:
+    n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+
+
+@dataclass
+class Augment:
+    enabled: bool = option(False, "change the training pictures at random")
+    brightness: float = option(0.2, "largest change of brightness, as a share", low=0, high=1)
+    contrast: float = option(0.2, "largest change of contrast, as a share", low=0, high=1)
+    saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
+
+
+@dataclass
+class Settings(contract.Settings):
+    dataset: DatasetSettings = section(DatasetSettings)
+    policy: PolicySettings = choice("vla", {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings})
+    env: EnvSettings = section(EnvSettings)
+    eval: EvalSettings = section(EvalSettings)
+    augment: Augment = section(Augment)
+
+
+def settings_of(policy: Any) -> Any:
+    """The config's section as the network's own hyper-parameters. Raises ValueError where they do not fit together."""
+    cls: Any = act.ACTConfig if policy.type == "act" else vla.VLASettings
+    told = {name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__}
+    full = cls(**told | {"n_action_steps": steps_of(policy)})
+    return full if policy.type == "act" else full.resolved()
+
+
+def steps_of(policy: Any) -> int:
+    """How many actions of a chunk are executed."""
+    return int(policy.n_action_steps or policy.chunk_size)
+
+
+def check(cfg: Any) -> None:
+    """What no single field can know."""
+    policy = cfg.policy
+    if policy.type == "smolvla":
+        _check_smolvla(policy)
+    if cfg.env.command and cfg.env.command not in discs.COMMANDS:
+        todo = f"choose one of: {', '.join(discs.COMMANDS)}"
+        raise LockstepError(f"no command {cfg.env.command!r}", where="env.command", todo=todo)
+    if cfg.env.type == "none" and not (cfg.dataset.root or cfg.dataset.repo_id):
+        todo = "give dataset.root or dataset.repo_id, or drop it"
+        raise LockstepError("there is no data to learn from", where="env.type=none", todo=todo)
+    if cfg.env.command and cfg.env.type == "pusht":
+        raise LockstepError("PushT has one command only", where="env.command", todo="drop it")
+    if 0 < cfg.env.size < 16:
+        raise LockstepError(f"{cfg.env.size} is too small", where="env.size", todo="give 16 or more, or 0")
+    if policy.push_to_hub:
+        raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
+    try:
+        settings_of(policy) if policy.type != "smolvla" else None
+    except ValueError as error:
+        raise LockstepError(str(error), where="policy", todo="change one of them") from None
+
+
+def _check_smolvla(policy: Any) -> None:
+    if not find_spec("lerobot"):
+        raise LockstepError(
+            "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
+            where="policy.type=smolvla",
+            todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
+        )
+    if not policy.pretrained_path:
+        todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
+        raise LockstepError("SmolVLA starts from pretrained weights", where="policy.type=smolvla", todo=todo)

@@ -1,0 +1,72 @@
+"""The robot task's simulated worlds: chosen by the config, recorded as demonstrations, compared with a dataset."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from engine.contract import LockstepError
+from envs import discs, pusht, trials
+from formats.lerobot import Demonstrations
+from formats.lerobot_writer import Recorder
+
+GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
+RECIPE = 2  # of the demonstrations; raise it when the same config would give other ones
+AT_ONCE = 25  # worlds that are recorded side by side
+FRESH = 10**9
+"""The first seed of the trials: no demonstration has it or one after it."""
+SIZES = {"discs": 32, "pusht": 96}  # H = W of the pictures, in pixels
+
+
+def which(env: Any, given: bool) -> str:
+    """ "discs", "pusht", or "" for none. given: there is a dataset."""
+    if env.type == "auto":
+        return "" if given else "discs"
+    return "" if env.type == "none" else str(env.type)
+
+
+def worlds(env: Any, kind: str, seeds: np.ndarray, size: int = 0, pictures: bool = True) -> trials.Worlds:
+    size = size or env.size or SIZES[kind]
+    if kind == "pusht":
+        return pusht.PushT(seeds, size, pictures)
+    return discs.Discs(seeds, size, env.command or None)
+
+
+def recorded(env: Any, kind: str) -> Path:
+    """The folder of the demonstrations; recorded if missing, by one of any number of processes."""
+    size = env.size or SIZES[kind]
+    name = f"{kind}_v{RECIPE}_{env.demonstrations}x{size}_seed{env.data_seed}_noise{env.noise:g}"
+    folder = GENERATED / "_".join([name, *re.findall(r"\w+", env.command)])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / f".{folder.name}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+        if not folder.exists():
+            record(folder, env, kind)
+    return folder
+
+
+def record(folder: Path, env: Any, kind: str) -> None:
+    seeds = env.data_seed * 10**6 + np.arange(env.demonstrations)
+    shape = worlds(env, kind, seeds[:0])
+    shown = tqdm(total=len(seeds), desc=f"Recording {folder.name}", unit="episode", delay=2)
+    with Recorder(folder, shape.fps, shape.features, robot_type=kind) as recorder, shown:
+        for start in range(0, len(seeds), AT_ONCE):
+            some = seeds[start : start + AT_ONCE]
+            for episode, command in trials.demonstrate(worlds(env, kind, some), some, env.noise):
+                recorder.add_episode(episode, command)
+            shown.update(len(some))
+
+
+def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str]) -> None:
+    """That a policy that sees and does what `names` says can be tried in these worlds."""
+    there = worlds(env, kind, np.arange(0)).features
+    for name in names:
+        feature = demos.features[name]
+        if name not in there or (not feature.is_picture and tuple(feature.shape) != there[name][1]):
+            what = f"the dataset is not of this simulation: it has {name} of shape {tuple(feature.shape)}"
+            raise LockstepError(what, where=f"env.type={env.type}", todo="give env.type=none")
