@@ -50,6 +50,10 @@ class Discs:
         self.commands = [COMMANDS[one.bring * len(COLOURS) + one.target] for one in start]
 
     @property
+    def reward(self) -> np.ndarray:
+        return self.success.astype(float)
+
+    @property
     def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {
             STATE: ("float32", (2,)),

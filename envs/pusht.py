@@ -47,8 +47,8 @@ class PushT:
             table.reset(seed=int(seed) % 2**32)
         self.commands = [COMMAND] * len(seeds)
         self.success = np.zeros(len(seeds), bool)
-        self.coverage = np.zeros(len(seeds))
-        """(n,) share of the outline that is covered, at the end of the last step."""
+        self.reward = np.zeros(len(seeds))
+        """(n,) the best share of the outline that was covered at the end of a step, in units of what success needs."""
         self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
 
     @property
@@ -83,8 +83,8 @@ class PushT:
     def step(self, actions: np.ndarray) -> None:
         """actions (n, 2): where the finger is to go; a spring draws it there."""
         for i in np.flatnonzero(~self.success):
-            *_, info = self.tables[i].step(np.clip(actions[i], 0.0, 512.0).astype(np.float64))
-            self.success[i], self.coverage[i] = info["is_success"], info["coverage"]
+            _, reward, _, _, info = self.tables[i].step(np.clip(actions[i], 0.0, 512.0).astype(np.float64))
+            self.success[i], self.reward[i] = info["is_success"], max(self.reward[i], reward)
 
 
 class Planner:

@@ -19,6 +19,7 @@ class Worlds(Protocol):
     camera        the name of its picture
     commands      (n,) what each world asks for
     success       (n,) bool: it has been done, now or earlier
+    reward        (n,) the best so far, 0 to 1 for success
     """
 
     fps: int
@@ -28,6 +29,9 @@ class Worlds(Protocol):
     camera: str
     commands: list[str]
     success: np.ndarray
+
+    @property
+    def reward(self) -> np.ndarray: ...
 
     @property
     def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:

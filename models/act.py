@@ -295,20 +295,12 @@ class TemporalEnsemble:
     """Blends the chunks that were predicted at the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
 
     Predictions of the same moment are weighted by exp(-coefficient * i), i = 0 being the oldest: a positive coefficient
-    trusts the older ones more, a negative one the newer.
+    trusts the older ones more, a negative one the newer. One ensemble is for one trial, or for several side by side.
     """
 
-    def __init__(self, coefficient: float = 0.01):
+    def __init__(self, coefficient: float):
         self.coefficient = coefficient
         self.total = torch.empty(0)
-
-    def reset(self, ended: Tensor | None = None) -> None:
-        """Forget the environments where `ended` (B,) bool; None = all, however many come next."""
-        if ended is None or not self.total.numel():
-            self.total = torch.empty(0)
-            return
-        for kept in (self.total, self.weight, self.count):
-            kept.masked_fill_(ended[:, None, None], 0)
 
     def __call__(self, chunk: Tensor) -> Tensor:
         """This step's predictions (B, T, A) -> the action (B, A) to carry out now."""

@@ -87,6 +87,9 @@ class ActSettings(PolicySettings):
     latent_dim: int = option(32, "its dimensions", low=1)
     kl_weight: float = option(10.0, "weight of its KL divergence from a standard normal", low=0)
     dropout: float = option(0.1, "share of activations dropped in training", low=0, high=0.9)
+    temporal_ensemble_coeff: float = option(
+        0.0, "in trials, blend the chunks of the last steps, the older by exp(-this * age rank) less; 0 = do not"
+    )
     pre_norm: bool = option(False, "normalise before attention and perceptron instead of after")
     normalization_mapping: Modes = section(Modes)
 
@@ -207,6 +210,9 @@ def check(cfg: Any) -> None:
         raise LockstepError(f"{cfg.env.size} is too small", where="env.size", todo="give 16 or more, or 0")
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
+    if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
+        todo = "give policy.n_action_steps=1: blending needs a look at every step"
+        raise LockstepError(f"{steps_of(policy)} actions a look", where="policy.temporal_ensemble_coeff", todo=todo)
     try:
         settings_of(policy) if policy.type != "smolvla" else None
     except ValueError as error:

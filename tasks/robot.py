@@ -176,6 +176,8 @@ class Task(contract.Task):
             policy.net.policy.save_pretrained(str(folder))
             return
         config = asdict(settings_of(self.cfg.policy))
+        if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
+            config["temporal_ensemble_coeff"] = coefficient
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, self.stats, features, self.modes)
 
     # ---- training ----
@@ -246,27 +248,32 @@ class Task(contract.Task):
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
         if "trials" in sums and sums["trials"] > 0:
             metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
+            metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
         return metrics
 
     def trials(self, model: nn.Module, which: range) -> Sums:
         """Trials of the policy in the simulation, from places that no demonstration began in."""
         assert isinstance(model, Policy)
         device = next(model.parameters()).device
+        coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
+        blend = act.TemporalEnsemble(coefficient) if coefficient else None
 
         def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
             batch |= {name: self._as_in_training(batch[name]) for name in self.cameras}
             if self.encode:
                 batch["words"] = self.encode(commands).to(device)
-            return model.act(batch).float().cpu().numpy()
+            chunk = model.act(batch)
+            return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
 
-        seeds = simulation.FRESH + np.array(which, dtype=np.int64)
-        if not len(seeds):
-            return Sums(successes=torch.zeros((), dtype=torch.int64), trials=torch.zeros((), dtype=torch.int64))
-        recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
-        worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-        success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy))
-        return Sums(successes=torch.tensor(int(success.sum())), trials=torch.tensor(len(seeds)))
+        totals = dict.fromkeys(("successes", "rewards", "trials"), 0.0)
+        if len(which):
+            seeds = simulation.FRESH + np.array(which, dtype=np.int64)
+            recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
+            worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
+            success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy))
+            totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
+        return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
     def _as_in_training(self, pictures: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 as recorded -> as the batches hold them; formats/frames.py shrinks by the same filter."""

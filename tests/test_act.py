@@ -404,20 +404,7 @@ def blended(history, now, coefficient):
 def test_the_ensemble_is_the_weighted_mean(coefficient):
     ensemble, history = TemporalEnsemble(coefficient), [[], [], []]
     for now in range(14):
-        if now == 6:  # one environment of three begins anew
-            ensemble.reset(torch.tensor([False, True, False]))
-            history[1] = []
         chunk = noise(3, 4, 2, seed=now)
         for b in range(3):
             history[b].append((now, chunk[b]))
         close(ensemble(chunk), torch.stack([blended(history[b], now, coefficient) for b in range(3)]))
-
-
-def test_an_ensemble_is_used_again():
-    ensemble = TemporalEnsemble()
-    ensemble.reset(torch.tensor([True]))  # before anything was seen
-    ensemble(noise(3, 4, 2))
-    ensemble.reset()
-    chunk = noise(5, 6, 2, seed=1)
-    close(ensemble(chunk), chunk[:, 0])
-    assert ensemble.coefficient == 0.01

@@ -53,7 +53,7 @@ def test_success_is_the_covered_outline_and_ends_the_trial():
     finger.position = (450.0, 450.0)
     assert np.abs(outline(pose(worlds.tables[0])) - outline(GOAL)).max() < 1e-9
     worlds.step(np.full((3, 2), 450.0))
-    assert worlds.success.tolist() == [True, False, False] and worlds.coverage[0] > 0.99
+    assert worlds.success.tolist() == [True, False, False] and worlds.reward[0] == 1 and max(worlds.reward[1:]) < 1
     before = worlds.observe()[STATE][0]
     worlds.step(np.full((3, 2), 100.0))
     after = worlds.observe()[STATE]

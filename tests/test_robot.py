@@ -127,12 +127,20 @@ def test_the_shipped_configs_parse(name):
         ("policy.push_to_hub=true", "nothing is uploaded (policy.push_to_hub)"),
         ("policy.n_action_steps=9", "n_action_steps 9"),
         ("policy.type=act policy.dim_model=30", "dim_model 30"),
+        (
+            "policy.type=act policy.temporal_ensemble_coeff=0.1",
+            "5 actions a look (policy.temporal_ensemble_coeff): give policy.n_action_steps=1",
+        ),
+        ("env.type=none", "there is no data to learn from (env.type=none)"),
+        ("env.type=pusht env.command=dance", "env.command"),
+        ("env.size=4", "4 is too small (env.size)"),
         ("policy.pretrained_path=nowhere", "nowhere"),
         ("env.command=dance", "no command 'dance' (env.command): choose one of: move to the red disc"),
     ],
 )
 def test_mistakes_are_one_line(launch, tmp_path, words, message):
-    done = launch.python("train.py", *DISCS, *words.split(), f"save_dir={tmp_path / 'run'}")
+    given = dict(word.split("=", 1) for word in [*DISCS[1:], *words.split(), f"save_dir={tmp_path / 'run'}"])
+    done = launch.python("train.py", "robot", *(f"{key}={value}" for key, value in given.items()))
     lines = [line for line in done.err.splitlines() if line]
     assert done.code == 2 and len(lines) == 1 and message in lines[0], done.err
     assert not (tmp_path / "run").exists()
@@ -227,6 +235,20 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
     torch.save(load(run) | {"format": 99}, run / "newer.pt")
     done = launch.python("tools/evaluate.py", str(run / "newer.pt"))
     assert done.code == 3 and "the checkpoint has format 99" in done.err and "update Lockstep" in done.err
+
+
+def test_chunks_are_blended_in_trials(monkeypatch, tmp_path):
+    monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
+    words = [*TINY_ACT, "policy.n_action_steps=1", "policy.temporal_ensemble_coeff=0.5", "env.demonstrations=8"]
+    task, *_ = task_of("robot", "policy.type=act", "env.size=32", *words)
+    model = task.model()
+    calls, told = iter(range(1, 100)), []
+    monkeypatch.setattr(model, "act", lambda batch: torch.full((3, 6, 2), float(next(calls))))
+    monkeypatch.setattr("envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
+    assert task.trials(model, range(3))["trials"] == 3 and len(told) == discs.HORIZON
+    expected = (1 + 2 * np.exp(-0.5)) / (1 + np.exp(-0.5))  # the older prediction counts more
+    assert np.allclose(told[0], 1) and np.allclose(told[1], expected)
+    assert task.trials(model, range(0))["trials"] == 0
 
 
 def test_each_command_has_a_recording_of_its_own(monkeypatch, tmp_path):
