@@ -286,10 +286,11 @@ class Task(contract.Task):
         """A film of one trial, and the same as a strip of ten frames."""
         if not self.num_trials:
             return {}
-        film = self.film
-        film = np.ascontiguousarray(film.transpose(0, 2, 3, 1)).repeat(4, 1).repeat(4, 2)  # (T, 4 H, 4 W, 3)
-        chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, 4 H, 4 W, 3)
-        return {"trial": film, "trial_strip": np.concatenate(list(chosen), 1)}
+        times = max(1, 192 // self.film.shape[-1])
+        film = self.film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)  # (T, H, W, 3), larger
+        chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, H, W, 3)
+        framed = np.pad(chosen, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
+        return {"trial": film, "trial_strip": np.concatenate(list(framed), 1)}
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts

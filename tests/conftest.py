@@ -178,7 +178,7 @@ class Launcher:
 def launch(tmp_path):
     """Run real commands; a process that outlives the test fails it."""
     launcher = Launcher(ROOT)
-    before = {path.name for path in Path("/dev/shm").glob("*")}
+    before = _shared_memory()
     yield launcher
     deadline = time.monotonic() + 10  # a process that is just now being reaped is not left behind
     while launcher.left_behind() and time.monotonic() < deadline:
@@ -190,8 +190,14 @@ def launch(tmp_path):
     stayed = [name for name in os.listdir(launcher.temporary.name) if not name.startswith(tuple(launcher.may_stay))]
     launcher.temporary.cleanup()
     assert not stayed, f"temporary files left behind: {stayed}"
-    shared = [path.name for path in Path("/dev/shm").glob("*") if path.name not in before]
-    assert not [name for name in shared if name.startswith(("torch_", "psm_"))], f"shared memory left behind: {shared}"
+    shared = _shared_memory() - before
+    assert not shared, f"shared memory left behind: {shared}"
+
+
+def _shared_memory() -> set[str]:
+    """Names of shared memory whose maker, a number in the name, is gone."""
+    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
 
 
 def succeed(done: Done) -> Done:
