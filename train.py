@@ -109,6 +109,7 @@ def prepare(
             say(f"warning: {warning}")
 
     say("Creating model...")
+    task.continues = found is not None
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.together(task.model).to(world.device)
     if task.started_from:

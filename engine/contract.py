@@ -6,6 +6,7 @@ it returns *sums*, and the engine adds them up over micro-batches and ranks befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -113,10 +114,14 @@ class Task:
     num_trials: int = 0
     """How many trials an evaluation makes beside the split."""
 
-    def trials(self, model: nn.Module, which: range) -> Sums:
+    continues: bool = False
+    """Whether `model`'s weights will be replaced by a checkpoint's."""
+
+    def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """What recorded data cannot tell: trials of the model, in simulation say; adds totals for `report`.
 
-        which  the numbers of the trials to make, a share of range(num_trials); all shares together are all of them
+        which    the numbers of the trials to make, a share of range(num_trials); all shares together are all of them
+        stopped  asked now and then: whether to return at once, with anything, for the evaluation will not count
         """
         return Sums()
 

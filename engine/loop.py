@@ -408,10 +408,11 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
             sums += job.task.score(model, batch)
         pulse.set("loading validation data")
     pulse.set("validation")
-    if job.task.num_trials and not job.stop.asked:
+    if job.task.num_trials:
         with job.world.own_random_numbers(), job.precision.autocast():
             which = range(job.world.rank, job.task.num_trials, job.world.size)
-            sums = Sums(sums | job.task.trials(model, which))
+            sums = Sums(sums | job.task.trials(model, which, lambda: job.stop.asked))
+        broken_off = max(broken_off, float(job.stop.asked))  # then they may be only some of the trials
     vote = torch.full((), broken_off, device=job.world.device)
     job.world.sum(vote)
     with job.world.reading():

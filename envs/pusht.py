@@ -31,7 +31,7 @@ class PushT:
     Success is 95 % of the outline covered, and ends a trial.
     """
 
-    fps, horizon, linger, unit, camera = 10, 300, 0, 256.0, CAMERA
+    fps, horizon, linger, unit = 10, 300, 0, 256.0
 
     def __init__(self, seeds: np.ndarray, size: int = 96, pictures: bool = True):
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
@@ -136,12 +136,12 @@ class Planner:
         return self.rng.normal(0, 1, shape) * self.rng.choice(sizes, (shape[0], 1, 1))
 
     def _costs(self, state: np.ndarray, velocity: np.ndarray, plans: np.ndarray) -> np.ndarray:
-        """(n,) of plans (n, points, 2): how far the block's outline is from the goal's on average, in the end; and a
-        little for a finger that is far from the block."""
+        """(n,) of plans (n, points, 2): how far the block's outline is from the goal's, half in the end and half on the
+        way, for sooner is better; and a little for a finger that is far from the block."""
         moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
-        poses = np.array([self.box.run(state, steps) for steps in moves.tolist()])
-        off = np.linalg.norm(outline(poses) - outline(GOAL), axis=2).mean(1)
-        return off + 0.02 * np.linalg.norm(finger - poses[:, :2], axis=1)
+        poses = np.array([self.box.run(state, steps, 10 * self.hold) for steps in moves.tolist()])  # (n, points, 3)
+        off = np.linalg.norm(outline(poses) - outline(GOAL), axis=3).mean(2)  # (n, points)
+        return (off[:, -1] + off.mean(1)) / 2 + 0.02 * np.linalg.norm(finger - poses[:, -1, :2], axis=1)
 
 
 def outline(pose: np.ndarray) -> np.ndarray:
@@ -180,8 +180,8 @@ class Box:
         self.finger = PushTEnv.add_circle(self.space, (256, 400), 15)
         self.block, _ = PushTEnv.add_tee(self.space, (256, 300), 0)
 
-    def run(self, state: np.ndarray, moves: list[list[float]]) -> tuple[float, float, float]:
-        """The block's x, y and angle after the finger has moved at these velocities, one for each step."""
+    def run(self, state: np.ndarray, moves: list[list[float]], every: int) -> list[tuple[float, float, float]]:
+        """The block's x, y and angle after every so many steps of the finger at these velocities, one for each step."""
         finger, block, space = self.finger, self.block, self.space
         finger.position = state[0], state[1]
         block.angle = state[4]  # first: it turns the block about its centre of mass, which is not its position
@@ -189,7 +189,10 @@ class Box:
         block.velocity, block.angular_velocity = (0.0, 0.0), 0.0
         space.reindex_shapes_for_body(finger)
         space.reindex_shapes_for_body(block)
-        for move in moves:
+        poses = []
+        for now, move in enumerate(moves, 1):
             finger.velocity = move[0], move[1]
             space.step(DT)
-        return block.position.x, block.position.y, block.angle
+            if now % every == 0:
+                poses.append((block.position.x, block.position.y, block.angle))
+        return poses

@@ -16,7 +16,6 @@ class Worlds(Protocol):
     fps, horizon  steps per second, and after how many a trial has failed
     linger        steps that a recording goes on after success
     unit          half the table's side, in which noise is measured
-    camera        the name of its picture
     commands      (n,) what each world asks for
     success       (n,) bool: it has been done, now or earlier
     reward        (n,) the best so far, 0 to 1 for success
@@ -26,7 +25,6 @@ class Worlds(Protocol):
     horizon: int
     linger: int
     unit: float
-    camera: str
     commands: list[str]
     success: np.ndarray
 
@@ -82,8 +80,10 @@ Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
 """(what `Worlds.observe` gives, n commands) -> (n, chunk, A) actions."""
 
 
-def roll_out(policy: Policy, worlds: Worlds, chunk_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Let a policy drive; it looks again after every `chunk_steps` actions.
+def roll_out(
+    policy: Policy, worlds: Worlds, chunk_steps: int, stopped: Callable[[], bool] = lambda: False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let a policy drive, until `stopped()`; it looks again after every `chunk_steps` actions.
 
     Returns (n,) bool, in which worlds it succeeded within the horizon, and a film (T, 3, H, W) uint8 of the first that
     ends shortly after success. Raises ValueError for chunks that are too short.
@@ -100,6 +100,6 @@ def roll_out(policy: Policy, worlds: Worlds, chunk_steps: int) -> tuple[np.ndarr
         worlds.step(chunk[:, now % chunk_steps])
         if worlds.success[0]:
             last = min(last, now + 1 + worlds.linger)
-        if worlds.success.all() and now + 1 >= last:
+        if stopped() or (worlds.success.all() and now + 1 >= last):
             break
     return worlds.success, np.stack(film)

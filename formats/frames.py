@@ -25,7 +25,7 @@ import shutil
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -40,13 +40,13 @@ VERSION = 1
 OPEN_VIDEOS = 8  # per process; a decoder of 480p takes about 15 MB
 PNG_BYTES = 256 * 2**20  # per process
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude"
+LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude_episodes"
 
 
 class Frames:
     """Pictures of `demos`, all cameras.
 
-    size   (H, W) to resize to, or None: as they are
+    sizes  {camera: (H, W)} to resize to; what is missing stays as it is
     cache  "memmap": decode every chosen episode now, unless an earlier run did; "none": decode what is asked for
     where  the folder that caches lie in; "none" does not use it
 
@@ -54,15 +54,18 @@ class Frames:
     source and both kinds of cache: they give the same bytes. Raises LockstepError naming file, episode and frame.
     """
 
-    def __init__(self, demos: Demonstrations, size: tuple[int, int] | None, cache: str, where: str | Path):
+    def __init__(self, demos: Demonstrations, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path):
         if cache not in ("memmap", "none"):
             raise LockstepError(f"no cache of kind {cache!r}", where="dataset.cache", todo="choose memmap or none")
-        if size is not None and (len(size) != 2 or min(size) < 1):
-            raise LockstepError(f"size {size} is not (height, width)", where="dataset.resize", todo="give two numbers")
+        for size in sizes.values():
+            if len(size) != 2 or min(size) < 1:
+                what = f"size {size} is not (height, width)"
+                raise LockstepError(what, where="dataset.resize", todo="give two numbers")
         need("PIL.Image")
         self.demos = demos
         self.shapes = {
-            name: (demos.features[name].shape[0], *(size or demos.features[name].shape[1:])) for name in demos.cameras
+            name: (demos.features[name].shape[0], *sizes.get(name, demos.features[name].shape[1:]))
+            for name in demos.cameras
         }
         for name, shape in self.shapes.items():
             if shape[0] not in MODES:
@@ -71,7 +74,7 @@ class Frames:
                 if place is None or not place.path.is_file():
                     what = f"episode {e} frame 0: no pictures of {name}"
                     raise LockstepError(what, where=str(place.path if place else demos.root), todo=LEAVE_OUT)
-        self._resize = size is not None
+        self._resized = sizes.keys()
         self._forget()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
         self._maps: dict[str, np.ndarray] = {}
@@ -124,7 +127,7 @@ class Frames:
             what = f"{self.demos.say(row)}: {camera} has more than 8 bits per channel"
             raise LockstepError(what, where=str(path), todo="8-bit pictures are read; convert them")
         if image.size != (width, height):
-            if not self._resize:
+            if camera not in self._resized:
                 what = f"{self.demos.say(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
                 todo = f"mend info.json, or give dataset.resize=[{height}, {width}]"
                 raise LockstepError(what + f"{height}x{width} as info.json says", where=str(path), todo=todo)

@@ -337,7 +337,7 @@ def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: 
 
 
 def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path) -> list[int]:
-    for name, asked in (("episodes", episodes), ("exclude", exclude)):
+    for name, asked in (("episodes", episodes), ("exclude_episodes", exclude)):
         if unknown := sorted(set(asked) - set(known)):
             what = f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which is not there"
             todo = f"there are {len(known)} episodes from {known[0]} to {known[-1]}"
@@ -447,7 +447,11 @@ def _check_rows(demos: Demonstrations) -> None:
     for name, column in columns.items():
         if column.dtype == np.float32 and not np.isfinite(column).all():
             wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-            refuse(wrong, f"{name} is not finite (NaN or infinity)", "mend it, or dataset.exclude the episode")
+            refuse(
+                wrong,
+                f"{name} is not finite (NaN or infinity)",
+                "mend it, or use dataset.exclude_episodes",
+            )
     found = columns["frame_index"]
     refuse(found != frame, "frame_index does not count 0, 1, 2 ... from there", "mend it, or exclude the episode")
     timestamp = columns["timestamp"].astype(np.float64)

@@ -80,6 +80,8 @@ def find(path_or_id: str) -> Path:
         why = getattr(error, "strerror", None) or error
         raise LockstepError(f"cannot look there: {why}", where=f"policy.pretrained_path={_plain(path_or_id)}") from None
     todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
+    if Path(path_or_id, "config.yaml").is_file():
+        todo = f"`python tools/save_pretrained.py {path_or_id}` makes one of this run"
     if _ID.fullmatch(path_or_id):
         todo += f", but `hf download {path_or_id}` does it"
     what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'such a name'}"

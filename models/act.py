@@ -192,7 +192,8 @@ class ACT(nn.Module):
     the batch as its leading axis: the state (B, S), the environment's state (B, E), every camera (B, 3, H, W), of any
     size of its own; and for training "action" (B, T, A) and "action_is_pad" (B, T) bool, T being the chunk_size.
 
-    num_draws   uniform draws in [0, 1) that a sample needs in training: one for each latent dimension
+    num_draws   uniform draws in [0, 1) that a sample needs in training, one for each latent dimension; num_noise (0) is
+                how many an action needs
     penalty     the weight of "kl" in the loss
 
     The names of parameters and buffers are those of LeRobot's checkpoints, without their leading `model.`. Every
@@ -206,7 +207,7 @@ class ACT(nn.Module):
         width, latent = config.dim_model, config.latent_dim
         self.config, self.cameras = config, list(cameras)
         self.vectors = [name for name, dim in ((STATE, state_dim), (ENVIRONMENT, env_dim)) if dim]
-        self.num_draws = latent if config.use_vae else 0
+        self.num_draws, self.num_noise = latent if config.use_vae else 0, 0
         self.penalty = config.kl_weight if config.use_vae else 0.0
         if config.use_vae:
             self.vae_encoder = Encoder(config, config.n_vae_encoder_layers)
@@ -256,7 +257,7 @@ class ACT(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """The predicted chunk (B, T, A) in normalised units, at the middle of the latent's prior: nothing is drawn."""
+        """The predicted chunk (B, T, A) in normalised units, at the middle of the latent's prior, whatever is drawn."""
         return self.decode(inputs, self.no_latent(next(iter(inputs.values()))))
 
     def no_latent(self, like: Tensor) -> Tensor:

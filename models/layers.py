@@ -86,6 +86,7 @@ class Normalizer(nn.Module):
 
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
+        self.modes = modes
         dtype = torch.get_default_dtype()  # the parameters' own
         for feature, mode in modes.items():
             if mode == "IDENTITY":
@@ -106,6 +107,16 @@ class Normalizer(nn.Module):
         if middle is None:
             return x
         return (x.to(middle.dtype) - middle) / getattr(self, self._name(feature, "half"))
+
+    def stats(self) -> dict[str, dict[str, Tensor]]:
+        """What it goes by, {feature: {statistic of its mode: ...}}; where nothing changed in the data, a scale of 1."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for feature, mode in self.modes.items():
+            middle, half = (getattr(self, self._name(feature, what), None) for what in ("middle", "half"))
+            if middle is not None and half is not None:
+                ends = (middle, half) if mode == "MEAN_STD" else (middle - half, middle + half)
+                found[feature] = dict(zip(self.NEEDS[mode], ends, strict=True))
+        return found
 
     def inverse(self, feature: str, x: Tensor) -> Tensor:
         middle = getattr(self, self._name(feature, "middle"), None)

@@ -21,13 +21,18 @@ class Policy(nn.Module):
          penalty     weight of `kl` in the loss
          net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the sample's steps and
                      dimensions that are not padding, never means
-         net.sample(inputs) -> (B, chunk, A): the actions it would take
+         num_noise   uniform draws that an action needs
+         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): the actions it would take; without draws, from the
+                     middle of what could be drawn
     """
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
         super().__init__()
+        self.like: Tensor
         self.net: Any = net
         self.normalizer, self.cameras = normalizer, cameras
+        # Has the network's dtype. Not asked of a parameter: a replica of nn.DataParallel has none.
+        self.register_buffer("like", torch.zeros((), dtype=torch.get_default_dtype()), persistent=False)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every feature normalised; pictures (B, C, H, W) of 0 to 255, uint8 or not, are 0 to 1 before that."""
@@ -35,9 +40,8 @@ class Policy(nn.Module):
         for name in (*STATES, "action"):
             if name in batch:
                 found[name] = self.normalizer(name, batch[name])
-        dtype = next(self.parameters()).dtype
         for name in self.cameras:
-            found[name] = self.normalizer(name, batch[name].to(dtype) / 255)
+            found[name] = self.normalizer(name, batch[name].to(self.like.dtype) / 255)
         return found
 
     def forward(self, batch: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
@@ -46,6 +50,6 @@ class Policy(nn.Module):
         return sums
 
     @torch.no_grad()
-    def act(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B, chunk, A) actions in recorded units."""
-        return self.normalizer.inverse("action", self.net.sample(self.inputs(batch)))
+    def act(self, batch: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
+        """(B, chunk, A) actions in recorded units; draws (B, net.num_noise) in [0, 1) choose among several ways."""
+        return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws))

@@ -42,7 +42,8 @@ class SmolVLA(nn.Module):
         self.policy: Any = SmolVLAPolicy.from_pretrained(str(folder), config=config, strict=True)
         self.chunk, self.action_dim, self.padded_dim = config.chunk_size, action_dim, config.max_action_dim
         self.max_words = config.tokenizer_max_length
-        self.num_draws = 1 + self.chunk * self.padded_dim
+        self.num_noise = self.chunk * self.padded_dim
+        self.num_draws = 1 + self.num_noise
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()
 
@@ -70,9 +71,11 @@ class SmolVLA(nn.Module):
         return {"error": errors.masked_fill(inputs["action_is_pad"][:, :, None], 0.0).sum((1, 2))}
 
     @torch.no_grad()
-    def sample(self, inputs: dict[str, Tensor]) -> Tensor:
-        """(B, chunk, A): from 0, which is the noise's mean."""
+    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
+        """(B, chunk, A): from the noise of draws (B, num_noise), or from 0, which is its mean."""
         words = inputs["words"]
         noise = torch.zeros(len(words), self.chunk, self.padded_dim, device=words.device)
+        if draws is not None:
+            noise = self.noise(draws).to(noise.dtype).view_as(noise)
         actions: Tensor = self.policy.model.sample_actions(*self._prefix(inputs), noise=noise)
         return actions[:, :, : self.action_dim]

@@ -143,7 +143,7 @@ def grid_positions(side: int, width: int) -> Tensor:
 
 
 def fit(images: Tensor, size: int) -> Tensor:
-    """(B, C, H, W) -> (B, C, size, size), the proportions kept and black (-1) bars where they leave room."""
+    """(B, C, H, W) -> (B, C, size, size), the proportions kept and bars of -1 where they leave room."""
     height, width = images.shape[2:]
     if height == width == size:
         return images
@@ -339,7 +339,7 @@ class VLA(nn.Module):
 
     state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) that a training sample needs: 1 for the time and chunk * A for the noise
+    num_draws  uniform draws in [0, 1) that a training sample needs: 1 for the time, num_noise = chunk * A for the noise
     penalty    weight of a "penalty" in what `forward` returns; there is none here
 
     `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's (B, channels, H, W)
@@ -363,7 +363,8 @@ class VLA(nn.Module):
         settings = self.settings = settings.resolved()
         self.cameras = tuple(cameras)
         self.shape = (settings.chunk_size, action_dim)
-        self.num_draws = 1 + settings.chunk_size * action_dim
+        self.num_noise = settings.chunk_size * action_dim
+        self.num_draws = 1 + self.num_noise
         # SmolVLA's Beta(1.5, 1), whose inverse distribution function is p^(1 / 1.5), kept off the clean end.
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,9 @@ from engine import contract
 from engine.config import choice, option, section
 from engine.contract import LockstepError
 from envs import discs
+from formats import pretrained
 from models import act, vla
+from models.policy import Policy
 
 Kind = Literal["act", "vla", "smolvla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
@@ -75,11 +77,14 @@ class ActSettings(PolicySettings):
         "schedule.kind": "constant",
     }
     type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
+    vision_backbone: Literal["resnet18", "resnet34"] = option("resnet18", "network that pictures go through")
+    replace_final_stride_with_dilation: bool = option(False, "its last stage keeps twice the resolution")
     chunk_size: int = option(100, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
     dim_model: int = option(512, "width of the transformers", low=8)
     n_heads: int = option(8, "attention heads", low=1)
     dim_feedforward: int = option(3200, "width inside their perceptrons", low=1)
+    feedforward_activation: Literal["relu", "gelu"] = option("relu", "their activation function")
     n_encoder_layers: int = option(4, "layers of the encoder", low=1)
     n_decoder_layers: int = option(1, "layers of the decoder", low=1)
     n_vae_encoder_layers: int = option(4, "layers of the encoder of actions", low=1)
@@ -193,6 +198,49 @@ def steps_of(policy: Any) -> int:
     return int(policy.n_action_steps or policy.chunk_size)
 
 
+NOT_THE_NETWORK = frozenset(
+    "n_action_steps kl_weight dropout num_steps gradient_checkpointing freeze_vision_encoder train_expert_only".split()
+)
+"""Hyper-parameters that may differ where weights are taken over."""
+
+
+def start_from(cfg: Any, policy: Policy) -> str:
+    """Take over the weights of `cfg.pretrained_path`, and say in words from where; the normalisation stays that of the
+    data at hand.
+
+    Raises LockstepError for weights of another network, also where their shapes would fit.
+    """
+    found = pretrained.load(pretrained.find(cfg.pretrained_path))
+    where, there = "policy.pretrained_path", found.config
+    if there.get("type") != cfg.type:
+        todo = f"its config.json says policy.type={there.get('type')}"
+        raise LockstepError(f"the pretrained weights are not of {cfg.type}", where=where, todo=todo)
+    unlike = _unlike(cfg, there, policy.cameras)
+    said = " ".join(f"{key}={value}" for key, value in unlike.items())
+    if unlike and cfg.pretrained_strict:
+        what = "the pretrained weights are of another network"
+        raise LockstepError(what, where=where, todo=f"its config.json says {said}")
+    misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
+    rest = (f", the rest at random: {misfits}" if misfits else "") + (f"; trained with {said}" if unlike else "")
+    return f"{cfg.pretrained_path}{rest}"
+
+
+def _unlike(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str, Any]:
+    """{key: value} that config.json says otherwise, of what makes another function of the same weights."""
+    here = asdict(settings_of(cfg))
+    names = [name for name in here if name not in NOT_THE_NETWORK and there.get(name, here[name]) != here[name]]
+    names = [name for name in names if hasattr(cfg, name)] or names  # a preset's own sizes follow from its name
+    unlike = {f"policy.{name}": there[name] for name in names}
+    features, modes = there.get("input_features") or {}, there.get("normalization_mapping") or {}
+    for kind in sorted({"ACTION", *(feature["type"] for feature in features.values())} & modes.keys()):
+        if modes[kind] != vars(cfg.normalization_mapping).get(kind):
+            unlike[f"policy.normalization_mapping.{kind}"] = modes[kind]
+    theirs = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
+    if theirs != cameras and set(theirs) == set(cameras):
+        unlike["dataset.cameras"] = ",".join(theirs)
+    return unlike
+
+
 def check(cfg: Any) -> None:
     """What no single field can know."""
     policy = cfg.policy
@@ -208,6 +256,16 @@ def check(cfg: Any) -> None:
         raise LockstepError("PushT has one command only", where="env.command", todo="drop it")
     if 0 < cfg.env.size < 16:
         raise LockstepError(f"{cfg.env.size} is too small", where="env.size", todo="give 16 or more, or 0")
+    if len(cfg.dataset.resize) not in (0, 2):
+        raise LockstepError(f"{len(cfg.dataset.resize)} number(s)", where="dataset.resize", todo="give height,width")
+    if steps_of(policy) > policy.chunk_size:
+        what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
+        raise LockstepError(what, where="policy.n_action_steps", todo="give at most chunk_size")
+    if policy.type == "vla" and not policy.pretrained_path:
+        for name in ("train_expert_only", "freeze_vision_encoder"):
+            if getattr(policy, name):
+                what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
+                raise LockstepError(what, where=f"policy.{name}", todo=todo)
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ def recorded(env: Any, kind: str) -> Path:
     size = env.size or SIZES[kind]
     name = f"{kind}_v{RECIPE}_{env.demonstrations}x{size}_seed{env.data_seed}_noise{env.noise:g}"
     folder = GENERATED / "_".join([name, *re.findall(r"\w+", env.command)])
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
-        if not folder.exists():
-            record(folder, env, kind)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.parent / f".{folder.name}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
+            for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            if not folder.exists():
+                record(folder, env, kind)
+    except OSError as error:
+        what, todo = f"cannot record demonstrations: {error.strerror or error}", "make the folder writable"
+        raise LockstepError(what, where=str(folder.parent), todo=f"{todo}, or give dataset.root") from None
     return folder
 
 
@@ -62,11 +69,16 @@ def record(folder: Path, env: Any, kind: str) -> None:
             shown.update(len(some))
 
 
-def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str]) -> None:
-    """That a policy that sees and does what `names` says can be tried in these worlds."""
+def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str], given: bool) -> None:
+    """That a policy that sees and does what `names` says can be tried in these worlds; and in a dataset that was given,
+    has heard what it will be told there."""
     there = worlds(env, kind, np.arange(0)).features
     for name in names:
         feature = demos.features[name]
         if name not in there or (not feature.is_picture and tuple(feature.shape) != there[name][1]):
             what = f"the dataset is not of this simulation: it has {name} of shape {tuple(feature.shape)}"
             raise LockstepError(what, where=f"env.type={env.type}", todo="give env.type=none")
+    asked = [env.command] if env.command else discs.COMMANDS
+    if given and kind == "discs" and (unheard := [command for command in asked if command not in demos.tasks]):
+        todo = f"give env.command={demos.tasks[0]!r}, or env.type=none"
+        raise LockstepError(f"no demonstration is of {unheard[0]!r}", where="env.type=discs", todo=todo)

@@ -7,7 +7,9 @@ PushT (envs/pusht.py).
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
 from tasks import _simulation as simulation
-from tasks._robot import Augment, Settings, check, settings_of, steps_of
+from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
@@ -37,7 +39,10 @@ class Task(contract.Task):
 
     Settings = Settings
     monitor = "action_l1"
-    free = ("dataset.root", "dataset.repo_id", "dataset.cache", "dataset.cache_dir", "policy.pretrained_path", "eval.")
+    free = tuple(
+        "dataset.root dataset.repo_id dataset.cache dataset.cache_dir eval. policy.pretrained_path "
+        "policy.n_action_steps policy.num_steps policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
+    )
     foreign = {
         "policy.path": "policy.pretrained_path",
         "policy.use_amp": "amp",
@@ -76,40 +81,34 @@ class Task(contract.Task):
             root = simulation.recorded(self.cfg.env, self.simulation)
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
-        used = {name: f for name, f in demos.features.items() if name in self.cameras or not f.is_picture}
-        self.demos = demos = replace(demos, features=used)
-        if "action" not in demos.columns or not (self.cameras or demos.columns.keys() & set(STATES)):
-            what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
-            raise LockstepError(what, where=str(root), todo="imitation needs both")
+        self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
+        if policy.type == "smolvla" and STATES[0] not in self.dims:
+            raise LockstepError("SmolVLA needs observation.state", where=str(root), todo="choose policy.type=vla")
         if self.simulation:
-            simulation.check_fits(self.cfg.env, self.simulation, demos, [*self.dims, *self.cameras, "action"])
+            names = [*self.dims, *self.cameras, "action"]
+            simulation.check_fits(self.cfg.env, self.simulation, demos, names, given)
         train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
         if self.shared:
             val = train
         self.counts = len(train), len(val)
-        frames = Frames(demos, self._size(), cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
+        self.sizes = {camera: self._size(camera) for camera in self.cameras}
+        frames = Frames(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
         deltas = {"action": list(range(policy.chunk_size))}
         return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
 
-    def _size(self) -> tuple[int, int] | None:
-        """(H, W) of the pictures, or None for as they were recorded."""
-        wanted = self.cfg.dataset.resize
-        if wanted:
-            return wanted[0], wanted[-1]
-        if self.cfg.policy.type != "vla" or not self.cameras:
-            return None
-        side = settings_of(self.cfg.policy).image_size
-        _, height, width = self.demos.features[self.cameras[0]].shape
-        larger = max(height, width)  # the sides' ratio stays: the network fills its square up
+    def _size(self, camera: str) -> tuple[int, int]:
+        """(H, W) of a camera's pictures in the batches."""
+        _, height, width = self.demos.features[camera].shape
+        if wanted := self.cfg.dataset.resize:
+            return wanted[0], wanted[1]
+        if self.cfg.policy.type != "vla":
+            return height, width
+        side, larger = settings_of(self.cfg.policy).image_size, max(height, width)
+        # The sides' ratio stays: the network fills its square up.
         return max(1, round(side * height / larger)), max(1, round(side * width / larger))
-
-    def _camera_shapes(self) -> dict[str, tuple[int, ...]]:
-        """{camera: (C, H, W)} as batches hold them."""
-        recorded = {camera: self.demos.features[camera].shape for camera in self.cameras}
-        return {camera: (shape[0], *(self._size() or shape[1:])) for camera, shape in recorded.items()}
 
     def model(self) -> nn.Module:
         cfg, demos = self.cfg.policy, self.demos
@@ -120,15 +119,15 @@ class Task(contract.Task):
         modes |= dict.fromkeys(self.cameras, cfg.normalization_mapping.VISUAL)
         stats: dict[str, Any] = dict(demos.stats)
         for camera in self.cameras:
-            stats[camera] = UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else stats.get(camera, IMAGENET))
-        self.stats, self.modes = stats, modes
+            own = IMAGENET | stats.get(camera, {})
+            stats[camera] = own | UNIT | (IMAGENET if self.cfg.dataset.use_imagenet_stats else {})
         for name, mode in modes.items():
             if missing := set(Normalizer.NEEDS[mode]) - stats[name].keys():
                 what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
                 raise LockstepError(what, where="policy.normalization_mapping", todo="choose another mode")
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
-        if cfg.pretrained_path and cfg.type != "smolvla":
-            self._start_from(policy)
+        if cfg.pretrained_path and cfg.type != "smolvla" and not self.continues:
+            self.started_from = start_from(cfg, policy)
         self.encode = getattr(policy.net, "encode", None)  # ACT hears nothing
         self.words = self.encode(demos.tasks) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
@@ -143,33 +142,13 @@ class Task(contract.Task):
             return vla.VLA(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
         options = {name: vars(cfg)[name] for name in ("chunk_size", "freeze_vision_encoder", "train_expert_only")}
         folder = pretrained.find(cfg.pretrained_path)
-        return smolvla.SmolVLA(
-            folder, self.dims, self.action_dim, self._camera_shapes(), n_action_steps=steps_of(cfg), **options
-        )
-
-    def _start_from(self, policy: Policy) -> None:
-        """Take over pretrained weights; the normalisation is that of the data at hand."""
-        cfg = self.cfg.policy
-        found = pretrained.load(pretrained.find(cfg.pretrained_path))
-        here = asdict(settings_of(cfg))
-        others = {name: found.config[name] for name in here if found.config.get(name, here[name]) != here[name]}
-        if found.config.get("type") != cfg.type:
-            others = {"type": found.config.get("type")}
-        try:
-            if "type" in others:
-                raise LockstepError(f"the pretrained weights are not of {cfg.type}", where="policy.pretrained_path")
-            misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
-            self.started_from = cfg.pretrained_path + (f", the rest at random: {misfits}" if misfits else "")
-        except LockstepError as error:
-            if not others:
-                raise
-            todo = " ".join(f"policy.{name}={value}" for name, value in others.items())
-            raise LockstepError(str(error), todo=f"its config.json says {todo}") from None
+        shapes: dict[str, tuple[int, ...]] = {camera: (3, *size) for camera, size in self.sizes.items()}
+        return smolvla.SmolVLA(folder, self.dims, self.action_dim, shapes, n_action_steps=steps_of(cfg), **options)
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
         """A `pretrained_model` folder: what `policy.pretrained_path` takes, and for ACT what LeRobot loads."""
         shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
-        shapes |= {camera: list(shape) for camera, shape in self._camera_shapes().items()}
+        shapes |= {camera: [3, *size] for camera, size in self.sizes.items()}
         kinds = {name: self.demos.features[name].kind for name in shapes}
         features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
         if self.cfg.policy.type == "smolvla":
@@ -178,7 +157,9 @@ class Task(contract.Task):
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        pretrained.save(folder, self.cfg.policy.type, config, policy.net, self.stats, features, self.modes)
+        # The checkpoint's own statistics: the dataset may have grown since.
+        stats, modes = policy.normalizer.stats(), policy.normalizer.modes
+        pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
 
     # ---- training ----
 
@@ -251,19 +232,24 @@ class Task(contract.Task):
             metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
         return metrics
 
-    def trials(self, model: nn.Module, which: range) -> Sums:
+    def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """Trials of the policy in the simulation, from places that no demonstration began in."""
         assert isinstance(model, Policy)
         device = next(model.parameters()).device
         coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
         blend = act.TemporalEnsemble(coefficient) if coefficient else None
+        looks = itertools.count()
 
         def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
-            batch |= {name: self._as_in_training(batch[name]) for name in self.cameras}
+            batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
             if self.encode:
-                batch["words"] = self.encode(commands).to(device)
-            chunk = model.act(batch)
+                # Who learned one task only has heard one wording only, whatever the simulation calls it.
+                said = commands if len(self.demos.tasks) > 1 else self.demos.tasks * len(commands)
+                batch["words"] = self.encode(said).to(device)
+            # Where there are several ways, one of them and not their mean; by trial and look, whatever the rank.
+            seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
+            chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise))
             return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
 
         totals = dict.fromkeys(("successes", "rewards", "trials"), 0.0)
@@ -271,16 +257,9 @@ class Task(contract.Task):
             seeds = simulation.FRESH + np.array(which, dtype=np.int64)
             recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy))
+            success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
         return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
-
-    def _as_in_training(self, pictures: Tensor) -> Tensor:
-        """(B, 3, H, W) uint8 as recorded -> as the batches hold them; formats/frames.py shrinks by the same filter."""
-        size = self._size()
-        if size in (None, tuple(pictures.shape[2:])):
-            return pictures
-        return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """A film of one trial, and the same as a strip of ten frames."""
@@ -295,13 +274,17 @@ class Task(contract.Task):
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        recorded = self.simulation and not (self.cfg.dataset.root or self.cfg.dataset.repo_id)
+        tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
+        trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
         rows = [
-            f"Found {len(demos.episodes)} episodes with {(demos.end - demos.start).sum()} frames at {demos.fps:g} Hz"
-            f" in {os.path.relpath(demos.root)} ({demos.version})",
+            f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
+            f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
             f" {len(self.cameras)} camera(s); {len(demos.tasks)} command(s): {texts}",
             f"Train episodes: {train}, Val episodes: {val}"
-            + (" (the same: there is no other to validate on)" if self.shared else ""),
+            + (" (the same: there is no other to validate on)" if self.shared else "")
+            + f"; trials at each evaluation: {trials}",
         ]
         return "\n".join(rows)
 
@@ -318,12 +301,41 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     return (middle + (x - middle) * contrast).clamp(0, 255)
 
 
+def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, 3, H, W) uint8 as recorded -> (B, 3, *size) as batches hold them, by formats/frames.py's filter."""
+    if size == tuple(pictures.shape[2:]):
+        return pictures
+    return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
+
+
+def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:
+    """The chosen cameras, in colour, and numbers as float32 vectors."""
+    used, columns = {}, dict(demos.columns)
+    for name, feature in demos.features.items():
+        if feature.is_picture and name in cameras:
+            used[name] = replace(feature, shape=(3, *feature.shape[1:]))
+        elif not feature.is_picture:
+            used[name] = feature
+    if "action" not in columns or not (cameras or columns.keys() & set(STATES)):
+        what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
+        raise LockstepError(what, where=str(demos.root), todo="imitation needs both")
+    for name in columns.keys() & {"action", *STATES}:
+        if columns[name].ndim != 2:
+            what = f"{name} has {columns[name].ndim - 1} axes"
+            raise LockstepError(what, where=str(demos.root), todo="a vector is learned from: flatten it")
+        if columns[name].dtype.kind != "f":
+            columns[name] = columns[name].astype(np.float32)
+    return replace(demos, features=used, columns=columns)
+
+
 def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str]:
     if wanted == ["none"]:
         return []
     if unknown := sorted(set(wanted) - set(there)):
         what = f"no camera {unknown[0]}"
         raise LockstepError(what, where=f"dataset.cameras, {root}", todo=f"there are {', '.join(there) or 'none'}")
+    if len(set(wanted)) < len(wanted):
+        raise LockstepError("a camera is named twice", where="dataset.cameras", todo="keep one")
     return wanted or there
 
 

@@ -263,7 +263,7 @@ def test_windows_are_what_plain_loops_give(made, kind, how):
     chosen = sorted(set(chosen))
     assert demos.episodes.tolist() == chosen and demos.tasks == ["push", "pull"] and demos.fps == 10
     raw, begin = numbers(), np.cumsum([0, *LENGTHS])
-    chunks = Chunks(demos, chosen, DELTAS, Frames(demos, None, "none", "unused"))
+    chunks = Chunks(demos, chosen, DELTAS, Frames(demos, {}, "none", "unused"))
     assert len(chunks) == sum(LENGTHS[e] for e in chosen)
     batch = chunks.__getitems__(list(range(len(chunks))))
     i = 0
@@ -413,7 +413,7 @@ def test_what_need_not_be_there(copied):
     change_info(copied, lambda about: about.update(chunks_size=2))
     demos = read(copied)
     assert demos.stats["action"]["mean"].shape == (3,) and CAMERA not in demos.stats
-    refused(["episode 0 frame 0", "no pictures", "episode_000000.mp4"], lambda: Frames(demos, None, "none", "unused"))
+    refused(["episode 0 frame 0", "no pictures", "episode_000000.mp4"], lambda: Frames(demos, {}, "none", "unused"))
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -607,7 +607,7 @@ def test_a_missing_package_is_named(made, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(lerobot.importlib, "import_module", without)
     refused("pip install pyarrow", lambda: read(made("v2.1")))
-    refused("pip install pillow", lambda: Frames(demos, None, "none", "unused"))
+    refused("pip install pillow", lambda: Frames(demos, {}, "none", "unused"))
     refused("pip install av", lambda: frames_module._Video(Path("a.mp4"), "episode 1 frame 2"))
 
 
@@ -823,7 +823,8 @@ def writes(monkeypatch):
 @pytest.mark.parametrize("size", [None, (8, 12)])
 def test_both_caches_give_the_same_bytes(made, tmp_path, kind, size, writes):
     demos = read(made(kind))
-    cached, fresh = (Frames(demos, size, cache, tmp_path) for cache in ("memmap", "none"))
+    sizes = {CAMERA: size} if size else {}
+    cached, fresh = (Frames(demos, sizes, cache, tmp_path) for cache in ("memmap", "none"))
     rows = np.random.default_rng(0).integers(0, sum(LENGTHS), 60)
     pictures = cached.get(CAMERA, rows)
     assert pictures.shape[2:] == (size or demos.features[CAMERA].shape[1:]) and pictures.dtype == np.uint8
@@ -832,7 +833,7 @@ def test_both_caches_give_the_same_bytes(made, tmp_path, kind, size, writes):
     grays = level(e, rows - (np.cumsum(LENGTHS) - LENGTHS)[e])
     assert np.abs(pictures.mean((1, 2, 3)) - grays).max() < 2
     part = read(made(kind), episodes=[3, 1])
-    again = Frames(part, size, "memmap", tmp_path)
+    again = Frames(part, sizes, "memmap", tmp_path)
     assert len(writes) == sum(LENGTHS), "the same cache serves any choice of episodes"
     assert np.array_equal(again.get(CAMERA, np.arange(9)), fresh.get(CAMERA, np.r_[7:11, 20:25]))
     assert fresh.get(CAMERA, np.arange(0)).shape[0] == 0
@@ -844,10 +845,10 @@ def test_images_are_lossless_and_resized_by_pillow(tmp_path):
         recorder.add_episode({CAMERA: pixels, "action": np.zeros((6, 1))}, "push")
     demos = read(tmp_path / "set")
     rows = np.array([4, 0, 4, 5])
-    assert np.array_equal(Frames(demos, None, "none", "unused").get(CAMERA, rows), pixels[rows])
+    assert np.array_equal(Frames(demos, {}, "none", "unused").get(CAMERA, rows), pixels[rows])
     small = [Image.fromarray(p.transpose(1, 2, 0)).resize((12, 8), Image.Resampling.BILINEAR) for p in pixels[rows]]
     expected = np.stack([np.asarray(image).transpose(2, 0, 1) for image in small])
-    assert np.array_equal(Frames(demos, (8, 12), "memmap", tmp_path).get(CAMERA, rows), expected)
+    assert np.array_equal(Frames(demos, {CAMERA: (8, 12)}, "memmap", tmp_path).get(CAMERA, rows), expected)
 
 
 @pytest.mark.parametrize("gop", [1, 12, 250])
@@ -857,10 +858,10 @@ def test_frames_between_distant_key_frames(tmp_path, gop):
     pictures = np.stack([np.full((3, 16, 24), 20 + 5 * f, np.uint8) for f in range(40)])
     write_video(root / f"videos/chunk-000/{CAMERA}/episode_000000.mp4", pictures, gop=gop)
     demos = read(root)
-    frames = Frames(demos, None, "none", "unused")
+    frames = Frames(demos, {}, "none", "unused")
     for rows in ([39, 0, 20], [5], [0, 39], list(range(40)), [38, 39]):
         assert np.abs(frames.get(CAMERA, np.array(rows)).mean((1, 2, 3)) - 20 - 5 * np.array(rows)).max() < 2
-    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, np.arange(40)),
+    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, np.arange(40)),
                           frames.get(CAMERA, np.arange(40)))  # fmt: skip
 
 
@@ -876,7 +877,7 @@ def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
             yield frame
 
     monkeypatch.setattr(frames_module._Video, "_from", counted)
-    Frames(read(root), None, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
+    Frames(read(root), {}, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
     assert len(decoded) <= most, len(decoded)
 
 
@@ -906,9 +907,9 @@ def old_video(root, e):
 def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage, says):
     damage(copied)
     demos = read(copied)
-    text = refused(says, lambda: Frames(demos, None, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
+    text = refused(says, lambda: Frames(demos, {}, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
     assert "episode_000001.mp4" in text
-    assert Frames(read(copied, exclude=[1]), None, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
+    assert Frames(read(copied, exclude=[1]), {}, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
 
 
 def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):
@@ -916,12 +917,12 @@ def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):
     root = write_old(tmp_path / "set", lengths=[40])
     rng, path, every = np.random.default_rng(0), old_video(root, 0), np.arange(40)
     write_video(path, rng.integers(0, 255, (40, 3, 64, 96), dtype=np.uint8))
-    assert Frames(read(root), (16, 24), "none", "unused").get(CAMERA, every).std() > 5
+    assert Frames(read(root), {CAMERA: (16, 24)}, "none", "unused").get(CAMERA, every).std() > 5
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 4000] = rng.integers(0, 256, 4000, dtype=np.uint8).tobytes()
     path.write_bytes(content)
-    fresh = Frames(read(root), (16, 24), "none", "unused")
+    fresh = Frames(read(root), {CAMERA: (16, 24)}, "none", "unused")
     refused(["episode 0 frame 20", "a damaged picture", "dataset.exclude"], lambda: fresh.get(CAMERA, every))
     assert len(fresh.get(CAMERA, np.arange(19))) == 19
 
@@ -933,7 +934,7 @@ def test_a_failed_build_leaves_no_file_open(copied, tmp_path):
     gc.collect()  # the encoder above may still hold its file
     before = _picture_files(copied)
     with pytest.raises(LockstepError) as caught:
-        Frames(demos, None, "memmap", tmp_path / "c")
+        Frames(demos, {}, "memmap", tmp_path / "c")
     assert _picture_files(copied) == before, caught.value
 
 
@@ -942,10 +943,10 @@ def test_other_numbers_of_channels(made, tmp_path, channels):
     root = shutil.copytree(made("v3.0 images"), tmp_path / "set")
     change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, channels]))
     demos, every = read(root), np.arange(sum(LENGTHS))
-    pictures = Frames(demos, (8, 12), "memmap", tmp_path / "c").get(CAMERA, every)
+    pictures = Frames(demos, {CAMERA: (8, 12)}, "memmap", tmp_path / "c").get(CAMERA, every)
     assert pictures.shape == (len(every), channels, 8, 12) and pictures[9, 0].mean() == level(1, 2)
     change_info(root, lambda about: about["features"][CAMERA].update(shape=[16, 24, 2], names=["h", "w", "channels"]))
-    refused("2 channels", lambda: Frames(read(root), None, "none", "unused"))
+    refused("2 channels", lambda: Frames(read(root), {}, "none", "unused"))
 
 
 def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
@@ -959,7 +960,7 @@ def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
         rows[9] = {"bytes": content, "path": "beside.png"}
         column = pa.array(rows, old.schema.field(at).type)
         pq.write_table(old.set_column(at, old.schema.field(at), column), path, row_group_size=4)
-        return Frames(read(root), None, "none", "unused").get(CAMERA, np.arange(8, 11))
+        return Frames(read(root), {}, "none", "unused").get(CAMERA, np.arange(8, 11))
 
     for content in (b"no picture", rows[8]["bytes"][:60], None):
         refused(["episode 1 frame 2", "file-000.parquet"], lambda content=content: put(content))
@@ -972,8 +973,8 @@ def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
 
 def test_wrong_settings_of_pictures(made, tmp_path):
     demos = read(made("v2.1"))
-    refused("'ram'", lambda: Frames(demos, None, "ram", tmp_path))
-    refused("(0, 8)", lambda: Frames(demos, (0, 8), "none", tmp_path))
+    refused("'ram'", lambda: Frames(demos, {}, "ram", tmp_path))
+    refused("(0, 8)", lambda: Frames(demos, {CAMERA: (0, 8)}, "none", tmp_path))
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -1004,88 +1005,90 @@ def test_a_killed_build_is_resumed(made, tmp_path, monkeypatch, writes, kind, na
 
     def build():
         kill_at(monkeypatch, name, count)
-        Frames(demos, (8, 12), "memmap", tmp_path)
+        Frames(demos, {CAMERA: (8, 12)}, "memmap", tmp_path)
 
     run(build, exitcode=-signal.SIGKILL)
     assert not writes, "it was another process"
-    cached = Frames(demos, (8, 12), "memmap", tmp_path)
+    cached = Frames(demos, {CAMERA: (8, 12)}, "memmap", tmp_path)
     assert len(writes) == sum(LENGTHS[done:]), "what was finished is not decoded again"
     every = np.arange(sum(LENGTHS))
-    assert np.array_equal(cached.get(CAMERA, every), Frames(demos, (8, 12), "none", "unused").get(CAMERA, every))
+    assert np.array_equal(
+        cached.get(CAMERA, every), Frames(demos, {CAMERA: (8, 12)}, "none", "unused").get(CAMERA, every)
+    )
 
 
 def test_a_line_cut_short_is_not_believed(made, tmp_path, writes):
     demos = read(made("v2.1"))
-    Frames(demos, None, "memmap", tmp_path)
+    Frames(demos, {}, "memmap", tmp_path)
     (journal,) = tmp_path.glob("*/episodes.jsonl")
     cut(journal, 0.95)
     writes.clear()
-    Frames(demos, None, "memmap", tmp_path)
+    Frames(demos, {}, "memmap", tmp_path)
     assert len(writes) == LENGTHS[-1]
     writes.clear()
-    Frames(demos, None, "memmap", tmp_path)
+    Frames(demos, {}, "memmap", tmp_path)
     assert not writes
 
 
 def test_bytes_that_are_not_what_was_written_are_decoded_again(made, tmp_path, writes):
     """Of episodes that are not asked for just now, too: a later run would trust them."""
     demos, every = read(made("v2.1")), np.arange(sum(LENGTHS))
-    good = Frames(demos, None, "memmap", tmp_path).get(CAMERA, every)
+    good = Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every)
     (pixels,) = tmp_path.glob("*/*.u8")
     size = 3 * 16 * 24
     with open(pixels, "r+b") as file:
         file.seek(8 * size)  # in episode 1
         file.write(b"\0" * 10)
     writes.clear()
-    Frames(read(made("v2.1"), episodes=[0]), None, "memmap", tmp_path)
+    Frames(read(made("v2.1"), episodes=[0]), {}, "memmap", tmp_path)
     assert not writes
-    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
     assert len(writes) == LENGTHS[1]
     cut(pixels)
     writes.clear()
-    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
     assert len(writes) >= LENGTHS[2] + LENGTHS[3]
     pixels.unlink()
     writes.clear()
-    assert np.array_equal(Frames(demos, None, "memmap", tmp_path).get(CAMERA, every), good)
+    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
     assert len(writes) == sum(LENGTHS)
 
 
 def test_a_bar_is_for_terminals_only(made, tmp_path, capfd):
-    Frames(read(made("v2.1")), None, "memmap", tmp_path)
+    Frames(read(made("v2.1")), {}, "memmap", tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
 def test_checksums_are_read_once(made, tmp_path, monkeypatch):
     demos = read(made("v2.1"))
-    Frames(demos, None, "memmap", tmp_path)
+    Frames(demos, {}, "memmap", tmp_path)
     (journal,) = tmp_path.glob("*/episodes.jsonl")
     os.utime(journal, (1, 1))
-    Frames(demos, None, "memmap", tmp_path)  # reads them, for somebody was there
+    Frames(demos, {}, "memmap", tmp_path)  # reads them, for somebody was there
     calls = []
     monkeypatch.setattr(frames_module._Cache, "_crc", lambda *args: calls.append(1))
-    Frames(demos, None, "memmap", tmp_path)
+    Frames(demos, {}, "memmap", tmp_path)
     assert not calls
 
 
 def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):
     demos = read(copied)
-    Frames(demos, None, "memmap", tmp_path / "c")
+    Frames(demos, {}, "memmap", tmp_path / "c")
     write_video(old_video(copied, 1), flat(2, 4))
     writes.clear()
-    pictures = Frames(demos, None, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
+    pictures = Frames(demos, {}, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
     assert len(writes) == LENGTHS[1], "that episode alone"
     assert abs(pictures[7].mean() - level(2, 0)) < 2 and abs(pictures[6].mean() - level(0, 6)) < 2
     # Only the time differs: the same length in bytes says nothing.
     stat = old_video(copied, 3).stat()
     os.utime(old_video(copied, 3), ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     writes.clear()
-    Frames(demos, None, "memmap", tmp_path / "c")
+    Frames(demos, {}, "memmap", tmp_path / "c")
     assert len(writes) == LENGTHS[3]
     # Another size, and another dataset of the same name and lengths, have a folder of their own.
-    Frames(demos, (8, 8), "memmap", tmp_path / "c")
+    Frames(demos, {CAMERA: (8, 8)}, "memmap", tmp_path / "c")
     other = shutil.copytree(copied, tmp_path / "other" / "copy")
-    Frames(read(other), None, "memmap", tmp_path / "c")
+    Frames(read(other), {}, "memmap", tmp_path / "c")
     assert len(list((tmp_path / "c").iterdir())) == 3
 
 
@@ -1112,7 +1115,7 @@ def test_two_processes_build_once(made, tmp_path):
         frames_module._write_all = noted
         while not first and not log.read_text():
             time.sleep(0.01)
-        pictures = Frames(demos, None, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
+        pictures = Frames(demos, {}, "memmap", tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS)))
         (tmp_path / f"{first}.bin").write_bytes(pictures.tobytes())
 
     context = multiprocessing.get_context("fork")
@@ -1124,7 +1127,7 @@ def test_two_processes_build_once(made, tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     written = log.read_text().split()
     assert len(written) == sum(LENGTHS) and len(set(written)) == 1
-    expected = Frames(demos, None, "none", "unused").get(CAMERA, np.arange(sum(LENGTHS))).tobytes()
+    expected = Frames(demos, {}, "none", "unused").get(CAMERA, np.arange(sum(LENGTHS))).tobytes()
     assert (tmp_path / "True.bin").read_bytes() == (tmp_path / "False.bin").read_bytes() == expected
 
 
@@ -1132,18 +1135,18 @@ def test_a_full_disk_is_said_before_and_after(made, tmp_path, monkeypatch):
     demos = read(made("v2.1"))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=25 * 3 * 16 * 24 - 1))
-    refused(["take 0.00 GB", "are free", "cache=none"], lambda: Frames(demos, None, "memmap", tmp_path))
+    refused(["take 0.00 GB", "are free", "cache=none"], lambda: Frames(demos, {}, "memmap", tmp_path))
     monkeypatch.undo()
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    refused(["No space left on device", "make room"], lambda: Frames(demos, None, "memmap", tmp_path))
+    refused(["No space left on device", "make room"], lambda: Frames(demos, {}, "memmap", tmp_path))
     monkeypatch.undo()
-    assert Frames(demos, None, "memmap", tmp_path).get(CAMERA, np.arange(3)).shape[0] == 3
+    assert Frames(demos, {}, "memmap", tmp_path).get(CAMERA, np.arange(3)).shape[0] == 3
     (tmp_path / "file").touch()
-    refused("cannot write the cache", lambda: Frames(demos, None, "memmap", tmp_path / "file"))
+    refused("cannot write the cache", lambda: Frames(demos, {}, "memmap", tmp_path / "file"))
 
 
 def _as_it_is(batch):
@@ -1156,7 +1159,7 @@ def _as_it_is(batch):
 def test_loader_processes_read_the_same(made, tmp_path, kind, cache, context):
     """Though the parent has the files open already."""
     demos = read(made(kind))
-    chunks = Chunks(demos, [0, 1, 3], DELTAS, Frames(demos, None, cache, tmp_path))
+    chunks = Chunks(demos, [0, 1, 3], DELTAS, Frames(demos, {}, cache, tmp_path))
     expected = chunks.__getitems__(list(range(16)))
     loader = torch.utils.data.DataLoader(
         chunks, batch_size=4, num_workers=2, collate_fn=_as_it_is, multiprocessing_context=context, timeout=60
@@ -1168,7 +1171,7 @@ def test_loader_processes_read_the_same(made, tmp_path, kind, cache, context):
 
 def test_a_fork_opens_its_own_files(made):
     demos = read(made("v2.1"))
-    frames = Frames(demos, None, "none", "unused")
+    frames = Frames(demos, {}, "none", "unused")
     frames.get(CAMERA, np.arange(1))
     before = frames._videos
 
@@ -1185,7 +1188,7 @@ def test_open_files_are_bounded(made, monkeypatch, kind):
     monkeypatch.setattr(frames_module, "OPEN_VIDEOS", 2)
     monkeypatch.setattr(frames_module, "PNG_BYTES", 2 * 2**20)
     demos = read(made(kind))
-    frames = Frames(demos, None, "none", "unused")
+    frames = Frames(demos, {}, "none", "unused")
     before = _picture_files(demos.root)
     rows = np.random.default_rng(0).integers(0, sum(LENGTHS), 200)
     for part in rows.reshape(20, 10):
@@ -1208,7 +1211,7 @@ def _picture_files(root):
 
 def test_a_cache_smaller_than_a_row_group_still_reads(made, monkeypatch):
     monkeypatch.setattr(frames_module, "PNG_BYTES", 1)
-    frames = Frames(read(made("v3.0 many files")), None, "none", "unused")
+    frames = Frames(read(made("v3.0 many files")), {}, "none", "unused")
     rows = np.array([24, 0, 8, 1, 20])
     grays = frames.get(CAMERA, rows).mean((1, 2, 3))
     assert np.allclose(grays, [level(3, 4), level(0, 0), level(1, 1), level(0, 1), level(3, 0)])
@@ -1217,7 +1220,7 @@ def test_a_cache_smaller_than_a_row_group_still_reads(made, monkeypatch):
 def test_pickled_pictures_hold_no_files(made, tmp_path):
     demos = read(made("v2.1"))
     for cache in ("none", "memmap"):
-        frames = Frames(demos, None, cache, tmp_path)
+        frames = Frames(demos, {}, cache, tmp_path)
         first = frames.get(CAMERA, np.arange(3))
         again = pickle.loads(pickle.dumps(frames))
         assert np.array_equal(again.get(CAMERA, np.arange(3)), first)
@@ -1253,7 +1256,7 @@ def test_real_pictures(tmp_path):
     assert demos.end[-1] == 1461
     (camera,) = demos.cameras
     rows = np.r_[0:3, 390:396, 735:737, 1092:1095, 1460]
-    fresh = Frames(demos, (48, 64), "none", "unused").get(camera, rows)
-    cached = Frames(demos, (48, 64), "memmap", tmp_path).get(camera, rows)
+    fresh = Frames(demos, {CAMERA: (48, 64)}, "none", "unused").get(camera, rows)
+    cached = Frames(demos, {CAMERA: (48, 64)}, "memmap", tmp_path).get(camera, rows)
     assert np.array_equal(fresh, cached) and 20 < fresh.mean() < 235
-    refused(["episode 0 frame 0", "no pictures"], lambda: Frames(read(G1, episodes=[0]), None, "none", "unused"))
+    refused(["episode 0 frame 0", "no pictures"], lambda: Frames(read(G1, episodes=[0]), {}, "none", "unused"))

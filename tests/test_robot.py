@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -17,6 +18,8 @@ from engine.contract import LockstepError, sample_seeds
 from envs import discs
 from formats import lerobot
 from formats.lerobot_writer import Recorder
+from models.policy import Policy
+from tasks import _simulation as simulation
 
 TINY_ACT = (
     "policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
@@ -127,6 +130,9 @@ def test_the_shipped_configs_parse(name):
         ("policy.push_to_hub=true", "nothing is uploaded (policy.push_to_hub)"),
         ("policy.n_action_steps=9", "n_action_steps 9"),
         ("policy.type=act policy.dim_model=30", "dim_model 30"),
+        ("dataset.resize=16", "1 number(s) (dataset.resize): give height,width"),
+        ("policy.train_expert_only=true", "freeze weights that never learned (policy.train_expert_only)"),
+        ("dataset.cameras=observation.images.top,observation.images.top", "a camera is named twice"),
         (
             "policy.type=act policy.temporal_ensemble_coeff=0.1",
             "5 actions a look (policy.temporal_ensemble_coeff): give policy.n_action_steps=1",
@@ -237,22 +243,195 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
     assert done.code == 3 and "the checkpoint has format 99" in done.err and "update Lockstep" in done.err
 
 
-def test_chunks_are_blended_in_trials(monkeypatch, tmp_path):
+@pytest.fixture
+def own_recordings(monkeypatch, tmp_path):
     monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
+
+
+def test_trials_draw_by_trial_and_look(own_recordings):
+    """What is drawn differs from look to look and from trial to trial, and does not depend on the cut."""
+    task, *_ = task_of(*DISCS)
+    model, seen = task.model(), []
+    act = model.act
+
+    def spied(batch, draws):
+        seen.append(draws)
+        return act(batch, draws)
+
+    model.act = spied
+    whole = task.trials(model, range(4), lambda: False)
+    looks = len(seen)
+    assert looks > 1 and seen[0].shape == (4, model.net.num_noise) and not torch.equal(seen[0], seen[1])
+    assert len(seen[0].unique(dim=0)) == 4
+    parts = [task.trials(model, range(rank, 4, 2), lambda: False) for rank in range(2)]
+    assert torch.equal(seen[looks], seen[0][0::2])
+    assert {name: parts[0][name] + parts[1][name] for name in whole} == whole
+    seen.clear()
+    task.trials(model, range(4), lambda: len(seen) == 2)
+    assert len(seen) == 2, "it ends when it is asked to"
+
+
+def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
+    words = ["robot", "env.type=discs", "env.size=16"]
+    for number, command in enumerate(("", "move to the red disc")):
+        task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16", f"env.command={command}")
+        task.demos.root.rename(tmp_path / f"set{number}")
+    with pytest.raises(
+        LockstepError, match=r"no demonstration is of 'move to the green disc' .*: give env.command='move"
+    ):
+        task_of(*words, f"dataset.root={tmp_path}/set1")
+    task, *_ = task_of(*words, f"dataset.root={tmp_path}/set1", "env.command=move to the red disc")
+    task.demos.tasks[0] = "go and get the red one"  # one task, worded otherwise
+    model, heard = task.model(), []
+    model.act = lambda batch, draws: heard.append(batch["words"]) or torch.zeros(2, 8, 2)
+    task.trials(model, range(2), lambda: False)
+    assert torch.equal(heard[0], task.words.repeat(2, 1))
+
+
+def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
+    """Asked to stop between the validation and the end of the trials, all ranks leave; what was trained is saved, and
+    the evaluation is made when the run goes on."""
+    words = [*DISCS, "steps=4", "eval_every=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    mine = tmp_path / "slow.py"
+    mine.write_text(
+        "import sys, time\n"
+        "from tasks import robot\n"
+        "class Task(robot.Task):\n"
+        "    def trials(self, model, which, stopped):\n"
+        "        print('trials begin', flush=True)\n"
+        "        while not stopped():\n"
+        "            time.sleep(0.01)\n"
+        "        return super().trials(model, which, stopped)\n"
+    )
+    run = launch.start_launcher(2, str(mine), *words[1:])
+    run.wait_for("trials begin", times=2)
+    run.signal(signal.SIGTERM)
+    assert run.wait().code == 75
+    state = load(tmp_path / "run")["progress"]
+    assert state["step"] == 2 and state["evaluation_due"]
+    assert "success_rate" not in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n_heads": 4}, "policy.n_heads=4"),
+        ({"feedforward_activation": "gelu"}, "policy.feedforward_activation=gelu"),
+        ({"replace_final_stride_with_dilation": True}, "policy.replace_final_stride_with_dilation=True"),
+        ({"normalization_mapping": {"ACTION": "MIN_MAX"}}, "policy.normalization_mapping.ACTION=MIN_MAX"),
+        ({"n_action_steps": 2, "dropout": 0.3, "kl_weight": 3.0}, ""),
+    ],
+)
+def test_weights_that_fit_but_mean_another_network_are_refused(walks, tmp_path, change, says):
+    words = ["robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT]
+    task, *_ = task_of(*words)
+    task.save_pretrained(task.model(), tmp_path / "first")
+    config_file = tmp_path / "first/config.json"
+    there = json.loads(config_file.read_text())
+    for name, value in change.items():
+        there[name] = there[name] | value if isinstance(value, dict) else value
+    config_file.write_text(json.dumps(there))
+    task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
+    if not says:
+        task.model()
+        assert task.started_from == f"{tmp_path}/first"
+        return
+    with pytest.raises(LockstepError, match=f"of another network .*: its config.json says {says}$"):
+        task.model()
+    task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first", "policy.pretrained_strict=false")
+    task.model()
+    assert task.started_from.endswith(f"; trained with {says}")
+    task.continues, task.started_from = True, ""
+    shutil.rmtree(tmp_path / "first")
+    task.model()  # a checkpoint follows: where the weights came from once does not matter
+    assert task.started_from == ""
+
+
+def test_two_cameras_of_the_other_order_are_told(tmp_path):
+    words = ["robot", "policy.chunk_size=4", f"dataset.root={record(tmp_path / 'set', cameras=2)}"]
+    names = [f"observation.images.cam{n}" for n in range(2)]
+    task, *_ = task_of(*words)
+    task.save_pretrained(task.model(), tmp_path / "first")
+    other = [*words, f"policy.pretrained_path={tmp_path}/first", f"dataset.cameras={names[1]},{names[0]}"]
+    task, *_ = task_of(*other)
+    with pytest.raises(LockstepError, match=f"dataset.cameras={names[0]},{names[1]}$"):
+        task.model()
+
+
+def test_saved_statistics_are_those_of_the_training(walks, tmp_path):
+    """Not those of the dataset as it is today."""
+    from safetensors.torch import load_file
+
+    task, *_ = task_of("robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT)
+    model = task.model()
+    before = {name: torch.as_tensor(value) for name, value in task.demos.stats["action"].items()}
+    task.demos.stats["action"]["std"] = task.demos.stats["action"]["std"] * 5
+    task.save_pretrained(model, tmp_path / "first")
+    saved = load_file(next((tmp_path / "first").glob("policy_post*.safetensors")))
+    assert torch.allclose(saved["action.std"], before["std"].float())
+    assert torch.allclose(saved["action.mean"], before["mean"].float())
+
+
+def test_each_camera_keeps_its_proportions(tmp_path):
+    features = {
+        "observation.images.top": ("image", (3, 32, 48)),
+        "observation.images.wrist": ("image", (3, 40, 20)),
+        "action": ("float32", (2,)),
+    }
+    with Recorder(tmp_path / "set", 10, features) as recorder:
+        frames = {
+            name: np.zeros((5, *shape), kind.replace("image", "uint8")) for name, (kind, shape) in features.items()
+        }
+        recorder.add_episode(frames, "look")
+    task, train, _ = task_of("robot", f"dataset.root={tmp_path}/set", "policy.chunk_size=4")
+    batch = train.__getitems__([0, 1])
+    assert batch["observation.images.top"].shape[2:] == (21, 32)
+    assert batch["observation.images.wrist"].shape[2:] == (32, 16)
+    task.loss(task.model(), batch | {"seed": sample_seeds(0, 0, torch.arange(2))})
+
+
+def test_whole_numbers_and_gray_pictures_are_learned_from(tmp_path):
+    features = {"observation.state": ("int64", (2,)), "action": ("int64", (2,))}
+    with Recorder(tmp_path / "set", 10, features) as recorder:
+        recorder.add_episode({name: np.arange(10).reshape(5, 2) for name in features}, "count")
+    modes = ["policy.normalization_mapping.ACTION=IDENTITY", "policy.normalization_mapping.STATE=IDENTITY"]
+    task, train, _ = task_of("robot", f"dataset.root={tmp_path}/set", "policy.chunk_size=4", *modes)
+    batch = train.__getitems__([0, 1]) | {"seed": sample_seeds(0, 0, torch.arange(2))}
+    assert torch.isfinite(task.loss(task.model(), batch).total)
+
+
+def test_what_a_replica_has_is_enough(walks):
+    """A replica of nn.DataParallel has no parameters of its own, and buffers."""
+    task, train, _ = task_of("robot", f"dataset.root={walks}", "policy.chunk_size=4")
+    model = task.model()
+    before = model.inputs(train.__getitems__([0, 1]))
+    replica = Policy(torch.nn.Identity(), model.normalizer, model.cameras)
+    assert not list(replica.parameters())
+    after = replica.inputs(train.__getitems__([0, 1]))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_leftovers_of_a_killed_recording_go(own_recordings, tmp_path):
+    (tmp_path / f".discs_v{simulation.RECIPE}_8x16_seed0_noise0.1.partial-host-1/data").mkdir(parents=True)
+    task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16")
+    assert not list(tmp_path.glob(".*partial*"))
+    assert "(the successes of 8 tried)" in task.summary() and "20 in the simulation discs" in task.summary()
+
+
+def test_chunks_are_blended_in_trials(monkeypatch, own_recordings):
     words = [*TINY_ACT, "policy.n_action_steps=1", "policy.temporal_ensemble_coeff=0.5", "env.demonstrations=8"]
     task, *_ = task_of("robot", "policy.type=act", "env.size=32", *words)
     model = task.model()
     calls, told = iter(range(1, 100)), []
-    monkeypatch.setattr(model, "act", lambda batch: torch.full((3, 6, 2), float(next(calls))))
+    monkeypatch.setattr(model, "act", lambda batch, draws: torch.full((3, 6, 2), float(next(calls))))
     monkeypatch.setattr("envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
-    assert task.trials(model, range(3))["trials"] == 3 and len(told) == discs.HORIZON
+    assert task.trials(model, range(3), lambda: False)["trials"] == 3 and len(told) == discs.HORIZON
     expected = (1 + 2 * np.exp(-0.5)) / (1 + np.exp(-0.5))  # the older prediction counts more
     assert np.allclose(told[0], 1) and np.allclose(told[1], expected)
-    assert task.trials(model, range(0))["trials"] == 0
+    assert task.trials(model, range(0), lambda: False)["trials"] == 0
 
 
-def test_each_command_has_a_recording_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr("tasks._simulation.GENERATED", tmp_path)
+def test_each_command_has_a_recording_of_its_own(own_recordings):
     for command in ("", *discs.COMMANDS[:2]):
         task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16", f"env.command={command}")
         assert task.demos.tasks == [command] if command else len(task.demos.tasks) > 1
@@ -294,6 +473,9 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
 
 def test_a_mode_without_its_statistics_and_a_foreign_simulation_are_told(walks):
     task, *_ = task_of("robot", f"dataset.root={walks}", "policy.normalization_mapping.VISUAL=QUANTILES")
+    task.model()
+    for name in ("q01", "q99"):
+        del task.demos.stats["observation.images.cam0"][name]
     with pytest.raises(LockstepError, match=r"tells no q01, q99 of observation.images.cam0, which QUANTILES needs"):
         task.model()
     with pytest.raises(

@@ -82,7 +82,7 @@ def peer(tmp_path_factory):
 def assert_equal_items(peer, root, ours_root, episodes, deltas=ours.DELTAS, steps=STEPS, indices=None):
     theirs = peer.LeRobotDataset("someone/set", root=root, episodes=episodes or None, delta_timestamps=steps)
     demos = read(ours_root, episodes=episodes)
-    chunks = Chunks(demos, demos.episodes, deltas, Frames(demos, None, "none", "unused") if demos.cameras else None)
+    chunks = Chunks(demos, demos.episodes, deltas, Frames(demos, {}, "none", "unused") if demos.cameras else None)
     assert len(theirs) == len(chunks)
     indices = range(len(chunks)) if indices is None else indices
     batch = chunks.__getitems__(list(indices))
