@@ -74,7 +74,7 @@ class Frames:
                 if place is None or not place.path.is_file():
                     what = f"episode {e} frame 0: no pictures of {name}"
                     raise LockstepError(what, where=str(place.path if place else demos.root), todo=LEAVE_OUT)
-        self._resized = sizes.keys()
+        self._resized = set(sizes)
         self._forget()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
         self._maps: dict[str, np.ndarray] = {}
