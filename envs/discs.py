@@ -36,7 +36,7 @@ class Discs:
     success   (n,) bool: the world's command has been obeyed, now or earlier
     """
 
-    fps, horizon, linger, unit = 10, HORIZON, LINGER, 1.0
+    fps, horizon, patience, linger, unit = 10, HORIZON, HORIZON, LINGER, 1.0
 
     def __init__(self, seeds: np.ndarray, size: int = 32, command: str | None = None):
         self.size = size

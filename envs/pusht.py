@@ -31,7 +31,7 @@ class PushT:
     Success is 95 % of the outline covered, and ends a trial.
     """
 
-    fps, horizon, linger, unit = 10, 300, 0, 256.0
+    fps, horizon, patience, linger, unit = 10, 300, 120, 0, 256.0
 
     def __init__(self, seeds: np.ndarray, size: int = 96, pictures: bool = True):
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")

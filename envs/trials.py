@@ -14,6 +14,7 @@ class Worlds(Protocol):
     """n worlds side by side, each a pure function of its seed and of what is done in it.
 
     fps, horizon  steps per second, and after how many a trial has failed
+    patience      steps after which a demonstration is given up
     linger        steps that a recording goes on after success
     unit          half the table's side, in which noise is measured
     commands      (n,) what each world asks for
@@ -23,6 +24,7 @@ class Worlds(Protocol):
 
     fps: int
     horizon: int
+    patience: int
     linger: int
     unit: float
     commands: list[str]
@@ -63,8 +65,8 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
     """
     shocks = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
     frames: list[dict[str, np.ndarray]] = []
-    lengths = np.full(len(seeds), worlds.horizon)
-    for now in range(worlds.horizon):
+    lengths = np.full(len(seeds), worlds.patience)
+    for now in range(worlds.patience):
         action = worlds.expert()
         frames.append(worlds.observe() | {ACTION: action.astype(np.float32)})
         worlds.step(action + worlds.unit * np.array(shocks)[:, now])

@@ -88,7 +88,7 @@ def test_the_expert_pushes_the_block_home():
     assert len(episodes) == worlds.success.sum() >= 2
     for episode in episodes:
         length = len(episode.features["action"])
-        assert length <= worlds.horizon and {len(track) for track in episode.features.values()} == {length}
+        assert length <= worlds.patience and {len(track) for track in episode.features.values()} == {length}
 
 
 @pytest.mark.slow

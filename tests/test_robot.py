@@ -238,6 +238,8 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
         [row for row in table if row.split()[0] in ("loss", "action_l1", "success_rate", "count")] for table in tables
     ]
     assert len(numbers[0]) == 4 and numbers[0] == numbers[1]
+    goes_on = succeed(launch.python("train.py", *DISCS, "steps=4", "policy.n_action_steps=3", f"save_dir={run}"))
+    assert "Done: 4 steps" in goes_on.out, "how the trained policy is used is free to change"
     torch.save(load(run) | {"format": 99}, run / "newer.pt")
     done = launch.python("tools/evaluate.py", str(run / "newer.pt"))
     assert done.code == 3 and "the checkpoint has format 99" in done.err and "update Lockstep" in done.err
