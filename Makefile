@@ -7,11 +7,14 @@ PYTHON := $(VENV)/bin/python
 train: $(VENV)/installed
 	PYTHON=$(PYTHON) ./train_multigpu.sh $(ARGS)
 
+# Neighbours stay together on a worker, for they share what is slow to make.
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
+
 test: $(VENV)/installed-dev
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
 
 quick: $(VENV)/installed-dev
-	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
 soak: $(VENV)/installed-dev
 	$(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
