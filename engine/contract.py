@@ -96,8 +96,10 @@ class Task:
         """The bare network, on the CPU. Every rank builds it from the same seed."""
         raise NotImplementedError
 
+    continues: bool = False
+    """Set before `model` is called: whether a checkpoint's weights will replace its own."""
     started_from: str = ""
-    """Where `model` has its weights from, if not from a random start."""
+    """Set by `model`: where its weights come from, if not from a random start."""
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Training: one forward of `net` (perhaps wrapped by DDP: call it exactly once), augmentation included."""
@@ -113,9 +115,6 @@ class Task:
 
     num_trials: int = 0
     """How many trials an evaluation makes beside the split."""
-
-    continues: bool = False
-    """Whether `model`'s weights will be replaced by a checkpoint's."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """What recorded data cannot tell: trials of the model, in simulation say; adds totals for `report`.

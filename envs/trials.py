@@ -63,13 +63,14 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
     The robot is told an action that is off by `noise` (deviation, in `unit`) while the recording holds what the expert
     wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
     """
-    shocks = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
+    draws = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
+    shocks = worlds.unit * np.array(draws)  # (n, horizon, 2)
     frames: list[dict[str, np.ndarray]] = []
     lengths = np.full(len(seeds), worlds.patience)
     for now in range(worlds.patience):
         action = worlds.expert()
         frames.append(worlds.observe() | {ACTION: action.astype(np.float32)})
-        worlds.step(action + worlds.unit * np.array(shocks)[:, now])
+        worlds.step(action + shocks[:, now])
         lengths = np.where(worlds.success, np.minimum(lengths, now + 1 + worlds.linger), lengths)
         if (lengths <= now + 1).all():
             break

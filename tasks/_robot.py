@@ -93,7 +93,7 @@ class ActSettings(PolicySettings):
     kl_weight: float = option(10.0, "weight of its KL divergence from a standard normal", low=0)
     dropout: float = option(0.1, "share of activations dropped in training", low=0, high=0.9)
     temporal_ensemble_coeff: float = option(
-        0.0, "in trials, blend the chunks of the last steps, the older by exp(-this * age rank) less; 0 = do not"
+        0.0, "in trials, blend the last chunks with weights exp(-this * i), i = 0 the oldest; 0 = do not"
     )
     pre_norm: bool = option(False, "normalise before attention and perceptron instead of after")
     normalization_mapping: Modes = section(Modes)
