@@ -24,6 +24,7 @@ from engine import (
     agent,
     agree,
     checkpoint,
+    compiler,
     config,
     dist,
     faults,
@@ -81,6 +82,7 @@ def prepare(
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
+    compiler.stay_unloaded()
     if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
         cfg.save_dir = folder_before
         if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from engine import agent
+from engine import agent, compiler
 from engine.config import DDP, Config
 from engine.contract import LockstepError
 from engine.pulse import Pulse
@@ -126,14 +126,15 @@ class World:
             if cfg.sync_bn:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
             _parameter_names[:] = [name for name, p in model.named_parameters() if p.requires_grad]
-            return DistributedDataParallel(
-                model,
-                device_ids=[self.device.index] if self.device.type == "cuda" else None,
-                bucket_cap_mb=cfg.bucket_cap_mb,
-                gradient_as_bucket_view=cfg.gradient_as_bucket_view,
-                find_unused_parameters=cfg.find_unused_parameters,
-                **_NO_BUFFER_SYNC,
-            )
+            with compiler.unloaded():
+                return DistributedDataParallel(
+                    model,
+                    device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                    bucket_cap_mb=cfg.bucket_cap_mb,
+                    gradient_as_bucket_view=cfg.gradient_as_bucket_view,
+                    find_unused_parameters=cfg.find_unused_parameters,
+                    **_NO_BUFFER_SYNC,
+                )
         if len(self.devices) > 1:
             return DataParallel(model, device_ids=list(self.devices))
         return model

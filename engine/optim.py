@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 
@@ -13,7 +14,13 @@ from engine.config import Optim, Schedule
 from engine.contract import LockstepError
 
 
-def make_optimizer(model: nn.Module, cfg: Optim) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's own; only what wraps its `step`, which loads torch's compiler to tell it something, is left away."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def make_optimizer(model: nn.Module, cfg: Optim) -> AdamW:
     """AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -23,7 +30,7 @@ def make_optimizer(model: nn.Module, cfg: Optim) -> torch.optim.AdamW:
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    return AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:

@@ -113,7 +113,7 @@ class Watch:
         """A stop asked of one rank is known to all within a beat; the step it happens after is voted on in the loop."""
         if self.stop.asked:
             self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
-        elif note := self.notes.get("stop"):
+        elif note := self.notes.get_first("stop"):
             self.stop.ask(f"{note['reason']} on rank {note['rank']}")
 
     # ---- what it does about the others ----
@@ -299,16 +299,16 @@ class _Notes:
                 self.store.set(key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> bool:
-        """Whether this call was the first for this key on any rank."""
-        text = json.dumps(value)
-        mine = f"{self.world.rank} {text}"
+        """Whether this call was the first for this key on any rank; `get_first` gives its value. In one message to the
+        store: whoever comes second reads it at once."""
+        mine = json.dumps([self.world.rank, value])
         with self._reachable():
-            if self.store is not None:
-                first = self.store.compare_set(f"{key}/first", "", mine).decode() == mine
-                if first:
-                    self.store.set(key, text)
-                return first
+            return bool(self.store is not None and self.store.compare_set(key, "", mine).decode() == mine)
         return False
+
+    def get_first(self, key: str) -> Any:
+        note = self.get(key)
+        return note and note[1]
 
     def beats(self) -> dict[int, Any]:
         found = {rank: self.get(f"beat{rank}") for rank in range(self.world.size)}
@@ -320,7 +320,7 @@ class _Notes:
         return first or self.store is None
 
     def cause(self) -> Cause | None:
-        note = self.get("failure")
+        note = self.get_first("failure")
         return Cause(**note) if note else None
 
 

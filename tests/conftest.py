@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TOY = str(ROOT / "tests" / "tasks" / "toy.py")
 FAULTY = str(ROOT / "tests" / "tasks" / "faulty.py")
 sys.path.insert(0, str(ROOT))
+
+PATIENCE = 5
+"""Times as long as on a quiet machine: the limits below only end what hangs, they measure nothing."""
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Running:
 
     def wait_for(self, words: str, timeout: float = 60, times: int = 1) -> None:
         """Until it has said `words`, so many times."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         while self.said().count(words) < times:
             assert self.process.poll() is None and time.monotonic() < deadline, (
                 f"never said {words!r}: {self.said()[-3000:]}"
@@ -74,11 +77,11 @@ class Running:
 
     def wait(self, timeout: float = 60) -> Done:
         try:
-            self.process.wait(timeout)
+            self.process.wait(timeout * PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            pytest.fail(f"ran longer than {timeout} s\n{self.said()}")
+            pytest.fail(f"ran longer than {timeout * PATIENCE} s\n{self.said()}")
         texts = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files]
         return Done(self.process.returncode, *texts)
 
@@ -124,11 +127,11 @@ class Launcher:
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=timeout * PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail(f"{command} ran longer than {timeout} s\n{out}\n{err}")
+            pytest.fail(f"{command} ran longer than {timeout * PATIENCE} s\n{out}\n{err}")
         return Done(process.returncode, out, err)
 
     def start(
@@ -175,17 +178,27 @@ class Launcher:
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch():
     """Run real commands; a process that outlives the test fails it."""
+    with launching() as launcher:
+        yield launcher
+
+
+@contextmanager
+def launching():
+    """The same for a fixture that many tests share."""
     launcher = Launcher(ROOT)
     before = _shared_memory()
-    yield launcher
-    deadline = time.monotonic() + 10  # a process that is just now being reaped is not left behind
-    while launcher.left_behind() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = launcher.left_behind()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    try:
+        yield launcher
+        deadline = time.monotonic() + 10 * PATIENCE  # a process that is just being reaped is not left behind
+        while launcher.left_behind() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:  # where a test ran out of time, too: its processes would slow down all others
+        left = launcher.left_behind()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     assert not left, f"processes left behind: {left}"
     stayed = [name for name in os.listdir(launcher.temporary.name) if not name.startswith(tuple(launcher.may_stay))]
     launcher.temporary.cleanup()

@@ -277,3 +277,17 @@ def test_data_parallel_keeps_the_dtype_of_autocast():
     inner = Autocast(torch.nn.Linear(2, 2), choose("bf16", torch.device("cpu")))
     with ThreadPoolExecutor() as threads:
         assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16
+
+
+def test_what_is_not_used_is_not_loaded(launch, tmp_path):
+    """Torch's compiler takes as long to import as torch; a DDP, an optimizer and a checkpoint would each load it."""
+    script = (
+        "import sys, train_ddp; code = train_ddp.main(sys.argv[1:]); "
+        "print('loaded', *sorted({'torch._dynamo', 'sympy', 'wandb', 'av', 'pyarrow'} & set(sys.modules))); "
+        "sys.exit(code)"
+    )
+    words = [TOY, "optim.ema_decay=0.9", f"save_dir={tmp_path / 'run'}"]
+    done = succeed(launch.python("-c", script, *words, "steps=3"))
+    assert done.out.splitlines()[-1] == "loaded"
+    done = succeed(launch.python("-c", script, *words, "steps=6"))  # from a checkpoint
+    assert "Resuming" in done.out and done.out.splitlines()[-1] == "loaded"

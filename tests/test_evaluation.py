@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Launcher, succeed
+from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
 from tasks._classification import class_weights, precision_recall_f1
@@ -13,11 +13,12 @@ SIZES = [1, 2, 7, 61, 196]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder, launch = tmp_path_factory.mktemp("evaluation"), Launcher(ROOT)
+    folder = tmp_path_factory.mktemp("evaluation")
     script, sizes = str(ROOT / "tests" / "ranks" / "evaluate.py"), [str(size) for size in SIZES]
-    for ranks in (1, 2, 3, 4):
-        out = str(folder / f"{ranks}.pt")
-        succeed(launch.torchrun(ranks, script, out, *sizes) if ranks > 1 else launch.python(script, out, *sizes))
+    with launching() as launch:
+        for ranks in (1, 2, 3, 4):
+            out = str(folder / f"{ranks}.pt")
+            succeed(launch.torchrun(ranks, script, out, *sizes) if ranks > 1 else launch.python(script, out, *sizes))
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=True) for ranks in (1, 2, 3, 4)}
 
 

@@ -7,19 +7,18 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from conftest import FAULTY, TOY, succeed
+from conftest import FAULTY, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run of the toy and a small one of video, both finished."""
-    from conftest import ROOT, Launcher
-
-    launch, folder = Launcher(ROOT), tmp_path_factory.mktemp("runs")
-    done = succeed(launch.python("train.py", TOY, "epochs=3", "log_every=2", f"save_dir={folder / 'toy'}"))
+    folder = tmp_path_factory.mktemp("runs")
     small = ["dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
-    succeed(launch.python("train.py", "video", *small, "epochs=2", "batch_size=16", f"save_dir={folder / 'video'}"))
+    with launching() as launch:
+        done = succeed(launch.python("train.py", TOY, "epochs=3", "log_every=2", f"save_dir={folder / 'toy'}"))
+        succeed(launch.python("train.py", "video", *small, "epochs=2", "batch_size=16", f"save_dir={folder / 'video'}"))
     return folder, done
 
 

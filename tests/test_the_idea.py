@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, TOY, succeed
+from conftest import ROOT, TOY, launching, succeed
 
 import tasks
 
@@ -23,7 +23,7 @@ SMALL = {
 
 SMALL_ACT = (
     "policy.type=act policy.dropout=0 policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 "
-    "policy.n_encoder_layers=1 policy.n_vae_encoder_layers=1 policy.latent_dim=4 optim.lr=1e-3"
+    "policy.n_encoder_layers=1 policy.n_vae_encoder_layers=1 policy.latent_dim=4 optim.lr=1e-3 dataset.cameras=none"
 ).split()
 
 EVERY_TASK = [*tasks.names(), TOY]
@@ -47,15 +47,11 @@ def runs_of(cut, folder):
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """{cut: {run: checkpoint}}, all trained once."""
-    from conftest import Launcher
-
-    folder, launch = tmp_path_factory.mktemp("cuts"), Launcher(ROOT)
-    for cut, (processes, _, _) in CUTS.items():
-        runs = json.dumps(list(runs_of(cut, folder)))
-        if processes == 1:
-            succeed(launch.python(MANY, runs, timeout=600))
-        else:
-            succeed(launch.torchrun(processes, MANY, runs, timeout=600))
+    folder = tmp_path_factory.mktemp("cuts")
+    with launching() as launch:
+        for cut, (processes, _, _) in CUTS.items():
+            runs = json.dumps(list(runs_of(cut, folder)))
+            succeed(launch.python(MANY, runs) if processes == 1 else launch.torchrun(processes, MANY, runs))
     return {
         cut: {
             path.parent.name: torch.load(path, weights_only=True) for path in sorted((folder / cut).glob("*/last.pt"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, launching, succeed
 
 TIMEOUT = "ddp.timeout_s=8"
 LONG = ["epochs=100000", "log_every=5"]
@@ -146,10 +146,9 @@ def test_pictures_that_fail_lose_no_training(launch, tmp_path):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The weights of 2 processes that nothing happened to."""
-    from conftest import Launcher
-
     run = tmp_path_factory.mktemp("straight")
-    succeed(Launcher(ROOT).launcher(2, *words_of("", run, "save_every=1")))
+    with launching() as launch:
+        succeed(launch.launcher(2, *words_of("", run, "save_every=1")))
     return weights(run)
 
 

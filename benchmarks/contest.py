@@ -1,0 +1,417 @@
+"""One training of one contestant: the same model on the same arrays, by Lockstep, by others, and at the limit.
+
+Started by `run.py`, plainly or by torchrun, as
+
+    contest.py CONTESTANT '{"words": [...], "batch_size": 64, "epochs": 2, ...}' RESULT.json
+
+Every contestant trains with cross-entropy (the task's own loss where there is another), AdamW at a constant learning
+rate, and calls `clock.step()` after each optimizer step; rank 0 writes what the clock saw. What a contestant does
+beside that is what its own documentation shows, nothing less and nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def seconds_since_start() -> float:
+    """Since the kernel made this process: the imports count."""
+    started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - started
+
+
+class Clock:
+    """Wall and CPU time between the step that ends the warm-up and the last one."""
+
+    def __init__(self, warmup: int):
+        self.warmup, self.steps, self.first_step_s = warmup, 0, 0.0
+        self.at: list[tuple[float, float, int]] = []
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps == 1:
+            _wait_for_device()
+            self.first_step_s = seconds_since_start()
+        if self.steps == self.warmup:
+            self.mark()
+
+    def mark(self) -> None:
+        _wait_for_device()
+        self.at.append((time.perf_counter(), time.process_time(), self.steps))
+
+    def result(self) -> dict[str, float]:
+        (wall0, cpu0, step0), (wall1, cpu1, step1) = self.at
+        return {
+            "first_step_s": self.first_step_s,
+            "steps": step1 - step0,
+            "step_ms": 1e3 * (wall1 - wall0) / (step1 - step0),
+            "cpu_step_ms": 1e3 * (cpu1 - cpu0) / (step1 - step0),
+        }
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+class Work:
+    """What is trained: model, samples in memory, loss and score, all by way of the project's own task."""
+
+    def __init__(self, about: dict[str, Any]):
+        import torch
+
+        import tasks
+        from engine import config
+
+        self.about, self.batch_size, self.epochs = about, about["batch_size"], about["epochs"]
+        self.lr, self.weight_decay = about["lr"], 0.01
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.gpu = torch.cuda.is_available() and not about.get("cpu")
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.gpu else torch.device("cpu")
+        self.cfg = config.parse(about["words"], tasks.load).cfg
+        self.task = tasks.load(self.cfg.task)(self.cfg)
+        self.train_set, self.val_set = self.task.datasets()
+
+    def arrays(self) -> dict[str, Any]:
+        """The training set in memory, by name."""
+        import torch
+
+        held = self.train_set.__getitems__(list(range(len(self.train_set))))
+        if not hasattr(self.task, "classes"):  # the project's policies draw their noise from it
+            held["seed"] = torch.randint(2**62, (len(self.train_set),))
+            if hasattr(self.train_set, "weights"):
+                mean = float(torch.as_tensor(self.train_set.weights).double().mean())
+                held["mean_weight"] = torch.full((len(self.train_set),), mean, dtype=torch.float64)
+        return held
+
+    def samples(self) -> Any:
+        """The training set as the tutorials have it: one sample at an index."""
+        import torch
+
+        held = self.arrays()
+
+        class Samples(torch.utils.data.Dataset):
+            def __len__(self) -> int:
+                return len(next(iter(held.values())))
+
+            def __getitem__(self, index: int) -> dict[str, Any]:
+                return {name: values[index] for name, values in held.items()}
+
+        return Samples()
+
+    def model(self) -> Any:
+        import torch
+
+        torch.manual_seed(self.rank * 0)
+        return self.task.model()
+
+    def loss(self, net: Any, batch: dict[str, Any]) -> Any:
+        """Mean loss of a batch."""
+        import torch.nn.functional as F
+
+        if hasattr(self.task, "classes"):
+            logits = net(batch["x"])
+            return F.cross_entropy(logits.float(), batch["y"], weight=self.task.weights(logits.float()))
+        loss = self.task.loss(net, batch)
+        return loss.total / loss.weight
+
+    def metrics(self, model: Any) -> dict[str, float]:
+        """Of the whole validation split."""
+        import torch
+
+        from engine.contract import Sums
+
+        sums = Sums()
+        with torch.no_grad():
+            for first in range(0, len(self.val_set), 256):
+                chosen = list(range(first, min(first + 256, len(self.val_set))))
+                batch = self.val_set.__getitems__(chosen)
+                if not hasattr(self.task, "classes"):
+                    batch["seed"] = torch.tensor(chosen)
+                sums += self.task.score(model.eval(), {name: value.to(self.device) for name, value in batch.items()})
+        return self.task.report(sums)
+
+
+# ---- the contestants ------------------------------------------------------------------------------------------------
+
+
+def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Through its ordinary door: metrics, TensorBoard, progress bar and checkpoints as they come."""
+    import train
+    import train_ddp
+    from engine import loop
+
+    steps = loop.train_epoch
+    kept: dict[str, Any] = {}
+
+    def timed(job: Any, loader: Any) -> Any:
+        kept["job"] = job
+        for outcome in steps(job, loader):
+            clock.step()
+            if job.finished:
+                clock.mark()
+            yield outcome
+
+    loop.train_epoch = timed
+    report, metrics = loop.evaluate, {}
+
+    def kept_metrics(job: Any, batches: Any) -> Any:
+        scored = report(job, batches)
+        metrics.update(scored[0] if scored else {})
+        return scored
+
+    loop.evaluate = kept_metrics
+    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
+    door = train_ddp if "RANK" in os.environ else train
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*about["words"], f"save_dir={folder}/run", f"batch_size={about['batch_size']}"]
+        words += [f"epochs={about['epochs']}", f"lr={about['lr']}", "weight_decay=0.01", "schedule.kind=constant"]
+        words += ["warmup_epochs=0", "eval_every=1000000000", *about.get("lockstep", [])]
+        words += ["device=cpu"] if about.get("cpu") else []
+        code = door.main(words)
+    assert code == 0, f"exit code {code}"
+    job = kept["job"]
+    return metrics | {"note": f"{job.precision.name}"}
+
+
+def _tutorial_loop(work: Work, clock: Clock, net: Any, loader: Any, sampler: Any) -> None:
+    import torch
+    from tqdm import tqdm
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+    for epoch in range(work.epochs):
+        if sampler:
+            sampler.set_epoch(epoch)
+        net.train()
+        running, bar = 0.0, tqdm(loader, desc=f"Epoch {epoch + 1}/{work.epochs}")
+        for number, batch in enumerate(bar):
+            batch = {name: value.to(work.device) for name, value in batch.items()}
+            optimizer.zero_grad()
+            loss = work.loss(net, batch)
+            loss.backward()
+            optimizer.step()
+            running += loss.item()
+            bar.set_postfix(loss=running / (number + 1))
+            clock.step()
+    clock.mark()
+
+
+def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """The loop of PyTorch's own tutorials; DistributedSampler and DDP as there."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    work = Work(about)
+    if work.size > 1:
+        torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
+    samples, model = work.samples(), work.model().to(work.device)
+    sampler: Any = DistributedSampler(samples) if work.size > 1 else None
+    loader = DataLoader(samples, batch_size=work.batch_size, shuffle=sampler is None, sampler=sampler)
+    net = DistributedDataParallel(model) if work.size > 1 else model
+    _tutorial_loop(work, clock, net, loader, sampler)
+    return _end(work, model)
+
+
+def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Hugging Face accelerate, as in its quick tour."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+
+    accelerator = Accelerator(cpu=bool(about.get("cpu")))
+    work = Work(about)
+    model = work.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+    loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+    net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(work.epochs):
+        net.train()
+        bar = tqdm(loader, desc=f"Epoch {epoch + 1}", disable=not accelerator.is_local_main_process)
+        for batch in bar:
+            optimizer.zero_grad()
+            loss = work.loss(net, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            bar.set_postfix(loss=loss.item())
+            clock.step()
+    clock.mark()
+    return _end(work, accelerator.unwrap_model(net))
+
+
+def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Lightning Fabric, as in its guide."""
+    import torch
+    from lightning.fabric import Fabric
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+
+    work = Work(about)
+    fabric = Fabric(accelerator="gpu" if work.gpu else "cpu", devices=work.size,
+                    strategy="ddp" if work.size > 1 else "auto")  # fmt: skip
+    fabric.launch()
+    model = work.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+    net, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True))
+    for epoch in range(work.epochs):
+        net.train()
+        bar = tqdm(loader, desc=f"Epoch {epoch + 1}", disable=fabric.global_rank > 0)
+        for batch in bar:
+            optimizer.zero_grad()
+            loss = work.loss(net, batch)
+            fabric.backward(loss)
+            optimizer.step()
+            bar.set_postfix(loss=loss.item())
+            clock.step()
+    clock.mark()
+    return _end(work, model)
+
+
+def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Lightning's Trainer with its defaults: logger, progress bar, checkpoints."""
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    work = Work(about)
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = work.model()
+
+        def forward(self, *inputs: Any) -> Any:
+            return self.net(*inputs)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = work.loss(self, batch)
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.step()
+
+    module = Module()
+    loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(max_epochs=work.epochs, accelerator="gpu" if work.gpu else "cpu", devices=work.size,
+                            strategy="ddp" if work.size > 1 else "auto", default_root_dir=folder)  # fmt: skip
+        trainer.fit(module, loader)
+    clock.mark()
+    return _end(work, module.net.to(work.device))
+
+
+def ignite(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """pytorch-ignite: an engine, its helpers for distributed runs, a progress bar and a running average."""
+    import ignite.distributed as idist
+    import torch
+    from ignite.contrib.handlers import ProgressBar
+    from ignite.engine import Engine, Events
+    from ignite.metrics import RunningAverage
+
+    work = Work(about)
+    if work.size > 1:
+        idist.initialize("nccl" if work.gpu else "gloo")
+    model = idist.auto_model(work.model().to(work.device))
+    optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay))
+    loader = idist.auto_dataloader(work.samples(), batch_size=work.batch_size * work.size, shuffle=True)
+
+    def step(engine: Any, batch: Any) -> float:
+        model.train()
+        batch = {name: value.to(work.device) for name, value in batch.items()}
+        optimizer.zero_grad()
+        loss = work.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    trainer = Engine(step)
+    RunningAverage(output_transform=lambda loss: loss).attach(trainer, "loss")
+    if work.rank == 0:
+        ProgressBar().attach(trainer, ["loss"])
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: clock.step())
+    trainer.run(loader, max_epochs=work.epochs)
+    clock.mark()
+    return _end(work, getattr(model, "module", model))
+
+
+def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """Nothing but arithmetic: batches already on the device, forward, backward, fused AdamW."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from engine import memory
+
+    how = about.get("limit", [])
+    if "allocator" in how:
+        memory.keep_freed()
+    work = Work(about)
+    if work.size > 1:
+        torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
+    model = work.model().to(work.device)
+    if "channels_last" in how:
+        memory.channels_last(model)
+    net: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
+    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True)
+    held = work.arrays()
+    count = len(work.train_set)
+    generator = torch.Generator().manual_seed(work.rank)
+    order = torch.randperm(count, generator=generator).split(work.batch_size)
+    batches = [{name: values[part].to(work.device) for name, values in held.items()} for part in order]
+    autocast = torch.autocast(work.device.type, torch.bfloat16, enabled="bf16" in how)
+    loss_of = torch.compile(work.loss) if "compile" in how else work.loss
+    net.train()
+    steps = work.epochs * len(batches) // work.size
+    for number in range(steps):
+        with autocast:
+            loss = loss_of(net, batches[number % len(batches)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.step()
+    clock.mark()
+    return _end(work, model)
+
+
+def _end(work: Work, model: Any) -> dict[str, float]:
+    import torch
+
+    metrics = work.metrics(model) if work.rank == 0 else {}
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return metrics
+
+
+def main() -> None:
+    name, about, result = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    clock = Clock(about["warmup"])
+    metrics = globals()[name](about, clock)
+    if os.environ.get("RANK", "0") == "0":
+        shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note") if key in metrics}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        import torch
+
+        gpu = {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 1e6} if torch.cuda.is_initialized() else {}
+        Path(result).write_text(json.dumps(clock.result() | shown | {"peak_mb": peak} | gpu))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""Lockstep beside the usual loops, on the same model and the same arrays, and beside what the arithmetic alone takes.
+
+python benchmarks/run.py                                          all workloads, one and two processes
+python benchmarks/run.py --only har_flatten --processes 1 --rounds 5
+python benchmarks/run.py --check                                  exit code 1 where a ratio is below its bar
+python benchmarks/run.py --gpu                                    on a GPU
+
+Each measurement is a process of its own (two under torchrun); the contestants take turns, round after round, so that a
+machine that is busy for a while is busy for all of them. What counts are ratios within one run. The others:
+`pip install -e '.[bench]'`; who is not installed is left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEST = ROOT / "benchmarks" / "contest.py"
+RESULTS = ROOT / "benchmarks" / "results"
+
+PEERS = ["tutorial", "accelerate", "lightning", "fabric", "ignite"]
+PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "pytorch-ignite"}
+MODULES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "ignite"}
+
+HAR = ["har", "dataset.root={arrays}", "augment.enabled=false", "loss.class_weights=none"]
+VIDEO = ["video", "augment.flip=none", "augment.shift=0", "augment.jitter=0", "augment.brightness=0"]
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "har_flatten": {
+        "about": "7352 windows of 9 x 128, MLP",
+        "words": [*HAR, "model.mode=flatten"],
+        "batch_size": 64, "epochs": 10, "lr": 1e-3, "warmup": 115,
+    },
+    "har_conv": {
+        "about": "7352 windows of 9 x 128, 1D CNN",
+        "words": [*HAR, "model.mode=conv", "model.width=32"],
+        "batch_size": 64, "epochs": 3, "lr": 1e-3, "warmup": 20,
+    },
+    "video": {
+        "about": "784 clips of 17 x 64 x 64 uint8, (2+1)D CNN, weighted classes",
+        "words": [*VIDEO, "model.width=16"],
+        "batch_size": 16, "epochs": 2, "lr": 2e-3, "warmup": 8,
+    },
+    "vla": {
+        "about": "simulated demonstrations, flow-matching policy",
+        "words": ["robot", "env.demonstrations=60", "eval.n_episodes=0"],
+        "batch_size": 64, "epochs": 2, "lr": 1e-3, "warmup": 5,
+    },
+    "act": {
+        "about": "simulated demonstrations, ACT of 11 million parameters",
+        "words": ["robot", "policy.type=act", "policy.dim_model=128", "policy.dim_feedforward=256",
+                  "policy.n_encoder_layers=2", "policy.chunk_size=20", "env.demonstrations=60",
+                  "eval.n_episodes=0"],
+        "batch_size": 16, "epochs": 1, "lr": 1e-4, "warmup": 5,
+    },
+}  # fmt: skip
+
+BARS = {
+    "limit": {"video": 0.97, "har_conv": 0.95, "har_flatten": 0.85},
+    "peer 1": {"video": 2.2, "har_conv": 2.2, "har_flatten": 2.0},
+    "peer 2": {"video": 1.5, "har_conv": 1.5, "har_flatten": 1.5},
+    "ddp": {"video": 0.95, "har_conv": 0.95, "har_flatten": 0.6},
+}
+"""What --check asks for: Lockstep ÷ the best limit; ÷ the best of the others on one and on two processes; two processes
+÷ two independent ones."""
+
+
+def make_arrays(folder: Path) -> Path:
+    """Windows of the shape of UCI HAR, in which six classes can be told apart, though not without mistakes."""
+    import numpy as np
+
+    folder = folder / "bench_har_7352x9x128"
+    if folder.exists():
+        return folder
+    beside = folder.with_name(folder.name + f".{os.getpid()}")
+    beside.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    patterns = rng.normal(size=(6, 9, 4))
+    for part, count in (("train", 7352), ("test", 2947)):
+        y = rng.integers(0, 6, count)
+        phase, speed = rng.uniform(0, 2 * np.pi, (count, 1, 1)), rng.uniform(0.7, 1.3, (count, 1, 1))
+        t = np.arange(128)[None, :, None] / 128 * 2 * np.pi * speed
+        waves = np.stack([np.sin((k + 1) * t + phase) for k in range(4)], -1)  # (N, T, 1, 4)
+        x = (waves * patterns[y][:, None]).sum(-1) + rng.normal(size=(count, 128, 9)) * 4
+        np.save(beside / f"X_{part}.npy", x.astype(np.float32))
+        np.save(beside / f"y_{part}.npy", y)
+    beside.rename(folder)
+    return folder
+
+
+def measure(name: str, about: dict[str, Any], processes: int, threads: int) -> dict[str, Any] | None:
+    """One training by one contestant; with its whole duration. None, and a word, where it fails."""
+    contestant = name.split()[0]
+    about = about | {"limit": name.split()[1:]}
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
+        words = [str(CONTEST), contestant, json.dumps(about), str(result)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+        env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        began = time.perf_counter()
+        with open(log, "w") as file:
+            code = subprocess.run(
+                [sys.executable, *(launcher if processes > 1 else []), *words], cwd=folder, env=env, stdout=file,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            ).returncode  # fmt: skip
+        total = time.perf_counter() - began
+        if code or not result.exists():
+            print(f"  {name} failed (exit code {code}):\n" + "\n".join(log.read_text().splitlines()[-12:]), flush=True)
+            return None
+        return json.loads(result.read_text()) | {"total_s": total}
+
+
+def apart(about: dict[str, Any], threads: int) -> dict[str, Any] | None:
+    """Two independent trainings at the same time: what the machine can do without any exchange."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: measure("lockstep", about, 1, threads), range(2)))
+    if not all(both):
+        return None
+    first, second = both
+    return first | {"step_ms": (first["step_ms"] + second["step_ms"]) / 2}  # type: ignore[index, operator]
+
+
+def limits(workload: str, everything: bool) -> list[str]:
+    found = ["limit allocator"]
+    if workload in ("video", "act"):
+        found.append("limit allocator channels_last")
+    if everything:
+        found += ["limit", *[f"{one} {more}" for one in found for more in ("compile", "bf16")]]
+    return found
+
+
+def compete(workload: str, processes: int, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    about = json.loads(json.dumps(WORKLOADS[workload]).replace("{arrays}", str(args.arrays)))
+    about |= {} if args.gpu else {"cpu": True}
+    if args.epochs:
+        about["epochs"] = args.epochs
+    absent = [peer for peer in PEERS if peer in MODULES and not find_spec(MODULES[peer])]
+    if absent:
+        print(f"not installed, left out: {', '.join(absent)} (pip install -e '.[bench]')")
+    names = ["lockstep", *[peer for peer in PEERS if peer not in absent], *limits(workload, args.limits)]
+    names += ["apart"] if processes > 1 else []
+    if args.contestants:
+        names = [name for name in names if name in args.contestants.split(",")]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(args.rounds):
+        turn = names[number % len(names) :] + names[: number % len(names)]
+        for name in turn:
+            one = apart(about, args.threads) if name == "apart" else measure(name, about, processes, args.threads)
+            if one:
+                results[name].append(one)
+                print(f"  {workload} x{processes} round {number + 1} {name:30} {one['step_ms']:8.2f} ms a step, "
+                      f"{one['cpu_step_ms']:8.2f} of CPU, first after {one['first_step_s']:5.1f} s, "
+                      f"whole {one['total_s']:5.1f} s, {one['peak_mb']:5.0f} MB", flush=True)  # fmt: skip
+    return {name: values for name, values in results.items() if values}
+
+
+def middle(values: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(value[key] for value in values)
+
+
+def spread(values: list[dict[str, Any]], key: str) -> str:
+    numbers = sorted(value[key] for value in values)
+    return f"{numbers[0]:.2f} .. {numbers[-1]:.2f}"
+
+
+def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -> float:
+    """How many times as fast we are: the median over the rounds, each divided by its own round."""
+    pairs = zip(ours, theirs, strict=False)
+    return statistics.median(their[key] / our[key] for our, their in pairs)
+
+
+def table(workload: str, processes: int, results: dict[str, list[dict[str, Any]]], batch: int) -> list[str]:
+    ours = results.get("lockstep")
+    lines = [
+        f"## {workload}: {WORKLOADS[workload]['about']}; {processes} process{'es' if processes > 1 else ''} of {batch}",
+        "",
+        "| | samples/s | ms a step (range) | CPU ms a step | Lockstep is faster by | of CPU time | first step "
+        "| whole job | peak MB | accuracy | |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, values in results.items():
+        step = middle(values, "step_ms")
+        rates = ["", ""] if not ours else [f"{ratio(ours, values, key):.2f}" for key in ("step_ms", "cpu_step_ms")]
+        accuracy = f"{middle(values, 'accuracy'):.4f}" if "accuracy" in values[0] else ""
+        lines.append(
+            f"| {name} | {1e3 * batch * processes / step:,.0f} | {step:.2f} ({spread(values, 'step_ms')}) | "
+            f"{middle(values, 'cpu_step_ms'):.2f} | {rates[0]} | {rates[1]} | {middle(values, 'first_step_s'):.1f} s | "
+            f"{middle(values, 'total_s'):.1f} s | {middle(values, 'peak_mb'):.0f} | {accuracy} | "
+            f"{values[0].get('note', '')} |"
+        )
+    return [*lines, ""]
+
+
+def verdicts(workload: str, processes: int, results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, float, float]]:
+    """(what, measured, bar) of each bar that these results can speak to."""
+    ours, found = results.get("lockstep"), []
+    if not ours:
+        return []
+    best_limit = [values for name, values in results.items() if name.startswith("limit")]
+    peers = [values for name, values in results.items() if name in PEERS]
+    if best_limit and processes == 1 and workload in BARS["limit"]:
+        found.append((f"{workload}: Lockstep / the best limit",
+                      min(ratio(ours, values, "step_ms") for values in best_limit),
+                      BARS["limit"][workload]))  # fmt: skip
+    if peers and workload in BARS[f"peer {processes}"]:
+        found.append((f"{workload}, {processes} process(es): Lockstep / the best of the others",
+                      min(ratio(ours, values, "step_ms") for values in peers),
+                      BARS[f"peer {processes}"][workload]))  # fmt: skip
+    if peers:
+        found.append((f"{workload}, {processes} process(es): whole job, the fastest other / Lockstep",
+                      min(ratio(ours, values, "total_s") for values in peers), 1.0))  # fmt: skip
+    if "apart" in results and workload in BARS["ddp"]:
+        found.append((f"{workload}: two processes of DDP / two apart", ratio(ours, results["apart"], "step_ms"),
+                      BARS["ddp"][workload]))  # fmt: skip
+    if "tutorial" in results:
+        found.append((f"{workload}, {processes} process(es): peak memory, the tutorial loop's / Lockstep's",
+                      ratio(ours, results["tutorial"], "peak_mb"), 1.0))  # fmt: skip
+    return found
+
+
+def surroundings(args: argparse.Namespace) -> dict[str, Any]:
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    versions = {}
+    for package in ("torch", *dict.fromkeys(PACKAGES.values())):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":")[1].strip() for line in flags.splitlines() if line.startswith("model name")), "?")
+    device = f"{os.cpu_count()} cores of {model}{'' if 'avx512_bf16' in flags else ' without bf16 instructions'}"
+    if args.gpu:
+        import torch
+
+        device = torch.cuda.get_device_name()
+    return {
+        "commit": commit + (" and changes" if dirty else ""),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": device,
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="har_flatten,har_conv,video", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=0, help="instead of each workload's own")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each process")
+    parser.add_argument("--contestants", default="", help="only these, separated by commas")
+    parser.add_argument("--limits", action="store_true", help="more limits: compiled, bf16, without the allocator")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--out", default="", help="name of the two files in benchmarks/results; empty: print only")
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a ratio is below its bar")
+    args = parser.parse_args()
+    args.arrays = make_arrays(ROOT / "data" / "generated")
+    about = surroundings(args)
+    lines = [
+        "# Lockstep beside others",
+        "",
+        f"`python benchmarks/run.py {' '.join(sys.argv[1:])}`",
+        "",
+        f"Commit {about['commit']}, {about['date']}; {about['device']}; Python {about['python']}; "
+        + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        + f"; {args.threads} thread(s) per process; medians of {args.rounds} interleaved rounds; load {about['load']} "
+        "at the start. Read the ratios: they are medians of the ratios within a round.",
+        "",
+    ]
+    results, found = {}, []
+    for workload in args.only.split(","):
+        for processes in map(int, args.processes.split(",")):
+            one = results[f"{workload} x{processes}"] = compete(workload, processes, args)
+            lines += table(workload, processes, one, WORKLOADS[workload]["batch_size"])
+            found += verdicts(workload, processes, one)
+    lines += ["## Bars", "", "| ratio | measured | bar | |", "|---|---:|---:|---|"]
+    lines += [f"| {what} | {got:.2f} | {bar:.2f} | {'ok' if got >= bar else 'below'} |" for what, got, bar in found]
+    print("\n".join(lines))
+    if args.out:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{args.out}.md").write_text("\n".join(lines) + "\n")
+        (RESULTS / f"{args.out}.json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    return int(args.check and any(got < bar for _, got, bar in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""torch's compiler, whose import takes as long as that of torch itself: not loaded where nothing is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+_SHIELDED = (
+    (Optimizer, "add_param_group"),
+    (Optimizer, "zero_grad"),
+    (Optimizer, "state_dict"),
+    (Optimizer, "load_state_dict"),
+    (DistributedDataParallel, "_inside_ddp_forward"),
+)
+
+
+def stay_unloaded() -> None:
+    """Before the first optimizer and the first DDP of a run that compiles nothing.
+
+    On their first call some of torch's functions load the compiler to ask it to leave them alone, and keep its answer
+    in an attribute (torch/_compile.py). With nothing compiled the answer is the function itself. Should a version of
+    torch keep it elsewhere, the compiler is loaded as before: a second lost, nothing else.
+    """
+    for owner, name in _SHIELDED:
+        function = getattr(owner, name, None)
+        if function is not None:
+            plain = inspect.unwrap(function)
+            vars(plain).setdefault("__dynamo_disable", plain)
+
+
+@contextlib.contextmanager
+def unloaded() -> Iterator[None]:
+    """Around the making of a DDP, which asks the compiler for one setting."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    torch_module: Any = torch
+    answer = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization"))
+    torch_module._dynamo = answer
+    try:
+        yield
+    finally:
+        if torch_module._dynamo is answer:
+            del torch_module._dynamo
