@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from engine.stop import own_scratch
 class Micro(NamedTuple):
     """One forward pass of one rank: which samples, and what they mean for the step.
 
-    positions    place of each sample in the epoch's global order
+    share        the places of these samples in the epoch's global order
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
@@ -43,7 +43,7 @@ class Micro(NamedTuple):
     """
 
     indices: list[int]
-    positions: list[int]
+    share: slice
     closes_step: bool
     consumed: int
     filler: bool
@@ -63,6 +63,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.weights = getattr(dataset, "weights", None)  # (N,)
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         self.position = 0
+        self.drawn: tuple[int, np.ndarray] | None = None  # an epoch and its order
 
     def set_position(self, consumed: int) -> None:
         """Start the next epoch's iteration after its first `consumed` samples, counted over all ranks."""
@@ -70,31 +71,32 @@ class TrainSampler(DistributedSampler[Any]):
 
     def order(self) -> np.ndarray:
         """(N,) indices: the epoch's global order, the same on every rank."""
-        rng = np.random.default_rng((self.seed, self.epoch))
-        if self.labels is None:
-            return rng.permutation(self.plan.num_samples)
-        return balanced_order(self.labels, rng)
+        if self.drawn is None or self.drawn[0] != self.epoch:
+            rng = np.random.default_rng((self.seed, self.epoch))
+            labels, count = self.labels, self.plan.num_samples
+            self.drawn = self.epoch, rng.permutation(count) if labels is None else balanced_order(labels, rng)
+        return self.drawn[1]
 
     def micro_batches(self) -> Iterator[Micro]:
         plan, order = self.plan, self.order()
         end = plan.num_samples - plan.dropped
         for start in range(self.position, end, plan.global_batch):
-            places = np.arange(start, min(start + plan.global_batch, end))
-            mine = places[self.rank :: plan.processes]
-            largest = -(-len(places) // plan.processes)  # rank 0's share
+            stop = min(start + plan.global_batch, end)
+            largest = -(-(stop - start) // plan.processes)  # rank 0's share
             passes = range(0, largest, plan.micro_batch)
             mean_weight = (
-                None if self.weights is None else float(np.mean(self.weights[order[places]], dtype=np.float64))
+                None if self.weights is None else float(np.mean(self.weights[order[start:stop]], dtype=np.float64))
             )
-            for first in passes:
-                share = mine[first : first + plan.micro_batch]
-                filler = not len(share)
-                share = places[:1] if filler else share
+            for done in passes:
+                first = start + self.rank + done * plan.processes
+                filler = first >= stop
+                share = slice(first, min(first + plan.micro_batch * plan.processes, stop), plan.processes)
+                share = slice(start, start + 1) if filler else share
                 yield Micro(
                     indices=order[share].tolist(),
-                    positions=share.tolist(),
-                    closes_step=first == passes[-1],
-                    consumed=int(places[-1]) + 1,
+                    share=share,
+                    closes_step=done == passes[-1],
+                    consumed=stop,
                     filler=filler,
                     mean_weight=mean_weight,
                 )
@@ -145,10 +147,16 @@ class EvalSampler(Sampler[list[int]]):
 
 
 class TrainLoader:
-    """Iterating gives `(batch on the device, Micro)` from where `set_epoch` put it."""
+    """Iterating gives `(batch on the device, Micro)` from where `set_epoch` put it.
 
-    def __init__(self, loader: DataLoader[Any], sampler: TrainSampler, seed: int, device: torch.device):
-        self.loader, self.sampler, self.seed, self.device = loader, sampler, seed, device
+    loader  torch's, with its processes; None: batches are fetched by this process, which is right where a batch is one
+            gather away
+    """
+
+    def __init__(
+        self, dataset: Any, sampler: TrainSampler, seed: int, device: torch.device, loader: DataLoader[Any] | None
+    ):
+        self.dataset, self.sampler, self.seed, self.device, self.loader = dataset, sampler, seed, device, loader
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         self.sampler.set_epoch(epoch)
@@ -159,34 +167,40 @@ class TrainLoader:
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
-        epoch = self.sampler.epoch
+        # Of the whole epoch at once: for each batch by itself it would be fifty small operations a step.
+        index = torch.from_numpy(self.sampler.order()).to(self.device)
+        position = torch.arange(len(index), device=self.device)
+        seed = sample_seeds(self.seed, self.sampler.epoch, position)
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        with _starting_processes():
-            batches = iter(self.loader)
+        batches = _fetched(self.dataset, self.sampler, self.loader)
         for micro in self.sampler.micro_batches():
-            batch = _next(batches, self.loader.dataset, micro.indices)
-            batch["index"] = torch.tensor(micro.indices)
-            batch["position"] = torch.tensor(micro.positions)
-            batch["seed"] = sample_seeds(self.seed, epoch, batch["position"])
+            batch = to_device(_next(batches, self.dataset, micro.indices), self.device)
+            batch["index"], batch["position"], batch["seed"] = (whole[micro.share] for whole in (index, position, seed))
             if micro.mean_weight is not None:
-                batch["mean_weight"] = torch.full((len(micro.indices),), micro.mean_weight, dtype=torch.float64)
-            yield to_device(batch, self.device), micro
+                batch["mean_weight"] = seed.new_full((len(micro.indices),), micro.mean_weight, dtype=torch.float64)
+            yield batch, micro
 
 
 class EvalLoader:
     """Iterating gives batches on the device."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device):
-        self.loader, self.device = loader, device
+    def __init__(self, dataset: Any, sampler: EvalSampler, device: torch.device, loader: DataLoader[Any] | None):
+        self.dataset, self.sampler, self.device, self.loader = dataset, sampler, device, loader
 
     def __iter__(self) -> Iterator[Batch]:
-        with _starting_processes():
-            batches = iter(self.loader)
-        for indices in cast(Any, self.loader.batch_sampler):
-            yield to_device(_next(batches, self.loader.dataset, indices), self.device)
+        batches = _fetched(self.dataset, self.sampler, self.loader)
+        for indices in self.sampler:
+            yield to_device(_next(batches, self.dataset, indices), self.device)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.sampler)
+
+
+def _fetched(dataset: Any, sampler: Any, loader: DataLoader[Any] | None) -> Iterator[Batch]:
+    if loader is None:
+        return (_get(dataset, indices) for indices in sampler)
+    with _starting_processes():
+        return iter(loader)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -217,31 +231,33 @@ def create_data_loaders(
     if not len(val_set):
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
-    common = {
-        "num_workers": cfg.num_workers,
-        "persistent_workers": cfg.num_workers > 0,
-        # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
-        "multiprocessing_context": "fork" if cfg.num_workers else None,
-        "pin_memory": world.device.type == "cuda",
-        "timeout": cfg.loader_timeout_s if cfg.num_workers else 0,
-        "worker_init_fn": partial(_begin_worker, os.getpid()),
-    }
+    eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)
     loaders = [
-        DataLoader(
-            dataset,
-            batch_sampler=cast(Any, batches),
-            collate_fn=_collate,
-            # A generator of its own: the loader draws a seed for its workers at each epoch, which must not come out
-            # of the stream that dropout uses.
-            generator=torch.Generator(),
-            **cast(Any, common),
-        )
-        for dataset, batches in (
-            (train_set, sampler),
-            (val_set, EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)),
-        )
+        _with_processes(dataset, batches, cfg, world) if cfg.num_workers else None
+        for dataset, batches in ((train_set, sampler), (val_set, eval_sampler))
     ]
-    return TrainLoader(loaders[0], sampler, cfg.seed, world.device), EvalLoader(loaders[1], world.device)
+    return (
+        TrainLoader(train_set, sampler, cfg.seed, world.device, loaders[0]),
+        EvalLoader(val_set, eval_sampler, world.device, loaders[1]),
+    )
+
+
+def _with_processes(dataset: Any, batches: Any, cfg: Config, world: World) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=_collate,
+        num_workers=cfg.num_workers,
+        persistent_workers=True,
+        # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
+        multiprocessing_context="fork",
+        pin_memory=world.device.type == "cuda",
+        timeout=cfg.loader_timeout_s,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
+        # A generator of its own: the loader draws a seed for its workers at each epoch, which must not come out of the
+        # stream that dropout uses.
+        generator=torch.Generator(),
+    )
 
 
 def _collate(fetched: Any) -> Batch:

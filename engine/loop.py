@@ -47,9 +47,8 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        self.totals: dict[
-            str, Tensor
-        ] = {}  # of all ranks, without skipped steps: the loss, its weight, the task's sums
+        self.names: list[str] = []  # of the totals: the loss, its weight, the task's sums
+        self.sums = torch.zeros(0, dtype=torch.float64, device=self.device)  # of all ranks, without skipped steps
         self.grad_norm = torch.zeros((), device=self.device)  # of the last step
         self.skipped = torch.zeros((), device=self.device)  # steps skipped
         self.restart_clock()
@@ -59,16 +58,23 @@ class Tally:
 
     def add(self, names: list[str], sums: Tensor, skipped: Tensor) -> None:
         """One step's totals (len(names),); of a skipped step they may be NaN, and don't count."""
-        sums = torch.where(skipped > 0, torch.zeros_like(sums), sums)
-        for name, total in zip(names, sums.unbind(), strict=True):
-            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        sums = torch.where(skipped > 0, 0.0, sums)
+        if self.names == names:
+            self.sums += sums
+        else:  # the first of this log point, or one that the task has given other names
+            totals = dict(zip(self.names, self.sums, strict=True))
+            for name, value in zip(names, sums, strict=True):
+                totals[name] = totals[name] + value if name in totals else value
+            self.names, self.sums = list(totals), torch.stack([*totals.values()])
         self.skipped += skipped
 
     def state(self) -> dict[str, Any]:
-        return {"totals": {name: total.cpu() for name, total in self.totals.items()}, "skipped": self.skipped.cpu()}
+        return {"totals": dict(zip(self.names, self.sums.cpu(), strict=True)), "skipped": self.skipped.cpu()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.totals = {name: total.to(self.device) for name, total in state["totals"].items()}
+        if state["totals"]:
+            self.names = list(state["totals"])
+            self.sums = torch.stack([*state["totals"].values()]).to(self.device)
         self.skipped = state["skipped"].to(self.device)
 
 
@@ -193,11 +199,12 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     world, progress, tally, pulse = job.world, job.progress, job.tally, job.world.pulse
     # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `factor` below.
     share = world.size / job.plan.global_batch
+    trained = [p for group in job.optimizer.param_groups for p in group["params"]]
     buffers = optim.running_statistics(job.model)
     stopwatch = job.stopwatch
-    job.net.train()
-    job.optimizer.zero_grad(set_to_none=True)
-    sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
+    vote = torch.zeros((), dtype=torch.float64, device=world.device)
+    begin_step(job, trained)
+    sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
     pulse.set("data loading")
     asked = time.perf_counter()
     for batch, micro in loader:
@@ -212,41 +219,48 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             pulse.set("backward", waits=world.size > 1 and micro.closes_step)
             job.scaler.scale(total).backward()
         stopwatch.stop()
-        seen = Sums(loss=loss.total.detach(), weight=torch.as_tensor(loss.weight).detach(), **loss.sums)
-        seen = Sums({name: value.to(world.device, torch.float64) for name, value in seen.items()})
+        # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, and they all take it.
+        seen = torch.stack([vote, loss.total.detach(), torch.as_tensor(loss.weight).detach(), *loss.sums.values()])
         if micro.filler:  # zeros, not nothing: the names must be there for the sum over the ranks
-            seen = Sums({name: torch.zeros_like(value) for name, value in seen.items()})
+            seen = torch.zeros_like(seen)
         else:
-            passes.append((micro.indices, seen["loss"]))
-        sums += seen
+            passes.append((micro.indices, seen[1]))
+        sums = seen if sums is None else sums + seen
         if micro.closes_step:
             world.check_all_reduced(job.net)
             pulse.set("optimizer step")
-            # The one all-reduce of a step beside DDP's own: (stop votes, loss, weight, the task's sums).
-            everything = torch.stack([torch.full_like(sums["loss"], float(job.stop.asked)), *sums.values()])
-            world.sum(everything)
+            if job.stop.asked:
+                sums[0] = 1.0
+            world.sum(sums)  # the one all-reduce of a step beside DDP's own
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
-            factor = job.plan.global_batch / everything[2]
+            factor = job.plan.global_batch / sums[2]
             lr = job.plan.lr(progress.step)
             tally.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
             for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
                 buffer.copy_(torch.where(skipped > 0, before, buffer))
             if job.ema is not None:
                 optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay)
-            tally.add(list(sums), everything[1:], skipped)
+            tally.add(["loss", "weight", *loss.sums], sums[1:], skipped)
             tally.timed_samples += micro.consumed - progress.position
             progress.samples += micro.consumed - progress.position
             progress.step, progress.position = progress.step + 1, micro.consumed
             pulse.step = progress.step
             with world.reading():
-                values = torch.stack([everything[0], skipped.double()])
+                values = torch.stack([sums[0], skipped])
                 news = job.mailbox.exchange(values, (progress.step, passes), wait=job.epoch_ended)
             yield _outcome(job, news)
-            job.net.train()  # the caller may have evaluated
-            job.optimizer.zero_grad(set_to_none=True)
-            sums, passes, kept = Sums(), [], [buffer.clone() for buffer in buffers]
+            begin_step(job, trained)
+            sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
         pulse.set("data loading")
         asked = time.perf_counter()
+
+
+def begin_step(job: Job, trained: list[nn.Parameter]) -> None:
+    """No gradients, and training mode, which the caller has left if it has evaluated."""
+    if not job.model.training:  # asked of the bare module: it, and not DDP around it, was put into the other mode
+        job.net.train()
+    for p in trained:
+        p.grad = None
 
 
 def _checked(loss: Any) -> Loss:
@@ -320,11 +334,10 @@ def hopeless(job: Job) -> str:
 def training_metrics(job: Job) -> dict[str, float]:
     """The metrics since the last log point, on every rank: the one host sync of the training loop."""
     tally = job.tally
-    names = list(tally.totals)
     with job.world.reading():
-        numbers = torch.stack([*tally.totals.values(), tally.grad_norm.double(), tally.skipped.double()]).tolist()
+        numbers = torch.cat([tally.sums, tally.grad_norm[None], tally.skipped[None]]).tolist()
     elapsed = time.perf_counter() - tally.since  # after the sync: the device has finished too
-    totals = dict(zip(names, numbers, strict=False))
+    totals = dict(zip(tally.names, numbers, strict=False))
     for name, value in totals.items():
         job.progress.epoch_totals[name] = job.progress.epoch_totals.get(name, 0.0) + value
     metrics = means(totals) | {

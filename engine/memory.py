@@ -30,6 +30,6 @@ def channels_last(model: nn.Module) -> None:
     """Put the kernels of 2-D and 3-D convolutions into channels-last order; the numbers stay the same."""
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
-            module.to(memory_format=torch.channels_last)
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         elif isinstance(module, (nn.Conv3d, nn.ConvTranspose3d)):
             module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]

@@ -93,7 +93,7 @@ class Classification(contract.Task):
             logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="sum"
         )
         hits = (logits.argmax(1) == y).sum()
-        return Loss(total, weights[y].sum(), Sums(accuracy=hits, count=torch.ones_like(y).sum()))
+        return Loss(total, weights[y].sum(), Sums(accuracy=hits, count=y.new_full((), len(y))))
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         y = batch["y"]
@@ -109,7 +109,7 @@ class Classification(contract.Task):
             loss_total=losses.double().sum(),
             loss_weight=weights[y].double().sum(),
             confusion=cells.view(num_classes, num_classes),  # [true, predicted]
-            count=torch.ones_like(y).sum(),
+            count=y.new_full((), len(y)),
         )
 
     def report(self, sums: Sums) -> dict[str, float]:
