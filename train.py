@@ -31,6 +31,7 @@ from engine import (
     folder,
     log,
     loop,
+    memory,
     optim,
     plan,
     precision,
@@ -120,6 +121,8 @@ def prepare(
     the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
     if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
         the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
+    on_cpu = world.device.type == "cpu"
+    layout = memory.lay_out(model, cfg.memory_format, on_cpu, the_precision.name != "off")
     job = Job(
         cfg=cfg,
         world=world,
@@ -142,7 +145,9 @@ def prepare(
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
     compared = agree.at_start(job)
     loop.rehearse(job, loaders[1])
-    say(plan.describe(the_plan, cfg, world, model, the_precision) + "\n")
+    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
+    speed = [*([f"convolutions in {layout} order"] if layout else []), *(["freed memory is kept"] if kept else [])]
+    say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)

@@ -178,7 +178,7 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         words = [*about["words"], f"save_dir={folder}/run", f"batch_size={about['batch_size']}"]
         words += [f"epochs={about['epochs']}", f"lr={about['lr']}", "weight_decay=0.01", "schedule.kind=constant"]
-        words += ["warmup_epochs=0", "eval_every=1000000000", *about.get("lockstep", [])]
+        words += ["warmup_epochs=0", "grad_clip=0", "eval_every=1000000000", *about.get("lockstep", [])]
         words += ["device=cpu"] if about.get("cpu") else []
         code = door.main(words)
     assert code == 0, f"exit code {code}"
@@ -367,7 +367,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
         torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
     model = work.model().to(work.device)
     if "channels_last" in how:
-        memory.channels_last(model)
+        memory.lay_out(model, "channels_last", on_cpu=True, mixed=False)
     net: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
     optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True)
     held = work.arrays()

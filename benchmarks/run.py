@@ -53,7 +53,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "video": {
         "about": "784 clips of 17 x 64 x 64 uint8, (2+1)D CNN, weighted classes",
         "words": [*VIDEO, "model.width=16"],
-        "batch_size": 16, "epochs": 2, "lr": 2e-3, "warmup": 8,
+        "batch_size": 16, "epochs": 1, "lr": 2e-3, "warmup": 8,
     },
     "vla": {
         "about": "simulated demonstrations, flow-matching policy",
@@ -120,7 +120,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int) -> d
             ).returncode  # fmt: skip
         total = time.perf_counter() - began
         if code or not result.exists():
-            print(f"  {name} failed (exit code {code}):\n" + "\n".join(log.read_text().splitlines()[-12:]), flush=True)
+            print(f"  {name} failed (exit code {code}): {log.read_text().strip().splitlines()[-1:]}", flush=True)
             return None
         return json.loads(result.read_text()) | {"total_s": total}
 

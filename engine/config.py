@@ -108,6 +108,12 @@ class Config:
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
     )
+    memory_format: Literal["auto", "channels_last", "contiguous"] = option(
+        "auto", "layout of 2-D and 3-D convolutions: auto is channels_last on CPUs and with mixed precision"
+    )
+    allocator: Literal["keep", "system"] = option(
+        "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
+    )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(

@@ -16,27 +16,57 @@ from engine.contract import LockstepError
 
 class AdamW(torch.optim.AdamW):
     """torch's own, with its fused kernel called directly: the same state and the same bits. What torch's `step` does
-    around the kernel takes longer than the kernel where a model is small, and loads torch's compiler."""
+    around the kernel takes longer than the kernel where a model is small, and loads torch's compiler.
+
+    Parameters that have taken the same steps share one counter, which torch would keep, and move, for each.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """`grad_scale` and `found_inf`, where they are set, are GradScaler's: one number each, on the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            lists: list[list[Any]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            params, grads, first, second, none, steps = lists
+            known = len(self.state)
+            params, grads, first, second, none, counts = self._gathered(group)
             if not params:
                 continue
-            torch._foreach_add_(steps, 1)
+            if len(params) < len(group["params"]):  # the counters of those without a gradient stay where they are
+                for p in params:
+                    self.state[p]["step"] = self.state[p]["step"].clone()
+                counts = [self.state[p]["step"] for p in params]
+            elif len(self.state) > known:
+                self._share_counters()
+                counts = [self.state[p]["step"] for p in params]
+            counters = [*{id(count): count for count in counts}.values()]
+            torch._foreach_add_(counters, torch.ones_like(counters[0]))
             torch._fused_adamw_(
-                params, grads, first, second, none, steps,
+                params, grads, first, second, none, counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=False,
                 grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
             if found_inf is not None:  # the kernel has left everything alone where it is 1
-                torch._foreach_sub_(steps, [found_inf] * len(steps))
+                torch._foreach_sub_(counters, [found_inf] * len(counters))
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
+
+    def _gathered(self, group: dict[str, Any]) -> list[list[Tensor]]:
+        """Those with a gradient: parameters, gradients, both moments, nothing, counters."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)
+        return lists
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share_counters()
+
+    def _share_counters(self) -> None:
+        """Reads them on the host: at the beginning only."""
+        for group in self.param_groups:
+            shared: dict[float, Tensor] = {}
+            for p in group["params"]:
+                if "step" in (state := self.state.get(p, {})):
+                    state["step"] = shared.setdefault(float(state["step"]), state["step"])
 
 
 def make_optimizer(model: nn.Module, cfg: Optim) -> AdamW:
@@ -128,7 +158,7 @@ def step(
         scaler.unscale_(optimizer)
         factor = torch.ones_like(factor)
     grad_norm = factor * torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    skipped = torch.isfinite(grad_norm).logical_not().float()
+    skipped = (grad_norm - grad_norm != 0).float()  # NaN where it is not finite; a third of what `isfinite` takes
     scale = factor
     if grad_clip:
         scale = factor * (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)

@@ -102,8 +102,8 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     return share // accumulation, accumulation
 
 
-def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
-    """The arithmetic in words, a line each."""
+def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision, speed: list[str]) -> str:
+    """The arithmetic in words, a line each; `speed` is what else was chosen for it."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -129,7 +129,7 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, precision:
         ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"),
         ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
-        ("device", f"{world.device}" + (f", {_threads()}" if world.device.type == "cpu" else "")),
+        ("device", ", ".join([f"{world.device}", *([_threads()] if world.device.type == "cpu" else []), *speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
     ]  # fmt: skip

@@ -98,3 +98,40 @@ def test_the_average_is_torchs_own():
             if value.is_floating_point() or name == "n_averaged":
                 assert torch.equal(ours.state_dict()[name], value), name
         assert ours.module[1].num_batches_tracked == model[1].num_batches_tracked, "a counter has no average"
+
+
+def test_the_optimizer_is_torchs_bit_for_bit():
+    """Through a state dict, too, and where a parameter has no gradient at times, or only from some step on."""
+    ours, theirs = small().float(), small().float()
+    a = optim.make_optimizer(ours, Optim(weight_decay=0.1))
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in optim.make_optimizer(theirs, Optim(weight_decay=0.1)).param_groups
+    ]
+    b = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    for n in range(12):
+        for model in (ours, theirs):
+            torch.manual_seed(n)
+            for k, p in enumerate(model.parameters()):
+                p.grad = None if (k == 1 and n < 3) or (k == 2 and n in (5, 8)) else torch.randn_like(p)
+        a.step()
+        b.step()
+        if n == 6:
+            fresh = optim.make_optimizer(ours, Optim(weight_decay=0.1))
+            fresh.load_state_dict(copy.deepcopy(a.state_dict()))
+            a = fresh
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q), n
+    one, two = a.state_dict()["state"], b.state_dict()["state"]
+    assert [state["step"].item() for state in one.values()] == [state["step"].item() for state in two.values()]
+    assert len({state["step"].item() for state in one.values()}) == 3, "the counters did go apart"
+    torch.optim.AdamW(groups, fused=True).load_state_dict(a.state_dict())
+
+
+def test_equal_counters_are_one():
+    model = with_gradients(1.0)
+    _, optimizer = take(model, 1.0)
+    assert len({id(state["step"]) for state in optimizer.state.values()}) == 2, "one for each group"
+    again = optim.make_optimizer(model, Optim())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len({id(state["step"]) for state in again.state.values()}) == 2
