@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -175,12 +174,11 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     loop.evaluate = kept_metrics
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     door = train_ddp if "RANK" in os.environ else train
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*about["words"], f"save_dir={folder}/run", f"batch_size={about['batch_size']}"]
-        words += [f"epochs={about['epochs']}", f"lr={about['lr']}", "weight_decay=0.01", "schedule.kind=constant"]
-        words += ["warmup_epochs=0", "grad_clip=0", "eval_every=1000000000", *about.get("lockstep", [])]
-        words += ["device=cpu"] if about.get("cpu") else []
-        code = door.main(words)
+    words = [*about["words"], f"save_dir={about['folder']}/run", f"batch_size={about['batch_size']}"]
+    words += [f"epochs={about['epochs']}", f"lr={about['lr']}", "weight_decay=0.01", "schedule.kind=constant"]
+    words += ["warmup_epochs=0", "grad_clip=0", "eval_every=1000000000", *about.get("lockstep", [])]
+    words += ["device=cpu"] if about.get("cpu") else []
+    code = door.main(words)
     assert code == 0, f"exit code {code}"
     job = kept["job"]
     return metrics | {"note": f"{job.precision.name}"}
@@ -310,10 +308,9 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
     module = Module()
     loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(max_epochs=work.epochs, accelerator="gpu" if work.gpu else "cpu", devices=work.size,
-                            strategy="ddp" if work.size > 1 else "auto", default_root_dir=folder)  # fmt: skip
-        trainer.fit(module, loader)
+    trainer = L.Trainer(max_epochs=work.epochs, accelerator="gpu" if work.gpu else "cpu", devices=work.size,
+                        strategy="ddp" if work.size > 1 else "auto", default_root_dir=about["folder"])  # fmt: skip
+    trainer.fit(module, loader)
     clock.mark()
     return _end(work, module.net.to(work.device))
 

@@ -108,7 +108,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int) -> d
     about = about | {"limit": name.split()[1:]}
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
-        words = [str(CONTEST), contestant, json.dumps(about), str(result)]
+        words = [str(CONTEST), contestant, json.dumps(about | {"folder": folder}), str(result)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}

@@ -69,6 +69,13 @@ class World:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Any]:
+        """The same for one tensor, but it goes on meanwhile; call what this returns before `tensor` is used."""
+        if self.size == 1:
+            return lambda: None
+        work = dist.all_reduce(tensor, async_op=True)
+        return lambda: work.wait() if work else None
+
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
         return self.pulse.during("waiting for the device", waits=self.size > 1)

@@ -214,24 +214,26 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             pulse.set("forward")
             with job.precision.autocast():
                 loss = _checked(job.task.loss(job.net, batch))
+            # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, all become it.
+            seen = torch.stack([vote, loss.total.detach(), torch.as_tensor(loss.weight).detach(), *loss.sums.values()])
+            if micro.filler:  # zeros, not nothing: the numbers must be there for the sum over the ranks
+                seen = torch.zeros_like(seen)
+            else:
+                passes.append((micro.indices, loss.total.detach()))
+            sums = seen if sums is None else sums + seen
+            if micro.closes_step:
+                if job.stop.asked:
+                    sums[0] = 1.0
+                summed = world.begin_sum(sums)  # the one all-reduce beside DDP's own goes on under the backward pass
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
             pulse.set("backward", waits=world.size > 1 and micro.closes_step)
             job.scaler.scale(total).backward()
         stopwatch.stop()
-        # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, and they all take it.
-        seen = torch.stack([vote, loss.total.detach(), torch.as_tensor(loss.weight).detach(), *loss.sums.values()])
-        if micro.filler:  # zeros, not nothing: the names must be there for the sum over the ranks
-            seen = torch.zeros_like(seen)
-        else:
-            passes.append((micro.indices, seen[1]))
-        sums = seen if sums is None else sums + seen
         if micro.closes_step:
             world.check_all_reduced(job.net)
+            summed()
             pulse.set("optimizer step")
-            if job.stop.asked:
-                sums[0] = 1.0
-            world.sum(sums)  # the one all-reduce of a step beside DDP's own
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
             factor = job.plan.global_batch / sums[2]
             lr = job.plan.lr(progress.step)
