@@ -1,0 +1,124 @@
+"""What speed rests on, as facts that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+from torch import nn
+
+from engine import memory
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import run as benchmark
+
+FAULTS = """
+import resource, sys, torch
+from engine import memory
+if sys.argv[1] == "keep":
+    assert memory.keep_freed()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(16_000_000).sum()
+before = faults()
+for _ in range(10):
+    torch.ones(16_000_000).sum()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_kept_memory_costs_no_page_faults(launch):
+    """Five times 64 MB: 16 thousand pages of 4 kB each, or a few large ones, again and again; or none."""
+    given_back, kept = (int(succeed(launch.python("-c", FAULTS, how)).out) for how in ("system", "keep"))
+    assert given_back > 100 and kept < given_back / 20
+
+
+def test_the_arithmetic_says_what_was_chosen(launch, tmp_path):
+    done = succeed(launch.python("train.py", TOY, "--dry-run"))
+    assert "freed memory is kept" in done.out and "convolutions" not in done.out
+    done = succeed(launch.python("train.py", TOY, "--dry-run", "allocator=system"))
+    assert "freed memory is kept" not in done.out
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(1, 2), nn.Conv2d(20, 3, 3), nn.Flatten())
+
+
+def test_layouts_change_no_number():
+    usual, last = network(), network()
+    assert memory.lay_out(last, "channels_last", on_cpu=True, mixed=False) == "channels-last"
+    assert last[0].weight.is_contiguous(memory_format=torch.channels_last_3d) and not last[0].weight.is_contiguous()
+    assert last[3].weight.is_contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 2, 5, 6, 7)
+    torch.testing.assert_close(last(x), usual(x))
+    for name, value in usual.state_dict().items():
+        assert torch.equal(last.state_dict()[name], value)
+    usual.load_state_dict(last.state_dict())
+    assert usual[0].weight.is_contiguous(), "a checkpoint brings no layout with it"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_cpu", "mixed", "said"),
+    [
+        ("auto", True, False, "channels-last"),
+        ("auto", False, True, "channels-last"),
+        ("auto", False, False, "the usual"),
+        ("contiguous", True, True, "the usual"),
+    ],
+)
+def test_the_layout_is_chosen_by_rule(wanted, on_cpu, mixed, said):
+    net = network()
+    assert memory.lay_out(net, wanted, on_cpu, mixed) == said
+    assert net[0].weight.is_contiguous() is (said == "the usual")
+    assert memory.lay_out(nn.Linear(2, 2), wanted, on_cpu, mixed) == "", "nothing to say without such convolutions"
+
+
+def rounds(**step_ms):
+    keys = {"cpu_step_ms": 1.0, "total_s": 1.0, "peak_mb": 1.0, "first_step_s": 1.0}
+    return {name: [keys | {"step_ms": ms} for ms in values] for name, values in step_ms.items()}
+
+
+def test_the_benchmark_compares_within_rounds():
+    """A round in which everything took twice as long changes no ratio."""
+    results = rounds(lockstep=[10, 20, 10], tutorial=[25, 50, 25], accelerate=[22, 44, 22], apart=[9, 18, 9])
+    results["limit allocator"] = rounds(limit=[9.5, 19, 9.5])["limit"]
+    one = {what: (got, bar) for what, got, bar in benchmark.verdicts("har_flatten", 1, results)}
+    assert one["har_flatten: Lockstep / the best limit"] == (0.95, 0.85)
+    assert one["har_flatten, 1 process(es): Lockstep / the best of the others"] == (2.2, 2.0)
+    two = {what: (got, bar) for what, got, bar in benchmark.verdicts("har_flatten", 2, results)}
+    assert two["har_flatten: two processes of DDP / two apart"] == (0.9, 0.6)
+    table = benchmark.table("har_flatten", 1, results, 64)
+    assert any(line.startswith("| accelerate | 2,909 | 22.00 (22.00 .. 44.00)") for line in table), table
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_checks(launch, tmp_path, monkeypatch):
+    """The real thing, small; a bar that nobody can reach makes --check fail."""
+    common = ["benchmarks/run.py", "--only", "har_flatten", "--rounds", "1", "--epochs", "1", "--processes", "1"]
+    done = launch.python(*common, "--contestants", "lockstep,tutorial,limit allocator")
+    assert done.code == 0 and "failed" not in done.out, done.out
+    names = [line.split("|")[1].strip() for line in done.out.splitlines() if line.startswith("| ")]
+    assert {"lockstep", "tutorial", "limit allocator"} <= set(names)
+    assert "peak memory" in done.out
+    monkeypatch.setattr(benchmark, "measure", lambda name, *_: None)  # nobody finishes: no bar is met
+    monkeypatch.setattr(sys, "argv", ["run.py", "--only", "har_flatten", "--processes", "1", "--check"])
+    monkeypatch.setattr(benchmark, "make_arrays", lambda folder: tmp_path)
+    assert benchmark.main() == 1
+
+
+def test_a_contestant_that_fails_is_named(capsys):
+    args = SimpleNamespace(
+        arrays="nowhere", gpu=False, epochs=1, limits=False, contestants="tutorial", rounds=1, threads=1
+    )
+    assert benchmark.compete("har_flatten", 1, args) == {}
+    assert "tutorial failed (exit code 1)" in capsys.readouterr().out
+
+
+def test_results_name_their_surroundings():
+    about = benchmark.surroundings(SimpleNamespace(gpu=False, threads=1, rounds=2))
+    assert about["versions"]["torch"] == torch.__version__ and about["commit"] and json.dumps(about)
