@@ -83,7 +83,8 @@ def prepare(
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    compiler.stay_unloaded()
+    if cfg.compile == "off":
+        compiler.stay_unloaded()
     if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
         cfg.save_dir = folder_before
         if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):
@@ -141,12 +142,19 @@ def prepare(
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
+    if cfg.compile != "off":  # after the copy for an average was made: it is evaluated, seldom
+        world.together(lambda: compiler.compile_in_place(model, cfg.compile, world.device))
     inner = precision.Autocast(model, the_precision) if world.devices else model
-    job.net = world.together(lambda: world.wrap(inner, cfg.ddp))
+    job.net = world.together(lambda: world.wrap(inner, cfg.ddp, say))
     compared = agree.at_start(job)
     loop.rehearse(job, loaders[1])
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
-    speed = [*([f"convolutions in {layout} order"] if layout else []), *(["freed memory is kept"] if kept else [])]
+    chosen = {
+        f"compiled ({cfg.compile})": cfg.compile != "off",
+        f"convolutions in {layout} order": bool(layout),
+        "freed memory is kept": kept,
+    }
+    speed = [words for words, so in chosen.items() if so]
     say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")

@@ -1,17 +1,31 @@
-"""torch's compiler, whose import takes as long as that of torch itself: not loaded where nothing is compiled."""
+"""torch's compiler: where it is asked for; and not even loaded otherwise, for that takes as long as torch itself."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from engine.contract import LockstepError
+
+
+def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
+    """`model` compiles itself when it is first called; its names, and so its checkpoints, stay what they are."""
+    if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+        what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
+        raise LockstepError(what, where="compile", todo="install g++, name one in CXX, or use compile=off")
+    model.compile(mode=mode)
+
 
 _SHIELDED = (
     (Optimizer, "add_param_group"),

@@ -71,6 +71,9 @@ class DDP:
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
+        "none", "send gradients compressed: half as many bytes, or low-rank matrices; other cuts are then other runs"
+    )
     find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
 
@@ -107,6 +110,9 @@ class Config:
     resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
+    )
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = option(
+        "off", "compile the model with torch.compile: for long runs, as the first steps take half a minute"
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto", "layout of 2-D and 3-D convolutions: auto is channels_last on CPUs and with mixed precision"

@@ -121,7 +121,7 @@ class World:
             raise error
         return outcomes[0][1] if share else result
 
-    def wrap(self, model: nn.Module, cfg: DDP) -> nn.Module:
+    def wrap(self, model: nn.Module, cfg: DDP, warn: Callable[[str], Any] = print) -> nn.Module:
         """The `net` of a `model` on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
         if self.grouped and any(p.requires_grad for p in model.parameters()):
             if cfg.sync_bn and self.device.type == "cpu":
@@ -134,7 +134,7 @@ class World:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
             _parameter_names[:] = [name for name, p in model.named_parameters() if p.requires_grad]
             with compiler.unloaded():
-                return DistributedDataParallel(
+                net = DistributedDataParallel(
                     model,
                     device_ids=[self.device.index] if self.device.type == "cuda" else None,
                     bucket_cap_mb=cfg.bucket_cap_mb,
@@ -142,9 +142,29 @@ class World:
                     find_unused_parameters=cfg.find_unused_parameters,
                     **_NO_BUFFER_SYNC,
                 )
+            self._compress(net, cfg.comm_hook, warn)
+            return net
         if len(self.devices) > 1:
             return DataParallel(model, device_ids=list(self.devices))
         return model
+
+    def _compress(self, net: DistributedDataParallel, kind: str, warn: Callable[[str], Any]) -> None:
+        """Let DDP send gradients in fewer bytes, by torch's own hooks."""
+        if kind == "none" or self.size == 1:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if kind == "powersgd":
+            # Its memory of what it has left out is not in a checkpoint: a run that goes on starts it anew.
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+            net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        try:
+            net.register_comm_hook(None, hooks[kind])
+        except (RuntimeError, TypeError) as error:  # torch's bf16 hook is for NCCL, and says so in this way
+            lack = str(error).splitlines()[0]
+            warn(f"warning: ddp.comm_hook={kind} is not to be had ({lack}): gradients are sent as they are")
 
     def accumulate(self, net: nn.Module, closes_step: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward *and* backward of a micro-batch: gradients meet only in the one that closes the step.

@@ -1,6 +1,7 @@
 """What speed rests on, as facts that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -122,3 +123,47 @@ def test_a_contestant_that_fails_is_named(capsys):
 def test_results_name_their_surroundings():
     about = benchmark.surroundings(SimpleNamespace(gpu=False, threads=1, rounds=2))
     assert about["versions"]["torch"] == torch.__version__ and about["commit"] and json.dumps(about)
+
+
+def weights(run):
+    return torch.load(run / "last.pt", weights_only=True)["model"]
+
+
+def distance(a, b):
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in b)
+
+
+@pytest.mark.slow
+def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
+    """Nearly: a hook that does nothing would give the very same weights."""
+    runs = {}
+    for hook in ("none", "fp16", "bf16", "powersgd"):
+        words = [TOY, "steps=14", f"ddp.comm_hook={hook}", f"save_dir={tmp_path / hook}"]
+        done = succeed(launch.torchrun(2, "train_ddp.py", *words))
+        assert done.out.count("is not to be had") == (hook == "bf16"), "torch has that one for NCCL only"
+        runs[hook] = weights(tmp_path / hook)
+    assert 0 < distance(runs["fp16"], runs["none"]) < 0.02
+    assert distance(runs["bf16"], runs["none"]) == 0
+    assert 0 < distance(runs["powersgd"], runs["none"]) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_a_compiled_run_is_the_same_run(launch, tmp_path):
+    small = ["har", "dataset.stride=512", "model.width=8", "augment.enabled=false"]
+    for how in ("off", "default"):
+        done = succeed(
+            launch.torchrun(
+                2, "train_ddp.py", *small, "batch_size=16", "steps=4", f"compile={how}", f"save_dir={tmp_path / how}"
+            )
+        )
+        assert ("compiled (default)" in done.out) is (how == "default")
+    assert distance(weights(tmp_path / "default"), weights(tmp_path / "off")) < 1e-3
+    done = succeed(launch.python("train.py", *small, "batch_size=32", "steps=6", f"save_dir={tmp_path / 'default'}"))
+    assert "step 4," in done.out, "and it goes on without"
+
+
+def test_without_a_compiler_it_says_so(launch, tmp_path):
+    words = ["train.py", TOY, "compile=default", f"save_dir={tmp_path / 'run'}"]
+    done = launch(sys.executable, *words, PATH=str(tmp_path), CXX=None)
+    assert done.code == 2 and "needs a C++ compiler" in done.errors[0] and not (tmp_path / "run").exists()
