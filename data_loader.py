@@ -168,7 +168,7 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
         # Of the whole epoch at once: for each batch by itself it would be fifty small operations a step.
-        index = torch.from_numpy(self.sampler.order()).to(self.device)
+        index = torch.tensor(self.sampler.order(), device=self.device)
         position = torch.arange(len(index), device=self.device)
         seed = sample_seeds(self.seed, self.sampler.epoch, position)
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
@@ -204,7 +204,7 @@ def _fetched(dataset: Any, sampler: Any, loader: DataLoader[Any] | None) -> Iter
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch; asynchronously to a GPU, from the pinned memory that the loader gives it in."""
+    """Copy a batch; asynchronously to a GPU, from pinned memory."""
     if device.type == "cpu":
         return batch
     return {

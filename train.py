@@ -142,6 +142,12 @@ def prepare(
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
+    if cfg.compile != "off" and world.devices:
+        raise LockstepError(
+            "a compiled model cannot be copied to other GPUs by DataParallel",
+            where="compile",
+            todo="use --multi-gpu ddp, or compile=off",
+        )
     if cfg.compile != "off":  # after the copy for an average was made: it is evaluated, seldom
         world.together(lambda: compiler.compile_in_place(model, cfg.compile, world.device))
     inner = precision.Autocast(model, the_precision) if world.devices else model

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -49,6 +48,7 @@ class Clock:
         self.at.append((time.perf_counter(), time.process_time(), self.steps))
 
     def result(self) -> dict[str, float]:
+        assert len(self.at) == 2, f"{self.steps} steps are too few for a warm-up of {self.warmup}"
         (wall0, cpu0, step0), (wall1, cpu1, step1) = self.at
         return {
             "first_step_s": self.first_step_s,
@@ -100,6 +100,7 @@ class Work:
         import torch
 
         held = self.arrays()
+        self.train_set = range(len(self.train_set))  # only its length is needed from here on
 
         class Samples(torch.utils.data.Dataset):
             def __len__(self) -> int:
@@ -113,7 +114,7 @@ class Work:
     def model(self) -> Any:
         import torch
 
-        torch.manual_seed(self.rank * 0)
+        torch.manual_seed(0)
         return self.task.model()
 
     def loss(self, net: Any, batch: dict[str, Any]) -> Any:
@@ -201,7 +202,7 @@ def _tutorial_loop(work: Work, clock: Clock, net: Any, loader: Any, sampler: Any
             loss.backward()
             optimizer.step()
             running += loss.item()
-            bar.set_postfix(loss=running / (number + 1))
+            bar.set_postfix(loss=running / (number + 1), refresh=False)
             clock.step()
     clock.mark()
 
@@ -244,7 +245,7 @@ def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
             loss = work.loss(net, batch)
             accelerator.backward(loss)
             optimizer.step()
-            bar.set_postfix(loss=loss.item())
+            bar.set_postfix(loss=loss.item(), refresh=False)
             clock.step()
     clock.mark()
     return _end(work, accelerator.unwrap_model(net))
@@ -273,7 +274,7 @@ def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
             loss = work.loss(net, batch)
             fabric.backward(loss)
             optimizer.step()
-            bar.set_postfix(loss=loss.item())
+            bar.set_postfix(loss=loss.item(), refresh=False)
             clock.step()
     clock.mark()
     return _end(work, model)
@@ -403,7 +404,10 @@ def main() -> None:
     metrics = globals()[name](about, clock)
     if os.environ.get("RANK", "0") == "0":
         shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note") if key in metrics}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+        peak = (
+            float(status["VmHWM"].split()[0]) / 1e3
+        )  # ru_maxrss would begin with that of whoever started this process
         import torch
 
         gpu = {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 1e6} if torch.cuda.is_initialized() else {}

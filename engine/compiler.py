@@ -21,7 +21,7 @@ from engine.contract import LockstepError
 
 def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
     """`model` compiles itself when it is first called; its names, and so its checkpoints, stay what they are."""
-    if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")):
+    if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
         raise LockstepError(what, where="compile", todo="install g++, name one in CXX, or use compile=off")
     model.compile(mode=mode)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 """Tensors by name; the leading axis of each is the batch. The loader adds three of its own, all (B,) int64:
 `index` (which sample of the dataset), `position` (place in the epoch's global order) and `seed` (what random
-augmentation is drawn from, see `uniform`). Where the dataset has `weights`, it adds `mean_weight` (B,): their mean
-over the whole global batch, the same number everywhere."""
+augmentation is drawn from, see `uniform`); they are to be read, not changed. Where the dataset has `weights`, it adds
+`mean_weight` (B,): their mean over the whole global batch, the same number everywhere."""
 
 
 class LockstepError(Exception):

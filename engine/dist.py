@@ -74,7 +74,7 @@ class World:
         if self.size == 1:
             return lambda: None
         work = dist.all_reduce(tensor, async_op=True)
-        return lambda: work.wait() if work else None
+        return lambda: work.wait()
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
@@ -121,7 +121,7 @@ class World:
             raise error
         return outcomes[0][1] if share else result
 
-    def wrap(self, model: nn.Module, cfg: DDP, warn: Callable[[str], Any] = print) -> nn.Module:
+    def wrap(self, model: nn.Module, cfg: DDP, warn: Callable[[str], Any]) -> nn.Module:
         """The `net` of a `model` on `device`: DDP where there is a group, DataParallel over `devices`, else itself."""
         if self.grouped and any(p.requires_grad for p in model.parameters()):
             if cfg.sync_bn and self.device.type == "cpu":
@@ -155,16 +155,20 @@ class World:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if kind == "powersgd":
-            # Its memory of what it has left out is not in a checkpoint: a run that goes on starts it anew.
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+            # Without memory from step to step: it would not be in a checkpoint, and a gradient that is not finite would
+            # stay in it for ever.
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=False, warm_start=False
+            )
             net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return
+        if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
+            warn(
+                f"warning: ddp.comm_hook=bf16 is for NCCL, not for {dist.get_backend()}: gradients are sent as they are"
+            )
+            return
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        try:
-            net.register_comm_hook(None, hooks[kind])
-        except (RuntimeError, TypeError) as error:  # torch's bf16 hook is for NCCL, and says so in this way
-            lack = str(error).splitlines()[0]
-            warn(f"warning: ddp.comm_hook={kind} is not to be had ({lack}): gradients are sent as they are")
+        net.register_comm_hook(None, hooks[kind])
 
     def accumulate(self, net: nn.Module, closes_step: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward *and* backward of a micro-batch: gradients meet only in the one that closes the step.

@@ -203,7 +203,8 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     buffers = optim.running_statistics(job.model)
     stopwatch = job.stopwatch
     vote = torch.zeros((), dtype=torch.float64, device=world.device)
-    begin_step(job, trained)
+    job.net.train()  # on all ranks alike, whatever a task has set in a part of its model
+    _begin_step(job, trained)
     sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
     pulse.set("data loading")
     asked = time.perf_counter()
@@ -215,7 +216,8 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             with job.precision.autocast():
                 loss = _checked(job.task.loss(job.net, batch))
             # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, all become it.
-            seen = torch.stack([vote, loss.total.detach(), torch.as_tensor(loss.weight).detach(), *loss.sums.values()])
+            numbers = (loss.total, torch.as_tensor(loss.weight), *loss.sums.values())  # from any device
+            seen = torch.stack([vote, *(number.detach().to(world.device) for number in numbers)])
             if micro.filler:  # zeros, not nothing: the numbers must be there for the sum over the ranks
                 seen = torch.zeros_like(seen)
             else:
@@ -251,13 +253,13 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
                 values = torch.stack([sums[0], skipped])
                 news = job.mailbox.exchange(values, (progress.step, passes), wait=job.epoch_ended)
             yield _outcome(job, news)
-            begin_step(job, trained)
+            _begin_step(job, trained)
             sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
         pulse.set("data loading")
         asked = time.perf_counter()
 
 
-def begin_step(job: Job, trained: list[nn.Parameter]) -> None:
+def _begin_step(job: Job, trained: list[nn.Parameter]) -> None:
     """No gradients, and training mode, which the caller has left if it has evaluated."""
     if not job.model.training:  # asked of the bare module: it, and not DDP around it, was put into the other mode
         job.net.train()
@@ -266,6 +268,12 @@ def begin_step(job: Job, trained: list[nn.Parameter]) -> None:
 
 
 def _checked(loss: Any) -> Loss:
+    if isinstance(loss, Loss) and loss.sums.keys() & {"loss", "weight"}:
+        raise LockstepError(
+            "the sums of the loss have the name `loss` or `weight`, which its total and its weight have already",
+            where="the task's `loss`",
+            todo="give them another name",
+        )
     if isinstance(loss, Loss) and isinstance(loss.total, Tensor) and loss.total.ndim == 0 and loss.total.requires_grad:
         return loss
     raise LockstepError(

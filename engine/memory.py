@@ -24,13 +24,17 @@ def keep_freed() -> bool:
     """Make glibc keep freed memory for the next step; whether there is glibc, and it agreed.
 
     By default a large block goes back to the system as soon as it is free, and the next step pays for every page of it
-    again: a fifth to a half of the time of a convolutional network on the CPU.
+    again: a tenth to a half of the time of a convolutional network on the CPU.
     """
     if sys.platform != "linux":
         return False
     mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Not `all` of a generator: both are to be tried. mallopt returns 1 if it has understood.
-    return bool(mallopt) and {mallopt(what, _LARGE) for what in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD)} == {1}
+    # It returns 1 if it agrees. An older glibc takes no threshold above 32 MB; and without that one the other does
+    # harm, for it ends the adaptation of the first.
+    return bool(mallopt) and bool(
+        (mallopt(_M_MMAP_THRESHOLD, _LARGE) or mallopt(_M_MMAP_THRESHOLD, 1 << 25))
+        and mallopt(_M_TRIM_THRESHOLD, _LARGE)
+    )
 
 
 def lay_out(model: nn.Module, wanted: str, on_cpu: bool, mixed: bool) -> str:

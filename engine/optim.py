@@ -18,7 +18,7 @@ class AdamW(torch.optim.AdamW):
     """torch's own, with its fused kernel called directly: the same state and the same bits. What torch's `step` does
     around the kernel takes longer than the kernel where a model is small, and loads torch's compiler.
 
-    Parameters that have taken the same steps share one counter, which torch would keep, and move, for each.
+    The parameters of a group that have taken the same steps share a counter; torch would keep, and move, one for each.
     """
 
     @torch.no_grad()
@@ -31,8 +31,10 @@ class AdamW(torch.optim.AdamW):
             if not params:
                 continue
             if len(params) < len(group["params"]):  # the counters of those without a gradient stay where they are
+                waiting = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
                 for p in params:
-                    self.state[p]["step"] = self.state[p]["step"].clone()
+                    if id(self.state[p]["step"]) in waiting:
+                        self.state[p]["step"] = self.state[p]["step"].clone()
                 counts = [self.state[p]["step"] for p in params]
             elif len(self.state) > known:
                 self._share_counters()
@@ -58,7 +60,16 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        for p, state in self.state.items():  # the kernel walks through memory: moments need the layout of their weights
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
         self._share_counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """With a counter for each parameter: another optimizer would move a shared one for each that has it."""
+        whole = super().state_dict()
+        states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
+        return whole | {"state": states}
 
     def _share_counters(self) -> None:
         """Reads them on the host: at the beginning only."""

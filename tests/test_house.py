@@ -89,7 +89,7 @@ def test_torchs_range_is_open_and_what_is_tested_is_pinned():
         "tensorboard",
         "tqdm",
     ]
-    assert '"torch>=2.6"' in (ROOT / "pyproject.toml").read_text()
+    assert '"torch>=2.7"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_scenario_names_tests_that_exist():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import optim
+from engine import memory, optim
 from engine.config import Optim, Schedule
 
 
@@ -125,7 +125,13 @@ def test_the_optimizer_is_torchs_bit_for_bit():
     one, two = a.state_dict()["state"], b.state_dict()["state"]
     assert [state["step"].item() for state in one.values()] == [state["step"].item() for state in two.values()]
     assert len({state["step"].item() for state in one.values()}) == 3, "the counters did go apart"
-    torch.optim.AdamW(groups, fused=True).load_state_dict(a.state_dict())
+    other = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    other.load_state_dict(a.state_dict())
+    for p in theirs.parameters():
+        p.grad = torch.ones_like(p)
+    other.step()
+    after = sorted(state["step"].item() for state in other.state_dict()["state"].values())
+    assert after == sorted(state["step"].item() + 1 for state in one.values()), "torch's moves each counter once"
 
 
 def test_equal_counters_are_one():
@@ -135,3 +141,32 @@ def test_equal_counters_are_one():
     again = optim.make_optimizer(model, Optim())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert len({id(state["step"]) for state in again.state.values()}) == 2
+
+
+def test_moments_take_the_layout_of_their_weights():
+    """A checkpoint from contiguous kernels, continued with channels-last ones, and the other way round."""
+
+    def network(last):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
+        if last:
+            memory.lay_out(net, "channels_last", on_cpu=True, mixed=False)
+        return net, optim.make_optimizer(net, Optim())
+
+    def train(net, optimizer, steps):
+        for n in steps:
+            torch.manual_seed(n)
+            optimizer.zero_grad()
+            net(torch.randn(5, 3, 6, 6)).square().sum().backward()
+            optimizer.step()
+
+    for before, after in ((False, True), (True, False)):
+        straight, changed = network(before), network(before)
+        train(*straight, range(8))
+        train(*changed, range(5))
+        fresh = network(after)
+        fresh[0].load_state_dict(changed[0].state_dict())
+        fresh[1].load_state_dict(copy.deepcopy(changed[1].state_dict()))
+        train(*fresh, range(5, 8))
+        for p, q in zip(straight[0].parameters(), fresh[0].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)

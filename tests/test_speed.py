@@ -33,7 +33,7 @@ print(faults() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_kept_memory_costs_no_page_faults(launch):
-    """Five times 64 MB: 16 thousand pages of 4 kB each, or a few large ones, again and again; or none."""
+    """Ten times 64 MB: 16 thousand pages of 4 kB each, or a few large ones, again and again; or none."""
     given_back, kept = (int(succeed(launch.python("-c", FAULTS, how)).out) for how in ("system", "keep"))
     assert given_back > 100 and kept < given_back / 20
 
@@ -81,7 +81,9 @@ def test_the_layout_is_chosen_by_rule(wanted, on_cpu, mixed, said):
 
 def rounds(**step_ms):
     keys = {"cpu_step_ms": 1.0, "total_s": 1.0, "peak_mb": 1.0, "first_step_s": 1.0}
-    return {name: [keys | {"step_ms": ms} for ms in values] for name, values in step_ms.items()}
+    return {
+        name: [keys | {"step_ms": ms, "round": n} for n, ms in enumerate(values)] for name, values in step_ms.items()
+    }
 
 
 def test_the_benchmark_compares_within_rounds():
@@ -140,7 +142,7 @@ def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
     for hook in ("none", "fp16", "bf16", "powersgd"):
         words = [TOY, "steps=14", f"ddp.comm_hook={hook}", f"save_dir={tmp_path / hook}"]
         done = succeed(launch.torchrun(2, "train_ddp.py", *words))
-        assert done.out.count("is not to be had") == (hook == "bf16"), "torch has that one for NCCL only"
+        assert ("comm_hook=bf16 is for NCCL" in done.out) is (hook == "bf16")
         runs[hook] = weights(tmp_path / hook)
     assert 0 < distance(runs["fp16"], runs["none"]) < 0.02
     assert distance(runs["bf16"], runs["none"]) == 0
@@ -148,7 +150,7 @@ def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+@pytest.mark.skipif(not (shutil.which("g++")), reason="no C++ compiler")
 def test_a_compiled_run_is_the_same_run(launch, tmp_path):
     small = ["har", "dataset.stride=512", "model.width=8", "augment.enabled=false"]
     for how in ("off", "default"):
