@@ -159,6 +159,7 @@ def prepare(
         f"compiled ({cfg.compile})": cfg.compile != "off",
         f"convolutions in {layout} order": bool(layout),
         "freed memory is kept": kept,
+        "sums through shared memory": world.shared is not None,
     }
     speed = [words for words, so in chosen.items() if so]
     say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")

@@ -23,6 +23,7 @@ from engine import agent, compiler
 from engine.config import DDP, Config
 from engine.contract import LockstepError
 from engine.pulse import Pulse
+from engine.shared import Shared, share
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class World:
     grouped  whether there is a process group (of one, perhaps)
     store    what the ranks leave notes for each other in; None without a process group
     memory   the same, but shared with the attempts of torchrun that were before
+    shared   sums through shared memory, where all ranks are CPU processes of one machine
     pulse    what this rank is doing
     """
 
@@ -55,6 +57,7 @@ class World:
     grouped: bool = False
     store: Any = None
     memory: Any = None
+    shared: Shared | None = None
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
@@ -67,12 +70,14 @@ class World:
         if self.size > 1:
             with self.pulse.during("all_reduce", waits=True):
                 for tensor in tensors:
-                    dist.all_reduce(tensor)
+                    self.shared.sum(tensor) if self.shared else dist.all_reduce(tensor)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Any]:
         """The same for one tensor, but it goes on meanwhile; call what this returns before `tensor` is used."""
         if self.size == 1:
             return lambda: None
+        if self.shared:
+            return self.shared.begin_sum(tensor)
         work = dist.all_reduce(tensor, async_op=True)
         return lambda: work.wait()
 
@@ -150,6 +155,9 @@ class World:
 
     def _compress(self, net: DistributedDataParallel, kind: str, warn: Callable[[str], Any]) -> None:
         """Let DDP send gradients in fewer bytes, by torch's own hooks."""
+        if kind == "none" and self.shared:
+            mean = self.shared.mean
+            net.register_comm_hook(None, lambda _, bucket: mean(bucket))  # torch compares annotations, ours are texts
         if kind == "none" or self.size == 1:
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -338,8 +346,23 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     # A name space of our own: the group's keys are none of our business.
     notes = dist.PrefixStore("lockstep", store)
     memory = dist.PrefixStore("lockstep", lasting)
-    _joined = World(launch.rank, launch.local_rank, launch.size, device, grouped=True, store=notes, memory=memory)
+    _joined = World(
+        launch.rank, launch.local_rank, launch.size, device,
+        grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device),
+    )  # fmt: skip
     return _joined
+
+
+def _share(cfg: Config, launch: Launch, device: torch.device) -> Shared | None:
+    if launch.size == 1 or device.type != "cpu" or cfg.ddp.backend != "auto":
+        return None
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * launch.size
+        dist.all_gather_object(values, value)
+        return values
+
+    return share(launch.rank, launch.size, gather, cfg.ddp.timeout_s + 15)
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

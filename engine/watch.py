@@ -22,6 +22,7 @@ from typing import Any
 from engine import status, storage
 from engine.contract import LockstepError
 from engine.dist import World
+from engine.shared import machine
 from engine.stop import Stop, leave_nothing
 
 BEAT_S = 1.0
@@ -29,16 +30,7 @@ GRACE_S = 4.0
 """What a rank gets, once another has failed, to notice by itself and say nothing."""
 
 
-def _machine() -> str:
-    """What tells this machine, and this container on it, from others of the same name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()
-
-
-MACHINE = _machine()
+MACHINE = machine()
 
 ORPHAN_S = 20.0
 """What a rank gets to stop in good order, once the torchrun that started it is dead."""
