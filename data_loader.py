@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate, get_worker_info
 
+from engine.cache import hold
 from engine.config import Config
 from engine.contract import Batch, LockstepError, sample_seeds
 from engine.dist import World
@@ -172,9 +174,8 @@ class TrainLoader:
         position = torch.arange(len(index), device=self.device)
         seed = sample_seeds(self.seed, self.sampler.epoch, position)
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        batches = _fetched(self.dataset, self.sampler, self.loader)
-        for micro in self.sampler.micro_batches():
-            batch = to_device(_next(batches, self.dataset, micro.indices), self.device)
+        batches = _batches(self.dataset, self.sampler, self.loader, self.device)
+        for micro, batch in zip(self.sampler.micro_batches(), batches, strict=True):
             batch["index"], batch["position"], batch["seed"] = (whole[micro.share] for whole in (index, position, seed))
             if micro.mean_weight is not None:
                 batch["mean_weight"] = seed.new_full((len(micro.indices),), micro.mean_weight, dtype=torch.float64)
@@ -188,27 +189,55 @@ class EvalLoader:
         self.dataset, self.sampler, self.device, self.loader = dataset, sampler, device, loader
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = _fetched(self.dataset, self.sampler, self.loader)
-        for indices in self.sampler:
-            yield to_device(_next(batches, self.dataset, indices), self.device)
+        return _batches(self.dataset, self.sampler, self.loader, self.device)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-def _fetched(dataset: Any, sampler: Any, loader: DataLoader[Any] | None) -> Iterator[Batch]:
+def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device: torch.device) -> Iterator[Batch]:
+    """The batches of `sampler` on the device."""
     if loader is None:
-        return (_get(dataset, indices) for indices in sampler)
-    with _starting_processes():
-        return iter(loader)
+        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in sampler)
+    else:
+        with _starting_processes():
+            fetched = iter(loader)
+    checked = (_next(fetched, dataset, indices) for indices in sampler)
+    return checked if device.type == "cpu" else ahead(checked, device)
+
+
+def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The next batch always on its way to the device: a thread fetches and pins it while the last one is worked on, and
+    on a GPU it is copied on a stream of its own."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def fetch() -> Batch | None:
+        batch = next(batches, None)
+        if batch is None or stream is None:
+            return batch
+        with torch.cuda.stream(stream):
+            return to_device(batch, device)
+
+    with ThreadPoolExecutor(1, "loader") as thread:  # leaving waits for what it is at
+        coming = thread.submit(fetch)
+        while (batch := coming.result()) is not None:
+            if stream is not None:
+                here = torch.cuda.current_stream(device)
+                here.wait_stream(stream)
+                for value in batch.values():
+                    value.record_stream(here)  # or its memory would be given to the next batch while it is in use
+            coming = thread.submit(fetch)
+            yield batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch; asynchronously to a GPU, from pinned memory."""
+    """Copy a batch; asynchronously to a GPU, from pinned memory. What is there already stays as it is."""
     if device.type == "cpu":
         return batch
     return {
-        name: (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
+        name: value
+        if value.device == device
+        else (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
         for name, value in batch.items()
     }
 
@@ -232,14 +261,21 @@ def create_data_loaders(
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
     eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)
+    sets = [train_set, val_set]
+    held = hold(cfg.cache, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device)
+    sets = sets if held is None else [*held]
     loaders = [
-        _with_processes(dataset, batches, cfg, world) if cfg.num_workers else None
-        for dataset, batches in ((train_set, sampler), (val_set, eval_sampler))
+        _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None
+        for dataset, batches in zip(sets, (sampler, eval_sampler), strict=True)
     ]
     return (
-        TrainLoader(train_set, sampler, cfg.seed, world.device, loaders[0]),
-        EvalLoader(val_set, eval_sampler, world.device, loaders[1]),
+        TrainLoader(sets[0], sampler, cfg.seed, world.device, loaders[0]),
+        EvalLoader(sets[1], eval_sampler, world.device, loaders[1]),
     )
+
+
+def _one_batch(dataset: Any, indices: list[int]) -> Batch:
+    return _next((_get(dataset, some) for some in [indices]), dataset, indices)
 
 
 def _with_processes(dataset: Any, batches: Any, cfg: Config, world: World) -> DataLoader[Any]:
@@ -331,7 +367,7 @@ def fingerprint(*datasets: Any) -> str:
         for dataset in datasets:
             digest.update(str(len(dataset)).encode())
             for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
-                batch = _next((_get(dataset, [i]) for i in [index]), dataset, [index])
+                batch = _one_batch(dataset, [index])
                 for name, value in sorted(batch.items()):
                     content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if len(value) else b""
                     digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + content)

@@ -38,6 +38,7 @@ from engine import (
     status,
     storage,
 )
+from engine.cache import Held
 from engine.contract import LockstepError
 from engine.loop import Job, Progress, Tally
 from engine.stop import Stop, leave_nothing
@@ -154,12 +155,14 @@ def prepare(
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp, say))
     compared = agree.at_start(job)
     loop.rehearse(job, loaders[1])
+    held = sum(loader.dataset.bytes for loader in loaders if isinstance(loader.dataset, Held))
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
     chosen = {
         f"compiled ({cfg.compile})": cfg.compile != "off",
         f"convolutions in {layout} order": bool(layout),
         "freed memory is kept": kept,
         "sums through shared memory": world.shared is not None,
+        f"{held / 1e6:.1f} MB of data held": held > 0,
     }
     speed = [words for words, so in chosen.items() if so]
     say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")

@@ -105,6 +105,9 @@ class Config:
     num_workers: int = option(
         0, "loader processes per training process; 0 = none, right for data one gather away", low=0
     )
+    cache: Literal["auto", "device", "host", "none"] = option(
+        "auto", "hold the samples on the device, or in this process's memory; auto: on a GPU with room for them"
+    )
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")

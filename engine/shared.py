@@ -48,7 +48,7 @@ class Channel:
 
     Memory for two turns: whoever posts turn t has seen all others post t-1, and so finish t-2, whose place it takes.
 
-    notes   (ranks, 8) int64, a cache line each: the turn a rank has posted, and of how many bytes its even and its odd ones are
+    notes   (ranks, 8) int64, the turn a rank has posted, and the bytes of its last even and its last odd one
     memory  (2, ranks, bytes) uint8
     alive   raises if a rank is gone
     """

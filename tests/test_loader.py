@@ -2,13 +2,14 @@
 
 import functools
 import operator
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from data_loader import EvalSampler, TrainSampler, balanced_order, create_data_loaders
+from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders
 from engine import config, contract, plan
 from engine.contract import LockstepError
 from engine.dist import World
@@ -194,3 +195,66 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_with_what_can():
         make_plan(0, 1)
     with pytest.raises(LockstepError, match="0 steps per epoch"):
         make_plan(5, 2, drop_last=True)
+
+
+class Drawn(Rows):
+    """Breaks the rule: draws at random by itself."""
+
+    def __getitem__(self, i):
+        return {"x": torch.randn(3)}
+
+
+def test_held_data_give_the_same_batches(monkeypatch):
+    fetched = []
+    monkeypatch.setattr(Table, "__getitems__", _counting(Table.__getitems__, fetched))
+    seen = {}
+    for cache in ("none", "host", "device", "auto"):
+        cfg = config.Config(batch_size=3, num_workers=2 if cache == "host" else 0, cache=cache)
+        train, val = create_data_loaders(cfg, world(), make_plan(10, 1), Table(), Table())
+        assert train.loader is None, "held data need no loader processes"
+        fetched.clear()
+        train.set_epoch(1, consumed=3)
+        batches = [*(batch for batch, _ in train), *val]
+        assert bool(fetched) is (cache in ("none", "auto")), "auto is for GPUs"
+        seen[cache] = batches
+    for cache, batches in seen.items():
+        for ours, theirs in zip(batches, seen["none"], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours), cache
+
+
+def _counting(function, calls):
+    def counted(self, indices):
+        calls.append(indices)
+        return function(self, indices)
+
+    return counted
+
+
+def test_data_drawn_at_random_are_not_held():
+    cfg = config.Config(batch_size=3, cache="host")
+    with pytest.raises(LockstepError, match="Drawn gives another sample each time"):
+        create_data_loaders(cfg, world(), make_plan(10, 1), Drawn(), Rows())
+
+
+def test_the_next_batch_is_fetched_meanwhile():
+    """What a GPU gets, but for the copy: in order, one ahead, errors where they belong, and no thread that stays."""
+    begun = [threading.Event() for _ in range(4)]
+
+    def batches():
+        for number, event in enumerate(begun):
+            event.set()
+            if number == 3:
+                raise ValueError("the fourth")
+            yield {"x": torch.tensor([number])}
+
+    coming = ahead(batches(), torch.device("cpu"))
+    for number in range(3):
+        assert next(coming)["x"].item() == number
+        assert begun[number + 1].wait(30), "the next is begun before it is asked for"
+    with pytest.raises(ValueError, match="the fourth"):
+        next(coming)
+    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"))
+    next(left)
+    left.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]

@@ -1,0 +1,82 @@
+"""A dataset kept as a few large tensors, on the device where they fit: a batch is then one gather, and no copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError
+
+SHARE = 1 / 3
+"""Of the memory that is free before there is a model: what `cache=auto` takes of a GPU at most."""
+
+CHUNK = 64 << 20
+"""Bytes that are fetched at once."""
+
+
+class Held:
+    """A dataset like the one it was filled from. Its batches lie on `device` already."""
+
+    def __init__(self, fetch: Callable[[list[int]], Batch], length: int, sample_bytes: int, device: torch.device):
+        self.device, self.length = device, length
+        self.columns: dict[str, Tensor] = {}
+        step = max(1, CHUNK // max(1, sample_bytes))
+        for first in range(0, length, step):
+            batch = fetch(list(range(first, min(first + step, length))))
+            for name, values in batch.items():
+                if name not in self.columns:
+                    self.columns[name] = torch.empty((length, *values.shape[1:]), dtype=values.dtype, device=device)
+                self.columns[name][first : first + len(values)] = values
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        rows = torch.tensor(indices)
+        if self.device.type == "cuda":  # from pinned memory: any other copy waits for the GPU
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        return {name: column.index_select(0, rows) for name, column in self.columns.items()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(column.nbytes for column in self.columns.values())
+
+
+def hold(
+    wanted: str, datasets: list[tuple[Any, Callable[[list[int]], Batch]]], device: torch.device
+) -> list[Held] | None:
+    """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
+
+    wanted  auto is the device, if it is a GPU in which they take up no more than a third of the free memory
+    """
+    if wanted == "none" or (wanted == "auto" and device.type == "cpu"):
+        return None
+    place = torch.device("cpu") if wanted == "host" else device
+    sizes = []
+    for dataset, fetch in datasets:
+        some = sorted({len(dataset) * k // 16 for k in range(16)} if len(dataset) else ())
+        once, again = (fetch(some), fetch(some)) if some else ({}, {})
+        if not all(torch.equal(values, again[name]) for name, values in once.items()):
+            if wanted == "auto":
+                return None
+            raise LockstepError(
+                f"cache={wanted}, but {type(dataset).__name__} gives another sample each time",
+                where="cache",
+                todo="draw from batch['seed'] in the task's loss, where the cut changes nothing, or use cache=none",
+            )
+        sizes.append(sum(values.nbytes for values in once.values()) // max(1, len(some)))
+    needed = sum(size * len(dataset) for size, (dataset, _) in zip(sizes, datasets, strict=True))
+    if place.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(place)
+        if wanted == "auto" and needed > SHARE * free:
+            return None
+        if needed > free:
+            raise LockstepError(
+                f"cache=device: the data take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+                where="cache",
+                todo="use cache=host, or none",
+            )
+    return [Held(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)]
