@@ -163,7 +163,7 @@ fi
 
 line='=========================================='
 printf '%s\n' "$line" "Multi-GPU Training Launcher" "$line"
-if ((found)); then echo "Number of GPUs: $processes"; else echo "Number of processes: $processes (CPU, gloo)"; fi
+if ((found)); then echo "Number of GPUs: $processes"; else echo "Number of processes: $processes (CPU)"; fi
 [[ -z $place ]] || echo "$place"
 ((!found)) || printf '%s\n' '' "Available GPUs:" "${gpus[@]:0:processes}"
 printf '\nLaunching distributed training...\n\n'

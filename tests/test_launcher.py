@@ -237,7 +237,7 @@ def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None
         assert lines[lines.index("Available GPUs:") + 1 :][: len(expected)] == [listing[i] for i in expected]
         assert sum("UUID" in line for line in lines) == len(expected)
     else:
-        assert lines[3] == "Number of processes: 1 (CPU, gloo)"
+        assert lines[3] == "Number of processes: 1 (CPU)"
         assert "Available GPUs:" not in lines
 
 

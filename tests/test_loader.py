@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import succeed
+
 from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders
 from engine import config, contract, plan
 from engine.contract import LockstepError
@@ -258,3 +260,14 @@ def test_the_next_batch_is_fetched_meanwhile():
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+@pytest.mark.slow
+def test_held_data_train_the_same(launch, tmp_path):
+    runs = {}
+    for cache in ("none", "host"):
+        words = ["har", "dataset.stride=512", "model.width=8", "steps=6", f"cache={cache}"]
+        done = succeed(launch.python("train.py", *words, f"save_dir={tmp_path / cache}"))
+        assert (" MB of data held" in done.out) is (cache == "host")
+        runs[cache] = torch.load(tmp_path / cache / "last.pt", weights_only=True)["model"]
+    assert all(torch.equal(runs["host"][name], weight) for name, weight in runs["none"].items())

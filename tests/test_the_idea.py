@@ -31,7 +31,9 @@ EVERY_TASK = [*tasks.names(), TOY]
 
 def runs_of(cut, folder):
     _, batch, passes = CUTS[cut]
-    size = [f"batch_size={batch}", f"gradient_accumulation_steps={passes}", "log_every=1"]
+    # One cut through gloo alone, as between machines; the others sum through shared memory.
+    backend = "gloo" if cut == "2x6" else "auto"
+    size = [f"batch_size={batch}", f"gradient_accumulation_steps={passes}", "log_every=1", f"ddp.backend={backend}"]
     for task in EVERY_TASK:
         name = task.rpartition("/")[2]
         common = [task, *SMALL.get(task, []), *size, "seed=3", "optim.ema_decay=0.9"]

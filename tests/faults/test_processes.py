@@ -1,6 +1,6 @@
 """Real processes that are killed, frozen, stopped or fail: how the run ends, what it says, what it leaves.
 
-Every run here is `./train_multigpu.sh`, on gloo. What breaks comes from tests/tasks/faulty.py or from signals.
+Every run here is `./train_multigpu.sh`, on CPUs. What breaks comes from tests/tasks/faulty.py or from signals.
 """
 
 import json
