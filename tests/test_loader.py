@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 from conftest import succeed
 
 from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders
