@@ -143,6 +143,12 @@ def prepare(
     )
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
+    if cfg.ddp.static_graph and the_plan.accumulation > 1:
+        raise LockstepError(
+            f"ddp.static_graph=true with {the_plan.accumulation} forward passes a step: DDP's no_sync() rules it out",
+            where="ddp.static_graph",
+            todo="drop it, or use a larger batch_size",
+        )
     if cfg.compile != "off" and world.devices:
         raise LockstepError(
             "a compiled model cannot be copied to other GPUs by DataParallel",

@@ -75,6 +75,9 @@ class DDP:
         "none", "send gradients compressed: half as many bytes, or low-rank matrices; other cuts are then other runs"
     )
     find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
+    static_graph: bool = option(
+        False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
+    )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
 
 

@@ -145,6 +145,7 @@ class World:
                     bucket_cap_mb=cfg.bucket_cap_mb,
                     gradient_as_bucket_view=cfg.gradient_as_bucket_view,
                     find_unused_parameters=cfg.find_unused_parameters,
+                    static_graph=cfg.static_graph,
                     **_NO_BUFFER_SYNC,
                 )
             self._compress(net, cfg.comm_hook, warn)

@@ -37,6 +37,19 @@ def test_both_ways_train_the_same(launch, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_static_graph_is_the_same_and_has_no_accumulation(launch, tmp_path):
+    common = [TOY, "steps=14", "batch_size=6"]
+    for how in ("true", "false"):
+        words = [*common, f"ddp.static_graph={how}", f"save_dir={tmp_path / how}"]
+        succeed(launch.torchrun(2, "train_ddp.py", *words))
+    first, second = (torch.load(tmp_path / how / "last.pt", weights_only=True)["model"] for how in ("true", "false"))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    words = [TOY, "ddp.static_graph=true", "gradient_accumulation_steps=2", f"save_dir={tmp_path / 'no'}"]
+    done = launch.launcher(2, *words)
+    assert done.code == 2 and "DDP's no_sync() rules it out" in done.errors[0] and not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
 def test_stopped_on_three_processes_equals_straight(launch, tmp_path):
     """To the last bit, although DDP makes its buckets anew in each process: here many small ones."""
     common = [FAULTY, "epochs=2", "batch_size=4", "model.width=300", "ddp.bucket_cap_mb=0.003", "log_every=3"]
