@@ -39,7 +39,7 @@ from engine import (
     storage,
 )
 from engine.cache import Held
-from engine.contract import LockstepError
+from engine.contract import LockstepError, Task
 from engine.loop import Job, Progress, Tally
 from engine.stop import Stop, leave_nothing
 from engine.watch import Watch
@@ -76,6 +76,36 @@ def prepare(
     to_train  False: the checkpoint is only looked at, so that it may be cut in any way
     """
     say = print if world.main else _silence
+    found, state = _begin(cfg, world, say)
+    task = tasks.load(cfg.task)(cfg)
+    task.continues = found is not None
+    the_plan, loaders, data = _load(cfg, world, task, say)
+    if found and state and to_train:
+        for warning in world.together(
+            lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
+        ):
+            say(f"warning: {warning}")
+
+    say("Creating model...")
+    the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
+    if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
+        the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
+    job, layout = _make_job(cfg, world, the_plan, task, the_precision, say)
+    job.fingerprint, job.stop = data, stop or job.stop
+    if found and state:
+        world.together(lambda: checkpoint.restore(job, state, found))
+    _wrap(job, say)
+    compared = agree.at_start(job)
+    loop.rehearse(job, loaders[1])
+    speed = _speed(job, loaders, layout)
+    say(plan.describe(the_plan, cfg, world, job.model, the_precision, speed) + "\n")
+    if strict:
+        say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
+    return Prepared(job, *loaders, found, state["horizon"] if state else None)
+
+
+def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str, Any] | None]:
+    """(all ranks) Say who is here, set torch's switches, and read the checkpoint to go on from, if there is one."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0":
         say(f"Started again by torchrun: restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
@@ -96,7 +126,11 @@ def prepare(
     state = world.together(lambda: storage.read(found)) if found else None
     if found and state:
         world.together(lambda: checkpoint.check_format(state, found))
-    task = tasks.load(cfg.task)(cfg)
+    return found, state
+
+
+def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan, tuple[TrainLoader, EvalLoader], str]:
+    """(all ranks) The data, cut as the plan says, and their fingerprint."""
     say("Loading data...\n")
     train_set, val_set = world.together(lambda: _pair(task.datasets()))
     if task.summary():
@@ -107,24 +141,19 @@ def prepare(
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
-    if found and state and to_train:
-        for warning in world.together(
-            lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
-        ):
-            say(f"warning: {warning}")
+    return the_plan, loaders, data
 
-    say("Creating model...")
-    task.continues = found is not None
+
+def _make_job(
+    cfg: Any, world: dist.World, the_plan: plan.Plan, task: Task, the_precision: precision.Precision, say: Any
+) -> tuple[Job, str]:
+    """(all ranks) Model, optimizer and what belongs to them, not yet wrapped; and how convolutions are laid out."""
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.together(task.model).to(world.device)
     if task.started_from:
         say(f"Weights from {task.started_from}")
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
-    the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
-    if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
-        the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
-    on_cpu = world.device.type == "cpu"
-    layout = memory.lay_out(model, cfg.memory_format, on_cpu, the_precision.name != "off")
+    layout = memory.lay_out(model, cfg.memory_format, world.device.type == "cpu", the_precision.name != "off")
     job = Job(
         cfg=cfg,
         world=world,
@@ -138,14 +167,17 @@ def prepare(
         ema=optim.make_ema(model, cfg.optim),
         progress=Progress(),
         tally=Tally(world.device),
-        stop=stop or Stop(cfg.max_time_s),
-        fingerprint=data,
+        stop=Stop(cfg.max_time_s),
     )
-    if found and state:
-        world.together(lambda: checkpoint.restore(job, state, found))
-    if cfg.ddp.static_graph and the_plan.accumulation > 1:
+    return job, layout
+
+
+def _wrap(job: Job, say: Any) -> None:
+    """(all ranks) The net that the loss calls: compiled, in DDP, in DataParallel, or the model itself."""
+    cfg, world = job.cfg, job.world
+    if cfg.ddp.static_graph and job.plan.accumulation > 1:
         raise LockstepError(
-            f"ddp.static_graph=true with {the_plan.accumulation} forward passes a step: DDP's no_sync() rules it out",
+            f"ddp.static_graph=true with {job.plan.accumulation} forward passes a step: DDP's no_sync() rules it out",
             where="ddp.static_graph",
             todo="drop it, or use a larger batch_size",
         )
@@ -156,25 +188,26 @@ def prepare(
             todo="use --multi-gpu ddp, or compile=off",
         )
     if cfg.compile != "off":  # after the copy for an average was made: it is evaluated, seldom
-        world.together(lambda: compiler.compile_in_place(model, cfg.compile, world.device))
-    inner = precision.Autocast(model, the_precision) if world.devices else model
+        world.together(lambda: compiler.compile_in_place(job.model, cfg.compile, world.device))
+    inner = precision.Autocast(job.model, job.precision) if world.devices else job.model
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp, say))
-    compared = agree.at_start(job)
-    loop.rehearse(job, loaders[1])
+
+
+def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader], layout: str) -> list[str]:
+    """What was chosen for speed, in words."""
+    cfg, on_cpu = job.cfg, job.world.device.type == "cpu"
     held = sum(loader.dataset.bytes for loader in loaders if isinstance(loader.dataset, Held))
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
     chosen = {
         f"compiled ({cfg.compile})": cfg.compile != "off",
         f"convolutions in {layout} order": bool(layout),
+        "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
+        "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,
-        "sums through shared memory": world.shared is not None,
         f"{held / 1e6:.1f} MB of data held": held > 0,
+        "sums through shared memory": job.world.shared is not None,
     }
-    speed = [words for words, so in chosen.items() if so]
-    say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")
-    if strict:
-        say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
-    return Prepared(job, *loaders, found, state["horizon"] if state else None)
+    return [words for words, so in chosen.items() if so]
 
 
 def fit(prepared: Prepared) -> dict[str, float]:
