@@ -124,6 +124,7 @@ def prepare(
         the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
     on_cpu = world.device.type == "cpu"
     layout = memory.lay_out(model, cfg.memory_format, on_cpu, the_precision.name != "off")
+    optimizer = world.together(lambda: optim.make_optimizer(model, cfg.optim, world))
     job = Job(
         cfg=cfg,
         world=world,
@@ -132,7 +133,7 @@ def prepare(
         precision=the_precision,
         model=model,
         net=model,
-        optimizer=optim.make_optimizer(model, cfg.optim),
+        optimizer=optimizer,
         scaler=the_precision.scaler(),
         ema=optim.make_ema(model, cfg.optim),
         progress=Progress(),
@@ -161,7 +162,7 @@ def prepare(
         "freed memory is kept": kept,
     }
     speed = [words for words, so in chosen.items() if so]
-    say(plan.describe(the_plan, cfg, world, model, the_precision, speed) + "\n")
+    say(plan.describe(the_plan, cfg, world, model, optimizer, the_precision, speed) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)
