@@ -98,7 +98,7 @@ def prepare(
     compared = agree.at_start(job)
     loop.rehearse(job, loaders[1])
     speed = _speed(job, loaders, layout)
-    say(plan.describe(the_plan, cfg, world, job.model, the_precision, speed) + "\n")
+    say(plan.describe(the_plan, cfg, world, job.model, job.optimizer, the_precision, speed) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)
@@ -162,7 +162,7 @@ def _make_job(
         precision=the_precision,
         model=model,
         net=model,
-        optimizer=optim.make_optimizer(model, cfg.optim),
+        optimizer=world.together(lambda: optim.make_optimizer(model, cfg.optim, world)),
         scaler=the_precision.scaler(),
         ema=optim.make_ema(model, cfg.optim),
         progress=Progress(),

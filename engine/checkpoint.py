@@ -17,7 +17,7 @@ FORMAT = 2
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator compile cache"
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator compile cache optim.zero"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
 """What may differ from the checkpoint's config, beside what a task calls free. The global batch may not, and the data
@@ -31,7 +31,7 @@ def capture(job: Job) -> dict[str, Any]:
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if job.world.device.type == "cuda":
         rng["cuda"] = [torch.cuda.get_rng_state(device) for device in job.world.devices or [job.world.device]]
-    ranks = job.world.gather(rng)
+    ranks, optimizer = job.world.gather(rng), job.optimizer.whole_state()
     if not job.world.main:
         return {}
     return {
@@ -46,7 +46,7 @@ def capture(job: Job) -> dict[str, Any]:
         "tally": _copy(job.tally.state()),
         "model": _copy(job.model.state_dict()),
         "ema": None if job.ema is None else _copy(job.ema.state_dict()),
-        "optimizer": _copy(job.optimizer.state_dict()),
+        "optimizer": _copy(optimizer),
         "scaler": job.scaler.state_dict(),
         "rng": ranks,
     }

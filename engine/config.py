@@ -51,6 +51,7 @@ class Optim:
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
     ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
+    zero: bool = option(False, "each process keeps the moments of its share of the parameters only (ZeRO, stage 1)")
 
 
 @dataclass

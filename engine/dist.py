@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from engine import agent, compiler
 from engine.config import DDP, Config
@@ -102,6 +103,26 @@ class World:
         with self.pulse.during("broadcast", waits=not self.main):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def collect(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's flat tensor, of any length, by rank, in the memory of rank 0's host; nothing on the others."""
+        collected = []
+        for rank, length in enumerate(self.gather(len(tensor))):
+            part = tensor if rank == self.rank else tensor.new_empty(length)
+            with self.pulse.during("broadcast", waits=True):  # gloo has no other way from a GPU
+                dist.broadcast(part, src=rank)
+            if self.main:
+                collected.append(part.cpu())
+        return collected
+
+    def share_out(self, groups: list[dict[str, Any]], kind: type[Optimizer], **settings: Any) -> Any:
+        """torch's ZeroRedundancyOptimizer around `kind`, with a group of several ranks; it takes a second to load.
+
+        The parameters move into one piece of memory per rank: one broadcast for each, and not one per parameter.
+        """
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(groups, kind, parameters_as_bucket_view=True, **settings)
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; where one fails in words, all stop with the first such error."""

@@ -160,7 +160,7 @@ class Job:
     precision: Precision
     model: nn.Module  # the bare network
     net: nn.Module  # what the loss calls: `model`, perhaps wrapped
-    optimizer: torch.optim.Optimizer
+    optimizer: optim.AdamW
     scaler: torch.amp.GradScaler
     ema: AveragedModel | None
     progress: Progress

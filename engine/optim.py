@@ -12,6 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim, Schedule
 from engine.contract import LockstepError
+from engine.dist import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
@@ -61,7 +64,7 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for p, state in self.state.items():  # the kernel walks through memory: moments need the layout of their weights
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
         self._share_counters()
 
@@ -70,6 +73,19 @@ class AdamW(torch.optim.AdamW):
         whole = super().state_dict()
         states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
         return whole | {"state": states}
+
+    def whole_state(self) -> dict[str, Any]:
+        """(all ranks) What a checkpoint holds, on rank 0 at least."""
+        return self.state_dict()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The parameters whose moments this process keeps."""
+        return self._parameters()
+
+    def _parameters(self) -> list[Tensor]:
+        """All of them, by their number in a state dict."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _share_counters(self) -> None:
         """Reads them on the host: at the beginning only."""
@@ -80,7 +96,62 @@ class AdamW(torch.optim.AdamW):
                     state["step"] = shared.setdefault(float(state["step"]), state["step"])
 
 
-def make_optimizer(model: nn.Module, cfg: Optim) -> AdamW:
+class Zero(AdamW):
+    """AdamW of several ranks together, by torch's ZeroRedundancyOptimizer: each keeps the moments of a share of the
+    parameters (`kept`; `state` holds no others), takes their step, and sends them to the others.
+
+    Checkpoints hold the whole state, but torch's own way to and from there is not taken. It brings the shares together
+    at 100 ns a byte and more, and rank 0 keeps a copy; it puts them back with the counters on the CPU, where a GPU's
+    kernel refuses them (pytorch#124133), in any layout, and empties the caller's state.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], world: World, **settings: Any):
+        super().__init__(groups, **settings)
+        self.world = world
+        parameters = self._parameters()
+        before = [p.data for p in parameters]
+        self.zero = world.share_out(self.param_groups, AdamW, **settings)
+        for p, data in zip(parameters, before, strict=True):  # back to their layouts: torch has made them contiguous
+            strides = torch.empty_like(data, device="meta").stride()
+            p.data = p.data.as_strided(data.shape, strides, p.data.storage_offset()).copy_(data)
+        self.state = self.zero.optim.state
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return [p for group in self.zero.optim.param_groups for p in group["params"]]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        inner = self.zero.optim
+        inner.grad_scale, inner.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        with self.world.pulse.during("optimizer step", waits=True):  # others' parameters come
+            self.zero.step()
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def whole_state(self) -> dict[str, Any]:
+        own = self.state_dict()
+        steps = {number: float(state["step"]) for number, state in own["state"].items()}
+        moments = [state[name].reshape(-1) for state in own["state"].values() for name in MOMENTS]
+        everyones_steps = self.world.gather(steps)
+        everyones_moments = self.world.collect(torch.cat([self._parameters()[0].new_empty(0), *moments]))
+        parameters, states = self._parameters(), {}
+        for steps, flat in zip(everyones_steps, everyones_moments, strict=False):  # none but on rank 0
+            pieces = iter(flat.split([parameters[number].numel() for number in steps for _ in MOMENTS]))
+            for number, step in steps.items():
+                states[number] = {"step": torch.tensor(step, dtype=torch.float32)}
+                states[number] |= {name: next(pieces).view(parameters[number].shape) for name in MOMENTS}
+        return own | {"state": dict(sorted(states.items()))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From a whole state, however it was kept."""
+        kept = {id(p) for p in self.kept}
+        numbers = {number for number, p in enumerate(self._parameters()) if id(p) in kept}
+        share = {number: state for number, state in state_dict["state"].items() if number in numbers}
+        super().load_state_dict(state_dict | {"state": share})
+        self.zero.param_groups, self.zero.optim.state = self.param_groups, self.state  # both are new
+
+
+def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> AdamW:
     """AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -94,7 +165,16 @@ def make_optimizer(model: nn.Module, cfg: Optim) -> AdamW:
     ]
     if not groups:
         raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
-    return AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps, "fused": True}
+    if not cfg.zero or world is None or world.size == 1:
+        return AdamW(groups, **settings)
+    if len(types := {str(p.dtype).removeprefix("torch.") for p in trained}) > 1:
+        raise LockstepError(
+            f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {' and '.join(sorted(types))}",
+            where="optim.zero",
+            todo="drop it, or give all of them one type",
+        )
+    return Zero(groups, world, **settings)
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:

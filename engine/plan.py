@@ -9,7 +9,7 @@ from torch import nn
 from engine.config import Config, Schedule
 from engine.contract import LockstepError
 from engine.dist import World
-from engine.optim import lr_at, scaled_lr
+from engine.optim import AdamW, lr_at, scaled_lr
 from engine.precision import Precision
 
 
@@ -102,13 +102,18 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     return share // accumulation, accumulation
 
 
-def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision, speed: list[str]) -> str:
-    """The arithmetic in words, a line each; `speed` is what else was chosen for it."""
+def describe(
+    plan: Plan, cfg: Config, world: World, model: nn.Module, optimizer: AdamW, precision: Precision, speed: list[str]
+) -> str:
+    """(all ranks) The arithmetic in words, a line each; `speed` is what else was chosen for it."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    parts = [("weights", weight_bytes), ("gradients", trained_bytes), ("optimizer", 2 * trained_bytes)]
+    parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
+    largest = max(world.gather(2 * sum(p.numel() * p.element_size() for p in optimizer.kept)))
+    shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
+    parts.append((f"optimizer{shares}", largest))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
     lr = f"{cfg.optim.lr:g}"
