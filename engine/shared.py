@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 PIECE = 1 << 20
@@ -82,7 +81,9 @@ class Channel:
             if self.notes[rank, 0] < self.turn:
                 self._wait(rank)
             if (theirs := self.notes[rank, 1 + self.turn % 2]) != piece.nbytes:
-                raise dist.DistBackendError(f"rank {rank} adds {theirs} bytes to {piece.nbytes} of rank {self.rank}")
+                raise torch.distributed.DistBackendError(
+                    f"rank {rank} adds {theirs} bytes to {piece.nbytes} of rank {self.rank}"
+                )
         torch.add(self._of(0, piece), self._of(1, piece), out=piece)
         for rank in range(2, self.size):
             piece.add_(self._of(rank, piece))
@@ -136,7 +137,7 @@ class Shared:
         self.aside.post(tensor.view(-1))
         return lambda: self.aside.add(tensor.view(-1))
 
-    def mean(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def mean(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's mean. All buckets when the last is full: this thread computes the gradients, nothing could overlap."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self.buckets.append((bucket.buffer(), future))
@@ -150,9 +151,11 @@ class Shared:
 
     def _alive(self, waited: float) -> None:
         if self.ends.poll(0):
-            raise dist.DistBackendError("Connection closed by peer: a process of this machine has ended")
+            raise torch.distributed.DistBackendError("Connection closed by peer: a process of this machine has ended")
         if waited > self.timeout_s:  # a backstop: watch.py notices first, and knows whom to name
-            raise dist.DistBackendError(f"Timed out waiting {waited:.0f} s for another process of this machine")
+            raise torch.distributed.DistBackendError(
+                f"Timed out waiting {waited:.0f} s for another process of this machine"
+            )
 
 
 def share(rank: int, size: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> Shared | None:

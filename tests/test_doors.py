@@ -130,16 +130,20 @@ import sys
 import torch
 import tasks, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from engine import config, dist, loop
+from engine import config, dist, loop, shared
 
 cfg = config.parse(sys.argv[1:], tasks.load).cfg
 world = dist.join(cfg, dist.environment())
-prepared = train.prepare(cfg, world)
 calls = []
-def count(state, bucket):
-    calls.append(1)
-    return allreduce_hook(None, bucket)
-prepared.job.net.register_comm_hook(None, count)
+def counting(mean):
+    def count(state, bucket):
+        calls.append(1)
+        return mean(state, bucket)
+    return count
+shared.Shared.mean = counting(shared.Shared.mean)
+prepared = train.prepare(cfg, world)
+if world.shared is None:
+    prepared.job.net.register_comm_hook(None, counting(allreduce_hook))
 per_step, before = [], 0
 prepared.train_loader.set_epoch(0)
 for _ in loop.train_epoch(prepared.job, prepared.train_loader):
@@ -152,10 +156,11 @@ world.leave()
 """
 
 
-def test_gradients_meet_once_per_step(launch, tmp_path):
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_gradients_meet_once_per_step(launch, tmp_path, backend):
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
-    size = ["batch_size=3", "gradient_accumulation_steps=4"]
+    size = ["batch_size=3", "gradient_accumulation_steps=4", f"ddp.backend={backend}"]
     done = succeed(launch.torchrun(2, str(script), TOY, *size))
     for rank in (0, 1):
         # 61 samples: two steps of 24 and one of 13, which is three forward passes; one bucket.
