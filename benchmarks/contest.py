@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class Clock:
         self.at.append((time.perf_counter(), time.process_time(), self.steps))
 
     def result(self) -> dict[str, float]:
+        if not self.at:  # of `start`, which doesn't train
+            return {"first_step_s": self.first_step_s}
         assert len(self.at) == 2, f"{self.steps} steps are too few for a warm-up of {self.warmup}"
         (wall0, cpu0, step0), (wall1, cpu1, step1) = self.at
         return {
@@ -83,6 +86,7 @@ class Work:
         self.cfg = config.parse(about["words"], tasks.load).cfg
         self.task = tasks.load(self.cfg.task)(self.cfg)
         self.train_set, self.val_set = self.task.datasets()
+        assert len(self.train_set) == about["samples"], f"{len(self.train_set)} samples: run.py counts steps by them"
 
     def arrays(self) -> dict[str, Any]:
         """The training set in memory, by name."""
@@ -146,6 +150,24 @@ class Work:
 
 
 # ---- the contestants ------------------------------------------------------------------------------------------------
+
+
+def built(about: dict[str, Any]) -> Any:
+    """The model by itself, from sizes that a task reads off its data."""
+    import torch
+
+    file, kind, sizes = about["model"]
+    sizes = {name: torch.tensor(size) if isinstance(size, list) else size for name, size in sizes.items()}
+    return getattr(import_module(f"models.{file}"), kind)(**sizes)
+
+
+def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """No training: torch is imported and the model stands where it would be trained. No first step comes sooner."""
+    import torch
+
+    built(about).to("cuda" if torch.cuda.is_available() and not about.get("cpu") else "cpu")
+    clock.step()
+    return {}
 
 
 def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
