@@ -197,6 +197,27 @@ def test_results_name_their_surroundings():
     assert about["versions"]["torch"] == torch.__version__ and about["commit"] and json.dumps(about)
 
 
+def held_to(bar_count, done):
+    """Says so of each of its bars, and the exit code of --check is what they come to."""
+    said = [line.split("|")[-2].strip() for line in done.out.partition("## Bars")[2].splitlines()[4:]]
+    assert len(said) == bar_count and set(said) <= {"ok", "missed"}, done.out + done.err
+    assert done.code == int("missed" in said), done.out + done.err
+
+
+@pytest.mark.slow
+def test_what_observing_costs_is_measured(launch):
+    words = ["watch", "--rounds", "2", "--steps", "2", "--check"]
+    done = launch.torchrun(2, "benchmarks/reliability.py", *words)
+    held_to(1, done)
+    for row in ("bare", "watched", "observed", "observed / bare, of 2 pairs of 2 steps", "counted directly: all"):
+        assert f"\n| {row}" in done.out
+
+
+@pytest.mark.slow
+def test_what_saving_costs_is_measured(launch):
+    held_to(6, launch.python("benchmarks/reliability.py", "save", "--rounds", "1", "--steps", "1", "--check"))
+
+
 def weights(run):
     return torch.load(run / "last.pt", weights_only=True)["model"]
 
