@@ -15,6 +15,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ class Clock:
         self.at.append((time.perf_counter(), time.process_time(), self.steps))
 
     def result(self) -> dict[str, float]:
+        if not self.at:  # of `start`, which doesn't train
+            return {"first_step_s": self.first_step_s}
         assert len(self.at) == 2, f"{self.steps} steps are too few for a warm-up of {self.warmup}"
         (wall0, cpu0, step0), (wall1, cpu1, step1) = self.at
         return {
@@ -82,6 +86,7 @@ class Work:
         self.cfg = config.parse(about["words"], tasks.load).cfg
         self.task = tasks.load(self.cfg.task)(self.cfg)
         self.train_set, self.val_set = self.task.datasets()
+        assert len(self.train_set) == about["samples"], f"{len(self.train_set)} samples: run.py counts steps by them"
 
     def arrays(self) -> dict[str, Any]:
         """The training set in memory, by name."""
@@ -147,32 +152,46 @@ class Work:
 # ---- the contestants ------------------------------------------------------------------------------------------------
 
 
+def built(about: dict[str, Any]) -> Any:
+    """The model by itself, from sizes that a task reads off its data."""
+    import torch
+
+    file, kind, sizes = about["model"]
+    sizes = {name: torch.tensor(size) if isinstance(size, list) else size for name, size in sizes.items()}
+    return getattr(import_module(f"models.{file}"), kind)(**sizes)
+
+
+def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+    """No training: torch is imported and the model stands where it would be trained. No first step comes sooner."""
+    import torch
+
+    built(about).to("cuda" if torch.cuda.is_available() and not about.get("cpu") else "cpu")
+    clock.step()
+    return {}
+
+
 def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     """Through its ordinary door: metrics, TensorBoard, progress bar and checkpoints as they come."""
     import train
     import train_ddp
     from engine import loop
 
-    steps = loop.train_epoch
+    steps, evaluate = loop.train_epoch, train.evaluate
     kept: dict[str, Any] = {}
 
     def timed(job: Any, loader: Any) -> Any:
-        kept["job"] = job
         for outcome in steps(job, loader):
             clock.step()
-            if job.finished:
-                clock.mark()
             yield outcome
 
-    loop.train_epoch = timed
-    report, metrics = loop.evaluate, {}
+    def last(prepared: Any, *others: Any) -> Any:
+        """The one evaluation: after the last step and what is logged of it, before the last checkpoint."""
+        clock.mark()
+        metrics = evaluate(prepared, *others)
+        kept.update(metrics, note=prepared.job.precision.name)
+        return metrics
 
-    def kept_metrics(job: Any, batches: Any) -> Any:
-        scored = report(job, batches)
-        metrics.update(scored[0] if scored else {})
-        return scored
-
-    loop.evaluate = kept_metrics
+    loop.train_epoch, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     door = train_ddp if "RANK" in os.environ else train
     words = [*about["words"], f"save_dir={about['folder']}/run", f"batch_size={about['batch_size']}"]
@@ -181,34 +200,29 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     words += ["device=cpu"] if about.get("cpu") else []
     code = door.main(words)
     assert code == 0, f"exit code {code}"
-    job = kept["job"]
-    return metrics | {"note": f"{job.precision.name}"}
+    return kept
 
 
-def _tutorial_loop(work: Work, clock: Clock, net: Any, loader: Any, sampler: Any) -> None:
-    import torch
+def _epochs(
+    work: Work, clock: Clock, net: Any, loader: Any, sampler: Any = None, shown: bool = True
+) -> Iterator[tuple[Any, Any]]:
+    """(progress bar, batch) for the three whose documentation writes the loop out: epochs, mode, bar and clock. What is
+    done with a batch stands with each of them, in the words of its documentation."""
     from tqdm import tqdm
 
-    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     for epoch in range(work.epochs):
         if sampler:
             sampler.set_epoch(epoch)
         net.train()
-        running, bar = 0.0, tqdm(loader, desc=f"Epoch {epoch + 1}/{work.epochs}")
-        for number, batch in enumerate(bar):
-            batch = {name: value.to(work.device) for name, value in batch.items()}
-            optimizer.zero_grad()
-            loss = work.loss(net, batch)
-            loss.backward()
-            optimizer.step()
-            running += loss.item()
-            bar.set_postfix(loss=running / (number + 1), refresh=False)
+        bar = tqdm(loader, desc=f"Epoch {epoch + 1}/{work.epochs}", disable=not shown)
+        for batch in bar:
+            yield bar, batch
             clock.step()
     clock.mark()
 
 
 def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """The loop of PyTorch's own tutorials; DistributedSampler and DDP as there."""
+    """The loop of PyTorch's own tutorials, which read each step's loss; DistributedSampler and DDP as there."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
@@ -220,16 +234,22 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     sampler: Any = DistributedSampler(samples) if work.size > 1 else None
     loader = DataLoader(samples, batch_size=work.batch_size, shuffle=sampler is None, sampler=sampler)
     net = DistributedDataParallel(model) if work.size > 1 else model
-    _tutorial_loop(work, clock, net, loader, sampler)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay)
+    for bar, batch in _epochs(work, clock, net, loader, sampler):
+        batch = {name: value.to(work.device) for name, value in batch.items()}
+        optimizer.zero_grad()
+        loss = work.loss(net, batch)
+        loss.backward()
+        optimizer.step()
+        bar.set_postfix(loss=loss.item(), refresh=False)
     return _end(work, model)
 
 
 def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Hugging Face accelerate, as in its quick tour."""
+    """Hugging Face accelerate, as in its quick tour, which leaves the loss where it is."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
-    from tqdm import tqdm
 
     accelerator = Accelerator(cpu=bool(about.get("cpu")))
     work = Work(about)
@@ -237,26 +257,19 @@ def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
     net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for epoch in range(work.epochs):
-        net.train()
-        bar = tqdm(loader, desc=f"Epoch {epoch + 1}", disable=not accelerator.is_local_main_process)
-        for batch in bar:
-            optimizer.zero_grad()
-            loss = work.loss(net, batch)
-            accelerator.backward(loss)
-            optimizer.step()
-            bar.set_postfix(loss=loss.item(), refresh=False)
-            clock.step()
-    clock.mark()
+    for _, batch in _epochs(work, clock, net, loader, shown=accelerator.is_local_main_process):
+        optimizer.zero_grad()
+        loss = work.loss(net, batch)
+        accelerator.backward(loss)
+        optimizer.step()
     return _end(work, accelerator.unwrap_model(net))
 
 
 def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Lightning Fabric, as in its guide."""
+    """Lightning Fabric, as in its guide, which leaves the loss where it is."""
     import torch
     from lightning.fabric import Fabric
     from torch.utils.data import DataLoader
-    from tqdm import tqdm
 
     work = Work(about)
     fabric = Fabric(accelerator="gpu" if work.gpu else "cpu", devices=work.size,
@@ -266,17 +279,11 @@ def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, weight_decay=work.weight_decay)
     net, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True))
-    for epoch in range(work.epochs):
-        net.train()
-        bar = tqdm(loader, desc=f"Epoch {epoch + 1}", disable=fabric.global_rank > 0)
-        for batch in bar:
-            optimizer.zero_grad()
-            loss = work.loss(net, batch)
-            fabric.backward(loss)
-            optimizer.step()
-            bar.set_postfix(loss=loss.item(), refresh=False)
-            clock.step()
-    clock.mark()
+    for _, batch in _epochs(work, clock, net, loader, shown=fabric.global_rank == 0):
+        optimizer.zero_grad()
+        loss = work.loss(net, batch)
+        fabric.backward(loss)
+        optimizer.step()
     return _end(work, model)
 
 
@@ -307,12 +314,17 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
         def on_train_batch_end(self, *_: Any) -> None:
             clock.step()
 
+        def on_train_epoch_end(self) -> None:
+            # Called before it saves. The last checkpoint is outside the clock, as Lockstep's is and as the others have
+            # none; those of the epochs before are within it, for both, because the training goes on after them.
+            if self.current_epoch + 1 == work.epochs:
+                clock.mark()
+
     module = Module()
     loader = DataLoader(work.samples(), batch_size=work.batch_size, shuffle=True)
     trainer = L.Trainer(max_epochs=work.epochs, accelerator="gpu" if work.gpu else "cpu", devices=work.size,
                         strategy="ddp" if work.size > 1 else "auto", default_root_dir=about["folder"])  # fmt: skip
     trainer.fit(module, loader)
-    clock.mark()
     return _end(work, module.net.to(work.device))
 
 
@@ -404,10 +416,9 @@ def main() -> None:
     metrics = globals()[name](about, clock)
     if os.environ.get("RANK", "0") == "0":
         shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note") if key in metrics}
+        # ru_maxrss would begin with that of whoever started this process.
         status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-        peak = (
-            float(status["VmHWM"].split()[0]) / 1e3
-        )  # ru_maxrss would begin with that of whoever started this process
+        peak = float(status["VmHWM"].split()[0]) / 1e3
         import torch
 
         gpu = {"gpu_peak_mb": torch.cuda.max_memory_allocated() / 1e6} if torch.cuda.is_initialized() else {}

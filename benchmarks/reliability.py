@@ -1,35 +1,53 @@
 #!/usr/bin/env python3
 """What the watching and the saving cost, as ratios of interleaved repetitions in one run.
 
-torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     heartbeats, phases, stopwatch
+torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     what observes a training, and none of it
 python benchmarks/reliability.py save                                        a background save beside a blocking one
+python benchmarks/reliability.py save --check                                exit code 1 where a bar is missed
 
-Prints a markdown table, with the machine and the versions above it.
+Prints markdown, with the machine and the versions above it.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
+import timeit
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import bars
 import torch
+from bars import Bar
 
 import tasks
 import train
-from engine import checkpoint, config, dist, loop, storage
+from engine import checkpoint, config, dist, log, loop, storage
 from engine.pulse import Pulse
 from engine.stop import Stop
-from engine.watch import Watch
+from engine.watch import BEAT_S, Watch
 
-STEPS, ROUNDS = 100, 15
+DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
+"""Rounds, and steps of one measurement in a round: for `watch` a few log points."""
+
+MARKS, MATRIX = 20_000, 512
+"""Of the direct counts: repetitions, and rows of a matrix that takes the caches of a core."""
+
+WIDTHS = (64, 1024, 2560)
+OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
+"""What --check asks for, at most: of a training, of a step, of a blocking save."""
 
 
 class NoPulse(Pulse):
@@ -44,111 +62,251 @@ class NoStopwatch:
         return 0.0
 
 
+class NoTally(loop.Tally):
+    def add(self, names: list[str], sums: torch.Tensor, skipped: torch.Tensor) -> None: ...
+
+
 def prepared(world: dist.World, *words: str) -> train.Prepared:
-    return train.prepare(config.parse(["har", "epochs=1000", *words], tasks.load).cfg, world, Stop())
+    """An endless training that is neither evaluated nor saved by itself."""
+    endless = [f"{name}=1000000000" for name in ("steps", "epochs", "eval_every", "save_every")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train.prepare(config.parse(["har", *endless, *words], tasks.load).cfg, world, Stop())
 
 
-def steps(job: loop.Job, loader: Any, count: int) -> float:
-    """Seconds per step over `count` steps of an endless training."""
-    began, taken = time.perf_counter(), 0
-    while taken < count:
+def endless(job: loop.Job, loader: Any) -> Iterator[None]:
+    """A training's steps, one epoch after the other, and nothing beside them."""
+    while True:
         loader.set_epoch(job.progress.epoch, job.progress.position)
         for _ in loop.train_epoch(job, loader):
-            taken += 1
-            if taken % 10 == 0:
-                loop.find_slow(job) if not isinstance(job.stopwatch, NoStopwatch) else None
-                loop.training_metrics(job)
-            if taken == count:
-                break
-        else:
-            job.progress.epoch, job.progress.position = job.progress.epoch + 1, 0
-    return (time.perf_counter() - began) / count
+            yield
+        job.progress.epoch, job.progress.position = job.progress.epoch + 1, 0
 
 
-def watch(world: dist.World) -> None:
-    """The same training with everything that watches, and without."""
-    ready = prepared(world)
-    job, loader = ready.job, ready.train_loader
-    full = job.stopwatch
-    bare_world = dist.World(**{**world.__dict__, "pulse": NoPulse()})
-    first = next(p for p in job.model.parameters() if p.requires_grad)
-    hooks = first._post_accumulate_grad_hooks
-    kept = dict(hooks or {})
-    times: dict[str, list[float]] = {"watched": [], "bare": []}
-    steps(job, loader, STEPS)
-    for _ in range(ROUNDS):
-        with Watch(world, job.stop, 300):
-            times["watched"].append(steps(job, loader, STEPS))
-        job.world, job.stopwatch = bare_world, NoStopwatch()  # type: ignore[assignment]
-        hooks.clear() if hooks else None
-        times["bare"].append(steps(job, loader, STEPS))
-        hooks.update(kept) if hooks is not None else None
-        job.world, job.stopwatch = world, full
+def seconds(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
-    for _ in range(20_000):
+    work()
+    return time.perf_counter() - began
+
+
+def quartiles(values: list[float], digits: int) -> str:
+    """The cells for the median and the quartiles around it."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} | {low:.{digits}f} .. {high:.{digits}f}"
+
+
+# ---- watch ----------------------------------------------------------------------------------------------------------
+
+
+class Enough(Exception):
+    """As many steps as were wanted."""
+
+
+class Ways:
+    """One training, that takes its next steps bare, watched, or observed; or that is observed without training."""
+
+    def __init__(self, ready: train.Prepared, logger: log.Silent, steps: int):
+        self.ready, self.logger, self.steps, self.job = ready, logger, steps, ready.job
+        self.first = next(p for p in self.job.model.parameters() if p.requires_grad)
+        self.tally, self.no_tally = self.job.tally, NoTally(self.job.world.device)
+        self.matrix, self.step_s, self.computed_s = torch.ones(MATRIX, MATRIX), 0.0, 0.0
+
+    def bare(self) -> None:
+        """None of what observes: no marks, no stopwatch, no totals."""
+        job, hooks = self.job, self.first._post_accumulate_grad_hooks
+        kept = job.world, job.stopwatch, dict(hooks)
+        job.world = dataclasses.replace(job.world, pulse=NoPulse())
+        job.stopwatch, job.tally = NoStopwatch(), self.no_tally  # type: ignore[assignment]
+        hooks.clear()
+        for _ in itertools.islice(endless(job, self.ready.train_loader), self.steps):
+            pass
+        job.world, job.stopwatch = kept[:2]
+        hooks.update(kept[2])
+
+    def watched(self) -> None:
+        """Marks, stopwatch, a look for a slow rank at each log point; and, in `measure`, heartbeats."""
+        job, job.tally = self.job, self.no_tally
+        for _ in itertools.islice(endless(job, self.ready.train_loader), self.steps):
+            if job.progress.step % job.cfg.log_every == 0:
+                loop.find_slow(job)
+                job.tally.restart_clock()
+
+    def observed(self) -> None:
+        """The real `train.train` with its real log and progress bar."""
+        self._train(loop.train_epoch)
+
+    def counted(self) -> None:
+        """The same around steps that multiply matrices for as long as a step takes, and train nothing. What takes CPU
+        time beside `computed_s` observes."""
+        self.computed_s = 0.0
+        self._train(self._stand_in)
+
+    def _stand_in(self, job: loop.Job, loader: Any) -> Iterator[loop.Outcome]:
+        sums, skipped = torch.ones(4, dtype=torch.float64), torch.zeros(())
+        while True:
+            began = time.thread_time()
+            while time.thread_time() - began < self.step_s:
+                self.matrix @ self.matrix
+            self.computed_s += time.thread_time() - began
+            self.mark()
+            job.tally.add(["loss", "weight", "accuracy", "count"], sums, skipped)
+            job.progress.step += 1
+            yield loop.Outcome(False, [])
+
+    def mark(self) -> None:
+        """What a step tells the watch."""
         for phase in ("data loading", "forward", "backward", "optimizer step", "all_reduce"):
-            world.pulse.set(phase)
-        full.start()
-        full._ready(first)
-        full.stop()
-    marks = (time.perf_counter() - began) / 20_000
-    with Watch(world, job.stop, 300):
-        busy = time.process_time()
-        time.sleep(10)
-        beats = (time.process_time() - busy) / 10
-    if world.main:
-        ratios = sorted(a / b for a, b in zip(times["watched"], times["bare"], strict=True))
-        print(f"\n| {world.size} processes, har conv, ms per step | median | quartiles |\n|---|---|---|")
-        for name, values in times.items():
-            low, middle, high = statistics.quantiles([1e3 * value for value in values], n=4)
-            print(f"| {name} | {middle:.3f} | {low:.3f} .. {high:.3f} |")
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"| watched / bare, of {ROUNDS} pairs of {STEPS} steps | {middle:.4f} | {low:.4f} .. {high:.4f} |")
-        step = statistics.median(times["bare"])
-        print(f"| counted directly: marks, {1e6 * marks:.1f} us a step | {marks / step:.5f} of a step | |")
-        print(f"| counted directly: heartbeat thread, CPU time | {beats:.5f} of a core | |")
+            self.job.world.pulse.set(phase)
+        self.job.stopwatch.start()
+        self.job.stopwatch._ready(self.first)
+        self.job.stopwatch.stop()
+
+    def _train(self, epoch: Any) -> None:
+        """Breaks the training off: by itself it ends only with an evaluation and a checkpoint."""
+        self.job.tally, real, left = self.tally, loop.train_epoch, self.steps
+
+        def limited(job: loop.Job, loader: Any) -> Iterator[loop.Outcome]:
+            nonlocal left
+            for outcome in epoch(job, loader):
+                yield outcome
+                left -= 1
+                if not left:
+                    raise Enough
+
+        loop.train_epoch = limited
+        with contextlib.suppress(Enough):
+            train.train(self.ready, self.logger, train.Keeper(self.job, self.logger, None))
+        loop.train_epoch = real
+
+    def measure(self, name: str, phase_s: float) -> tuple[float, float]:
+        """(seconds, CPU time) of a step. phase_s: how long after a heartbeat to begin, so that in many measurements
+        there are as many beats as their length is worth."""
+        job = self.job
+        with contextlib.nullcontext() if name == "bare" else Watch(job.world, job.stop, job.cfg.ddp.timeout_s):
+            if name != "bare":
+                time.sleep(phase_s)
+            began = time.process_time()
+            took = seconds(getattr(self, name))
+            busy = time.process_time() - began - (self.computed_s if name == "counted" else 0.0)
+        return took / self.steps, busy / self.steps
 
 
-def save(world: dist.World) -> None:
+def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
+    """The same training bare, with what watches it, and with all that observes it: metrics, log, progress bar, too."""
+    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
+    names = ["bare", "watched", "observed", "counted"]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    busy: dict[str, list[float]] = {name: [] for name in names}
+    ready = prepared(world)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        logger = world.on_main(lambda: log.start(Path(folder), ready.job), local=True) or log.Silent()
+        ways = Ways(ready, logger, steps)
+        for name in names[:-1]:
+            ways.measure(name, 0.0)
+        for number in range(rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                took, worked = ways.measure(name, BEAT_S * number / rounds)
+                times[name].append(took)
+                busy[name].append(worked)
+                if name == "bare":  # CPU time: other load makes a step longer, and what is counted look small beside it
+                    ways.step_s = worked
+        logger.close()
+    mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
+    with Watch(world, ready.job.stop, ready.job.cfg.ddp.timeout_s):
+        began = time.process_time()
+        time.sleep(rounds * BEAT_S)
+        beats = (time.process_time() - began) / (rounds * BEAT_S)
+    if not world.main:
+        return []
+
+    def ratios(of: dict[str, list[float]], name: str) -> list[float]:
+        return [a / b for a, b in zip(of[name], of["bare"], strict=True)]
+
+    step, counted = (statistics.median(busy[name]) for name in ("bare", "counted"))
+    print(f"\n| {world.size} process(es), har conv, ms per step | median | quartiles |\n|---|---|---|")
+    for name in names[:-1]:
+        print(f"| {name} | {quartiles([1e3 * value for value in times[name]], 3)} |")
+    for name, (what, of) in itertools.product(names[1:-1], {"": times, " CPU time,": busy}.items()):
+        print(f"| {name} / bare,{what} of {rounds} pairs of {steps} steps | {quartiles(ratios(of, name), 4)} |")
+    print(f"| counted directly: marks, {1e6 * mark:.1f} us a step | {mark / step:.5f} of a step | |")
+    print(f"| counted directly: heartbeat thread, CPU time | {beats:.5f} of a core | |")
+    print(f"| counted directly: all that observes, {1e6 * counted:.0f} us of CPU time a step, of that of a bare one | "
+          f"{quartiles(ratios(busy, 'counted'), 4)} |")  # fmt: skip
+    low, middle, high = statistics.quantiles(ratios(times, "observed"), n=4)
+    if high - low <= OVERHEAD:
+        return [Bar("observed / bare - 1", middle - 1, OVERHEAD, at_most=True)]
+    print(f"\nThe pairs spread by {high - low:.2g}, which hides {OVERHEAD}: the direct count is held to it.")
+    share = statistics.median(ratios(busy, "counted"))
+    return [Bar("all that observes / a bare step, CPU time", share, OVERHEAD, at_most=True)]
+
+
+# ---- save -----------------------------------------------------------------------------------------------------------
+
+
+def saves(ready: train.Prepared, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step, of a blocking save, of a stall for a background save, and of the step after that."""
+    times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
+    job, training, checkpoints = ready.job, endless(ready.job, ready.train_loader), storage.Checkpoints(folder)
+    next(training)
+
+    def blocking() -> None:
+        checkpoints.commit(checkpoint.capture(job), f"blocking_{job.progress.step}.pt", False)
+
+    with train.Keeper(job, log.Silent(), checkpoints) as keeper:
+        for _ in range(rounds):
+            times["blocking"].append(seconds(blocking))
+            times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))
+            times["stall"].append(seconds(lambda: keeper.save(checkpoint.capture(job))))
+            times["after"].append(seconds(lambda: next(training)))  # a copy that is only put off shows here
+            keeper.settle()
+    return times
+
+
+def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     """How long the training stands still for one checkpoint, written beside it or in its way."""
     print(
-        "\n| parameters | file | blocking save | stall of a background save | stall / blocking |\n|---|---|---|---|---|"
+        "\n| parameters | file | step | blocking save | stall of a background save | stall / blocking | stall / step "
+        "| step after it / step |\n|---|---|---|---|---|---|---|---|"
     )
-    for width in (64, 1024, 2560):
+    found = []
+    for width in WIDTHS:
         ready = prepared(world, f"model.width={width}", "model.mode=flatten")
-        steps(ready.job, ready.train_loader, 3)
-        blocking, stalls = [], []
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            checkpoints = storage.Checkpoints(Path(folder))
-            writer = storage.Writer(checkpoints)
-            for round_ in range(7):
-                ready.job.progress.step += 1
-                began = time.perf_counter()
-                checkpoints.commit(checkpoint.capture(ready.job), f"blocking_{round_}.pt", False)
-                blocking.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                writer.submit(checkpoint.capture(ready.job), f"background_{round_}.pt", False)
-                stalls.append(time.perf_counter() - began)
-                writer.settle()
+            times = saves(ready, Path(folder), rounds, steps)
             size = max(path.stat().st_size for path in Path(folder).glob("*.pt"))
-            writer.close()
         count = sum(p.numel() for p in ready.job.model.parameters())
-        a, b = statistics.median(blocking), statistics.median(stalls)
-        print(f"| {count:,} | {size / 1e6:.1f} MB | {1e3 * a:.1f} ms | {1e3 * b:.1f} ms | {b / a:.3f} |", flush=True)
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    cfg = config.parse(["har"], tasks.load).cfg
-    world = dist.join(cfg, dist.environment())
-    if world.main:
-        print(
-            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        ms = [f"{1e3 * statistics.median(times[name]):.1f} ms" for name in ("step", "blocking", "stall")]
+        of_save, of_step, after = (
+            statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+            for one, other in (("stall", "blocking"), ("stall", "step"), ("after", "step"))
         )
+        print(f"| {count:,} | {size / 1e6:.1f} MB | {' | '.join(ms)} | {of_save:.3f} | {of_step:.2f} | {after:.2f} |",
+              flush=True)  # fmt: skip
+        found.append(Bar(f"{count:,} parameters: stall / a step", of_step, STALL_OF_STEP, at_most=True))
+        found.append(Bar(f"{count:,} parameters: stall / a blocking save", of_save, STALL_OF_SAVE, at_most=True))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=DEFAULTS)
+    parser.add_argument("--rounds", type=int, default=0, help=f"0: {[DEFAULTS[name][0] for name in DEFAULTS]}")
+    parser.add_argument("--steps", type=int, default=0, help="of one measurement in a round")
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is missed")
+    args = parser.parse_args()
+    rounds, steps = (given or own for given, own in zip((args.rounds, args.steps), DEFAULTS[args.command], strict=True))
+    torch.manual_seed(0)
+    world = dist.join(config.parse(["har"], tasks.load).cfg, dist.environment())
+    if world.main:
+        machine = platform.processor() or platform.machine()
+        print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}")
         print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s) per process")
-    {"watch": watch, "save": save}[sys.argv[1]](world)
+    found = {"watch": watch, "save": save}[args.command](world, rounds, steps)
+    if world.main:
+        print("\n" + "\n".join(bars.table(found)))
     world.leave()
+    return bars.exit_code(found) if args.check and world.main else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,9 +10,12 @@ import torch
 from conftest import ROOT, TOY, succeed
 from torch import nn
 
-from engine import memory
+import tasks
+from engine import config, memory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import bars
+import contest
 import run as benchmark
 
 FAULTS = """
@@ -80,34 +83,101 @@ def test_the_layout_is_chosen_by_rule(wanted, on_cpu, mixed, said):
 
 
 def rounds(**step_ms):
+    """Results by contestant, of whom each has a number for every round that it finished."""
     keys = {"cpu_step_ms": 1.0, "total_s": 1.0, "peak_mb": 1.0, "first_step_s": 1.0}
     return {
-        name: [keys | {"step_ms": ms, "round": n} for n, ms in enumerate(values)] for name, values in step_ms.items()
+        name: [keys | {"step_ms": ms, "round": n} for n, ms in enumerate(values) if ms]
+        for name, values in step_ms.items()
     }
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "faster"),
+    [
+        ([10, 40, 20], [25, 80, 70], 2.5),  # of 2.5, 2 and 3.5
+        ([10, 40, 20], [None, 96, 44], 2.3),
+        ([None, 40, 20], [25, 80, 70], 2.75),
+        ([10, None, None], [None, 80, 70], float("nan")),
+    ],
+)
+def test_a_ratio_is_taken_within_rounds(ours, theirs, faster):
+    """Whatever slows a round down slows all contestants of that round; who failed in it is not held against another."""
+    results = rounds(ours=ours, theirs=theirs)
+    assert benchmark.ratio(*results.values(), "step_ms") == pytest.approx(faster, nan_ok=True)
+
+
 def test_the_benchmark_compares_within_rounds():
-    """A round in which everything took twice as long changes no ratio."""
-    results = rounds(lockstep=[10, 20, 10], tutorial=[25, 50, 25], accelerate=[22, 44, 22], apart=[9, 18, 9])
-    results["limit allocator"] = rounds(limit=[9.5, 19, 9.5])["limit"]
-    one = {what: (got, bar) for what, got, bar in benchmark.verdicts("har_flatten", 1, results)}
-    assert one["har_flatten: Lockstep / the best limit"] == (0.95, 0.85)
-    assert one["har_flatten, 1 process(es): Lockstep / the best of the others"] == (2.2, 2.0)
-    two = {what: (got, bar) for what, got, bar in benchmark.verdicts("har_flatten", 2, results)}
-    assert two["har_flatten: two processes of DDP / two apart"] == (0.9, 0.6)
+    """Rounds that took twice and four times as long change no verdict; nor does one that a contestant failed in."""
+    results = rounds(
+        lockstep=[10, 40, 20], tutorial=[25, 80, 70], accelerate=[None, 96, 44], apart=[9, 36, 18], start=[1, 1, 1]
+    )
+    results["limit allocator"] = rounds(limit=[9.5, 38, 19])["limit"]
+    for name, values in {"lockstep": [2.4, 9.6, 7.2], "start": [2, 8, 4]}.items():
+        results[name] = [one | {"first_step_s": s} for one, s in zip(results[name], values, strict=True)]
+    results["start"] = [{k: v for k, v in one.items() if not k.endswith("step_ms")} for one in results["start"]]
+    one = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 1, results)}
+    assert one["har_flatten: Lockstep / the best limit"][1:] == (0.95, 0.85, False)
+    best = one["har_flatten, 1 process(es): Lockstep / the best of the others"]
+    assert best[1:] == (pytest.approx(2.3), 2.0, False) and best.met
+    first = one["har_flatten, start: first step / importing torch and building the model"]
+    assert first[1:] == (pytest.approx(1.2), 1.3, True) and first.met
+    two = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 2, results)}
+    assert two["har_flatten: two processes of DDP / two apart"][1:] == (0.9, 0.6, False)
     table = benchmark.table("har_flatten", 1, results, 64)
-    assert any(line.startswith("| accelerate | 2,909 | 22.00 (22.00 .. 44.00)") for line in table), table
+    assert any(line.startswith("| tutorial | 914 | 70.00 (25.00 .. 80.00) | 1.00 | 2.50 |") for line in table), table
+    assert "| start |  |  |  |  |  | 4.0 s | 1.0 s | 1 |  |  |" in table, "it takes no steps"
+    results["ignite"] = [results["tutorial"][0] | {"round": 3}]
+    best = {bar.what: bar for bar in benchmark.verdicts("har_flatten", 1, results)}[best.what]
+    assert not best.met, "who was never measured beside us may be the best"
+
+
+def test_a_bar_has_a_side():
+    least, most = bars.Bar("speed", 2.0, 2.0), bars.Bar("time", 1.3, 1.3, at_most=True)
+    assert least.met and most.met and not least._replace(got=1.9).met and not most._replace(got=1.4).met
+    assert not least._replace(got=float("nan")).met and not most._replace(got=float("nan")).met
+    assert bars.exit_code([least, most]) == 0 and bars.exit_code([least, most._replace(got=2)]) == 1
+    assert bars.exit_code([]) == 1, "nothing was measured"
+
+
+def test_no_workload_is_shorter_than_its_warmup(monkeypatch, capsys):
+    assert not any(benchmark.too_short(name, size, 1) for name in benchmark.WORKLOADS for size in (1, 2))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--only", "video", "--processes", "1,16", "--epochs", "1"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    error = capsys.readouterr().err
+    assert (
+        ended.value.code == 2 and error == "error: video on 16 process(es) has 3 steps, 8 to warm up: raise --epochs\n"
+    )
+
+
+@pytest.mark.parametrize("workload", sorted(benchmark.BARS["start"]))
+def test_start_has_the_model_that_is_trained(workload, tmp_path, monkeypatch):
+    """It is given sizes that the task reads off its data."""
+    monkeypatch.setattr(benchmark, "TRAIN", 100)
+    monkeypatch.setattr(benchmark, "TEST", 20)
+    monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
+    about = benchmark.WORKLOADS[workload]
+    words = [word.replace("{arrays}", str(benchmark.make_arrays(tmp_path))) for word in about["words"]]
+    words += ["dataset.trials=40", "dataset.videos=20"] if workload == "video" else []
+    cfg = config.parse(words, tasks.load).cfg
+    task = tasks.load(cfg.task)(cfg)
+    task.datasets()
+    shapes, trained = (
+        {name: tensor.shape for name, tensor in model.state_dict().items()}
+        for model in (contest.built(about), task.model())
+    )
+    assert shapes == trained
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_and_checks(launch, tmp_path, monkeypatch):
     """The real thing, small; a bar that nobody can reach makes --check fail."""
     common = ["benchmarks/run.py", "--only", "har_flatten", "--rounds", "1", "--epochs", "1", "--processes", "1"]
-    done = launch.python(*common, "--contestants", "lockstep,tutorial,limit allocator")
+    done = launch.python(*common, "--contestants", "lockstep,tutorial,limit allocator,start")
     assert done.code == 0 and "failed" not in done.out, done.out
     names = [line.split("|")[1].strip() for line in done.out.splitlines() if line.startswith("| ")]
-    assert {"lockstep", "tutorial", "limit allocator"} <= set(names)
-    assert "peak memory" in done.out
+    assert {"lockstep", "tutorial", "limit allocator", "start"} <= set(names)
+    assert "peak memory" in done.out and "har_flatten, start: first step" in done.out
     monkeypatch.setattr(benchmark, "measure", lambda name, *_: None)  # nobody finishes: no bar is met
     monkeypatch.setattr(sys, "argv", ["run.py", "--only", "har_flatten", "--processes", "1", "--check"])
     monkeypatch.setattr(benchmark, "make_arrays", lambda folder: tmp_path)
@@ -125,6 +195,27 @@ def test_a_contestant_that_fails_is_named(capsys):
 def test_results_name_their_surroundings():
     about = benchmark.surroundings(SimpleNamespace(gpu=False, threads=1, rounds=2))
     assert about["versions"]["torch"] == torch.__version__ and about["commit"] and json.dumps(about)
+
+
+def held_to(bar_count, done):
+    """Says so of each of its bars, and the exit code of --check is what they come to."""
+    said = [line.split("|")[-2].strip() for line in done.out.partition("## Bars")[2].splitlines()[4:]]
+    assert len(said) == bar_count and set(said) <= {"ok", "missed"}, done.out + done.err
+    assert done.code == int("missed" in said), done.out + done.err
+
+
+@pytest.mark.slow
+def test_what_observing_costs_is_measured(launch):
+    words = ["watch", "--rounds", "2", "--steps", "2", "--check"]
+    done = launch.torchrun(2, "benchmarks/reliability.py", *words)
+    held_to(1, done)
+    for row in ("bare", "watched", "observed", "observed / bare, of 2 pairs of 2 steps", "counted directly: all"):
+        assert f"\n| {row}" in done.out
+
+
+@pytest.mark.slow
+def test_what_saving_costs_is_measured(launch):
+    held_to(6, launch.python("benchmarks/reliability.py", "save", "--rounds", "1", "--steps", "1", "--check"))
 
 
 def weights(run):
