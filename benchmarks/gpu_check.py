@@ -1,0 +1,454 @@
+#!/usr/bin/env python3
+"""What can only be seen on a GPU, in one command for whoever has one: some minutes, one GPU, real runs of the scripts.
+
+python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
+python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
+python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: whether the checks themselves work, nothing else
+
+Exit code 0: all is well; 1: a check failed; 2: there is no GPU. No check outlasts its time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from engine import config
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+LIMIT_S, LIMITS_S = 120, {"compiled": 300, "speed": 300}
+HAS_CACHE = hasattr(config.Config, "cache")
+CACHED = [["cache=none"], ["cache=device"]] if HAS_CACHE else [[]]
+Facts = dict[str, Any]
+
+
+class Failed(Exception):
+    """A check has found something wrong."""
+
+
+def require(so: bool, words: str) -> None:
+    if not so:
+        raise Failed(words)
+
+
+class Lab:
+    """Where commands run, each with a log; what they leave running is found and ended.
+
+    root    a temporary folder; folder is the present check's in it
+    on      the device words of every run
+    until   time.monotonic() at which the present check has to be over
+    """
+
+    def __init__(self, root: Path, tiny: bool):
+        self.root, self.folder, self.tiny, self.until = root, root, tiny, time.monotonic() + LIMIT_S
+        self.on = ["device=cpu" if tiny else "device=cuda"]
+        self.har = ["har", "log_every=5", *self.on, *["dataset.stride=512", "model.width=8"] * tiny]
+        # Long enough for a signal to arrive in the middle.
+        self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={200 if tiny else 450}"]
+        self.exact += ["eval_every=50", "save_every=50"]
+        # In float64 only a mistake shows, not rounding.
+        self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
+
+    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        # TMPDIR is also the mark that `end` looks for. The logs say which CUDA graphs were recorded, or left out.
+        env = os.environ | {"TMPDIR": str(self.root), "TORCH_LOGS": "perf_hints,cudagraphs"}
+        env |= {"OMP_NUM_THREADS": "1"} if self.tiny else {}
+        how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        with open(self.folder / f"{name}.log", "ab") as log:
+            return subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, **how)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def finish(self, name: str, process: subprocess.Popen[bytes], expected: int = 0) -> None:
+        try:
+            ended = f"exit code {process.wait(max(0.0, self.until - time.monotonic()))}"
+        except subprocess.TimeoutExpired:
+            ended = "out of time"
+        lines = [line.strip() for line in self.said(name).splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"error: |\w+(\.\w+)*Error: ", line)]
+        require(ended == f"exit code {expected}", f"{name}: {ended}: {' / '.join(errors[-2:] or lines[-2:])}")
+
+    def train(self, commands: dict[str, list[str]]) -> dict[str, Path]:
+        """All at once, for what counts here are numbers, not times; returns their folders. One that has its folder
+        already goes on there."""
+        started = {n: self.start(n, [*command, f"save_dir={self.folder / n}"]) for n, command in commands.items()}
+        for name, process in started.items():
+            self.finish(name, process)
+        return {name: self.folder / name for name in commands}
+
+    def part(self, name: str, *words: str) -> Any:
+        """What a function of PARTS returns, in a process of its own."""
+        self.finish(name, self.start(name, [__file__, "--part", name.split()[0], *words]))
+        return json.loads(self.said(name).rpartition("RESULT ")[2].splitlines()[0])
+
+    def end(self) -> None:
+        """Kill them, by their mark: under torchrun every rank has a process group of its own."""
+        for _ in range(100):  # and not for ever: a driver may hold a process
+            left = False
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
+                    if f"TMPDIR={self.root}\0".encode() in (process / "environ").read_bytes():
+                        left = True
+                        os.kill(int(process.name), signal.SIGKILL)
+            if not left:
+                return
+            time.sleep(0.1)
+
+
+def plain(*words: str) -> list[str]:
+    return [str(ROOT / "train.py"), *words]
+
+
+def ddp(processes: int, *words: str) -> list[str]:
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [*run, str(ROOT / "train_ddp.py"), *words]
+
+
+def load(run: Path) -> dict[str, Any]:
+    return torch.load(run / "last.pt", map_location="cpu", weights_only=True)
+
+
+def logged(run: Path, key: str) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if line["event"] == "train"]
+
+
+def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float = 0.0) -> None:
+    """Train them; the final weights of each are at most so far from the first one's, as a share of the largest number
+    of each tensor."""
+    (first, run), *others = lab.train(commands).items()
+    right = load(run)
+    for name, other in others:
+        state = load(other)
+        pairs = [(state["model"][key], weight) for key, weight in right["model"].items()]
+        shares = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs]
+        apart = max(shares) if all(map(math.isfinite, shares)) else math.inf
+        facts[f"{name} and {first}"] = f"{apart:.1e} apart" if apart else "the same bits"
+        require(apart <= most, f"the weights of {name} and {first} may be {most:g} apart")
+        require(state["progress"]["step"] == right["progress"]["step"], f"{name} took another number of steps")
+
+
+# ---- the checks -----------------------------------------------------------------------------------------------------
+
+
+def nccl(lab: Lab, facts: Facts) -> None:
+    """train_ddp.py in a group of one, beside plain train.py"""
+    compare(lab, facts, {"no group": plain(*lab.exact), "group of one": ddp(1, *lab.exact)})
+
+
+def amp(lab: Lab, facts: Facts) -> None:
+    """mixed precision: the loss falls, the weights stay finite"""
+    runs = lab.train({kind: plain(*lab.har, "steps=120", f"amp={kind}") for kind in ("off", "bf16", "fp16")})
+    for name, run in runs.items():
+        losses, state = logged(run, "loss"), load(run)
+        facts[name] = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} steps skipped"
+        require(state["precision"] == name, f"{name}: trained in {state['precision']}")
+        require(losses[-1] < losses[0], f"{name}: the loss does not fall")
+        require(all(bool(w.isfinite().all()) for w in state["model"].values()), f"{name}: weights are not finite")
+    facts["scale of fp16"] = load(runs["fp16"])["scaler"].get("scale")
+    require(facts["scale of fp16"] is not None, "the fp16 checkpoint holds no scaler")
+
+
+def compiled(lab: Lab, facts: Facts) -> None:
+    """torch.compile: losses near to the eager run's"""
+    # One shape in training and one in evaluation, and few matrices: each is compiled, and tuned, by itself.
+    words = [*lab.har, "model.mode=flatten", "model.depth=1", "amp=off", "drop_last=true", "eval_batch_size=1024"]
+    words += ["global_batch=64", f"steps={20 if lab.tiny else 80}"]
+    modes = ("off", "default", "reduce-overhead", "max-autotune")
+    commands = {mode: plain(*words, f"compile={mode}") for mode in modes}
+    commands["default, DDP"] = ddp(1, *words, "compile=default")
+    twice = [*words, "compile=reduce-overhead", "gradient_accumulation_steps=2"]
+    runs = lab.train(commands | {"reduce-overhead, two passes a step": plain(*twice)})
+    for name, run in runs.items():
+        loss, eager = logged(run, "loss")[-1], logged(runs["off"], "loss")[-1]
+        recorded, left_out = (len(re.findall(kind, lab.said(name))) for kind in (r"\bRecording f", "skipping cudag"))
+        facts[name] = f"loss {loss:.5f}, {recorded} CUDA graphs, {left_out} left out"
+        require(name == "off" or "compiled (" in lab.said(name), f"{name}: not compiled")
+        require(abs(loss - eager) < 0.01 * eager, f"{name}: loss {loss:.5f}, not {eager:.5f}")
+
+
+def cut(lab: Lab, facts: Facts) -> None:
+    """the same global batch in 1, 2 and 4 passes"""
+    har = [*lab.har, "amp=off", "deterministic=true", "global_batch=64", "steps=10"]
+    for kind, words, most in (("float64", [*lab.toy, *lab.on, "steps=14"], 1e-9), ("float32", har, 1e-3)):
+        passes = {f"{n} in {kind}": plain(*words, f"gradient_accumulation_steps={n}") for n in (1, 2, 4)}
+        compare(lab, facts, passes, most)
+
+
+def data_parallel(lab: Lab, facts: Facts) -> None:
+    """DataParallel over one GPU, beside plain train.py"""
+    words = [*lab.exact, "--multi-gpu", "dp", "--gpu-ids", "0"]
+    compare(lab, facts, {"plain": plain(*lab.exact), "DataParallel": plain(*words)})
+    require(lab.tiny or "1 GPU(s) of DataParallel" in lab.said("DataParallel"), "it was not used")
+
+
+def devices(lab: Lab, facts: Facts) -> None:
+    """a checkpoint of the GPU goes on on the CPU, and one of the CPU on the GPU"""
+    words, cpu = [*lab.toy, "schedule.horizon=16"], ["device=cpu"]
+    ways = {"GPU": (lab.on, lab.on), "GPU then CPU": (lab.on, cpu), "CPU then GPU": (cpu, lab.on)}
+    lab.train({name: plain(*words, *on[0], "steps=8") for name, on in ways.items()})
+    compare(lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-9)
+    for name in ways:
+        require("step 8," in lab.said(name), f"{name}: it did not go on from step 8")
+
+
+def gloo(lab: Lab, facts: Facts) -> None:
+    """two gloo processes on one GPU, beside one process"""
+    words = [*lab.toy, *lab.on, "steps=14"]
+    compare(lab, facts, {"one": plain(*words), "two": ddp(2, *words, "ddp.backend=gloo")}, 1e-9)
+
+
+def stop(lab: Lab, facts: Facts) -> None:
+    """SIGTERM in the middle and the same command again, beside a run that nothing happened to"""
+    command, folder = plain(*lab.exact), lab.folder / "stopped"
+    process = lab.start("stopped", [*command, f"save_dir={folder}"])
+    while "step 5/" not in lab.said("stopped") and process.poll() is None and time.monotonic() < lab.until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    lab.finish("stopped", process, expected=75)
+    facts["stopped after step"] = load(folder)["progress"]["step"]
+    compare(lab, facts, {"straight": command, "stopped": command})
+
+
+def cache(lab: Lab, facts: Facts) -> str:
+    """data on the device, beside data on the host"""
+    if not HAS_CACHE:
+        return "not in this version"
+    compare(lab, facts, {kind: plain(*lab.exact, f"cache={kind}") for kind in ("none", "device")})
+    require("of data held" in lab.said("device"), "no data were held")
+    return "ok"
+
+
+def syncs(lab: Lab, facts: Facts) -> None:
+    """calls between log points that wait for the device, but for World.reading's"""
+    few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "16")
+    video = ["video", f"dataset.root={few}", "dataset.frames=5", "model.width=4", "batch_size=2", *lab.on]
+    har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
+    kinds = {"har bf16": [*har, "amp=bf16"], "har fp16": [*har, "amp=fp16"]}
+    for cached in CACHED:
+        kinds[" ".join(["video bf16", *cached])] = [*video, "amp=bf16", *cached]
+    for kind, words in kinds.items():
+        places, taken, seen = lab.part(f"steps {kind}", *words)
+        facts[kind] = f"{len(places)} in {taken} steps"
+        require(seen, f"{kind}: one made on purpose was not seen, so none would be")
+        require(not places, f"{kind}: {', '.join(sorted(set(places)))}")
+
+
+def speed(lab: Lab, facts: Facts) -> None:
+    """samples a second, one run at a time, and what a large matrix multiplication allows"""
+    trials, frames, size, width = ("60", "5", "16", "4") if lab.tiny else ("720", "17", "256", "40")
+    many = lab.part("clips many", str(lab.folder / "many"), trials, "60", frames, size)
+    rare = ["eval_every=100000", "save_every=100000", "drop_last=true", *lab.on]
+    video = ["--config", str(ROOT / "configs/video.yaml"), f"dataset.root={many}", "dataset.val_share=0.1", "amp=bf16"]
+    video += [*rare, f"dataset.frames={frames}", f"dataset.size={size}", f"model.width={width}"]
+    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=50", "log_every=5"]
+    har = ["har", "--mode", "flatten", "--batch-size", "32", *rare]
+    har += ["steps=100", "dataset.stride=512"] if lab.tiny else ["steps=1500", "log_every=50"]
+    flop_s, flop = lab.part("ceiling", frames, size, width, *lab.on)
+    facts["bf16 matrix multiplication"] = f"{flop_s / 1e12:.4g} TFLOP/s"
+    facts["a clip forward and backward"] = f"{flop / 1e9:.4g} GFLOP"
+    for what, words in (("video clips", video), ("HAR windows", har)):
+        for cached in CACHED:
+            name = " ".join([what, *cached])
+            run = lab.train({name: plain(*words, *cached)})[name]
+            rates, waits = logged(run, "samples_per_s"), logged(run, "data_wait_share")
+            rate, wait = (statistics.median(values[len(values) // 2 :]) for values in (rates, waits))
+            facts[name] = f"{rate:.0f}/s, data wait {100 * wait:.0f} %"
+            if words is video:
+                facts[name] += f", {100 * rate * flop / flop_s:.1f} % of that multiplication's FLOP/s"
+
+
+ALL = (nccl, amp, compiled, cut, data_parallel, devices, gloo, stop, cache, syncs, speed)
+CHECKS: dict[str, Callable[[Lab, Facts], str | None]] = {check.__name__: check for check in ALL}
+NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
+
+
+# ---- in processes of their own --------------------------------------------------------------------------------------
+
+
+def about(on: str) -> Facts:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    said = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
+    commit, driver = (text.strip() or "unknown" for text in said)
+    found = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "cores": str(os.cpu_count())}
+    if on == "device=cpu":
+        return found | {"device": "the CPU"}
+    gpu, nccl_version = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
+    found |= {"device": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB", "driver": driver}
+    return found | {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl_version}
+
+
+def clips(folder: str, *sizes: str) -> str:
+    from formats.synthetic_clips import Recipe, ensure
+
+    trials, videos, frames, size = map(int, sizes)
+    return str(ensure(folder, Recipe(trials, videos, frames, size)))
+
+
+def steps(*words: str) -> tuple[list[str], int, bool]:
+    """Steps in which torch reports calls that wait for the device: our lines that made them, how many steps, and
+    whether one made on purpose was seen. `warn` and not `error`, which would end at the first. The first steps are left
+    out: there class weights are copied and the optimizer's counters read, once."""
+    import tasks
+    import train
+    from engine import dist, loop
+    from engine.stop import Stop
+
+    cfg = config.parse(list(words), tasks.load).cfg
+    world = dist.join(cfg, None)
+    ready = train.prepare(cfg, world, Stop())
+    on_gpu = world.device.type == "cuda"
+    mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)
+    places, words_of_torch = [], "called a synchronizing CUDA operation"
+    reading = dist.World.reading
+
+    def note(message: Any, *_: Any) -> None:
+        if words_of_torch in str(message):
+            stack = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
+            ours = [f"{f.filename}:{f.lineno} {f.line}" for f in stack if "site-packages" not in f.filename]
+            places.append(ours[-1].removeprefix(f"{ROOT}/") if ours else "in a thread of torch's")
+
+    @contextlib.contextmanager
+    def allowed(world: dist.World) -> Iterator[None]:
+        mode("default")
+        with reading(world):
+            yield
+        mode("warn")
+
+    taken = loop.train_epoch(ready.job, ready.train_loader)
+    for _ in range(3):
+        next(taken)
+    dist.World.reading = allowed  # type: ignore[assignment, method-assign]
+    warnings.simplefilter("always")
+    warnings.showwarning = note  # type: ignore[assignment]
+    mode("warn")
+    for _ in range(6):
+        next(taken)
+    found = list(places)
+    torch.ones(1, device=world.device).item() if on_gpu else warnings.warn(words_of_torch, stacklevel=1)
+    mode("default")
+    return found, 6, len(places) == len(found) + 1
+
+
+def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float]:
+    """FLOP/s of a large bf16 matrix multiplication, the best of ten rounds; FLOP of the video model for a clip."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from models.cnn3d import CNN3d
+
+    device = on.removeprefix("device=")
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    n, best = 8192 if device == "cuda" else 128, math.inf
+    a, b = torch.randn(2, n, n, device=device).bfloat16()
+    for _ in range(10):
+        wait()
+        began = time.perf_counter()
+        for _ in range(20):
+            a @ b
+        wait()
+        best = min(best, time.perf_counter() - began)
+    with torch.device("meta"):
+        model, clip = CNN3d(5, int(width)), torch.zeros(1, int(frames), int(size), int(size), dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter:
+        model(clip).sum().backward()
+    return 20 * 2 * n**3 / best, counter.get_total_flops()
+
+
+PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (about, clips, steps, ceiling)}
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
+    lines = ["# What was seen on a GPU", "", f"`{' '.join(['python benchmarks/gpu_check.py', *argv])}`", ""]
+    lines += ["; ".join(f"{name} {value}" for name, value in where.items()), ""]
+    lines += ["| check | | s | found |", "|---|---|---:|---|"]
+    for name, check in checks.items():
+        found = "; ".join(f"{key}: {value}" for key, value in check["facts"].items()).replace("|", "\\|")
+        lines.append(f"| `{name}`: {CHECKS[name].__doc__} | {check['state']} | {check['seconds']:.0f} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+def examine(lab: Lab, name: str) -> dict[str, Any]:
+    facts: Facts = {}
+    began = time.monotonic()
+    lab.until = began + LIMITS_S.get(name, LIMIT_S) * (5 if lab.tiny else 1)  # CPUs are shared with others
+    lab.folder = lab.root / name
+    lab.folder.mkdir()
+    try:
+        state = CHECKS[name](lab, facts) or "ok"
+    except Exception as error:  # whatever it is, the other checks still have something to say
+        words = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+        words = words.replace(f"{lab.folder}/", "").replace(f"{ROOT}/", "")  # paths of this machine
+        state, facts["failed"] = "failed", " ".join(words.split())[:1000]
+    lab.end()
+    return {"state": state, "seconds": round(time.monotonic() - began, 1), "facts": facts}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help=f"of {','.join(CHECKS)}")
+    parser.add_argument("--out", default="", help="name of the two files in benchmarks/results")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.part:
+        print("RESULT", json.dumps(PARTS[args.part[0]](*args.part[1:])), flush=True)
+        return 0
+    names = args.only.split(",") if args.only else [n for n in CHECKS if not (args.rehearse and n in NOT_REHEARSED)]
+    if unknown := set(names) - CHECKS.keys():
+        parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    if args.rehearse:
+        print("A rehearsal on the CPU: nothing of it says anything about a GPU, and nothing is written.\n", flush=True)
+    elif not torch.cuda.is_available():
+        print("torch sees no GPU here, and all of this is about one (--rehearse: on the CPU)", file=sys.stderr)
+        return 2
+    checks: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
+        lab = Lab(Path(folder), args.rehearse)
+        try:
+            where = lab.part("about", *lab.on)
+            hardware = re.sub(r"\W+", "_", where["device"].lower().replace("nvidia", "")).strip("_")
+            out = "" if args.rehearse else args.out or ("" if args.only else f"gpu_{hardware}_check")
+            for name in names:
+                checks[name] = one = examine(lab, name)
+                print(f"{name}: {one['state']} ({one['seconds']:.0f} s) {one['facts']}", flush=True)
+                if out:  # after each: where the time runs out, what there is stays
+                    whole = json.dumps({"about": where, "checks": checks}, indent=1)
+                    (RESULTS / f"{out}.md").write_text(table(argv, where, checks))
+                    (RESULTS / f"{out}.json").write_text(whole + "\n")
+        finally:
+            lab.end()
+    print("\n" + table(argv, where, checks))
+    return int(any(check["state"] == "failed" for check in checks.values()))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    sys.exit(main(sys.argv[1:]))

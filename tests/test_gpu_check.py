@@ -1,0 +1,113 @@
+"""The command for whoever has a GPU: that it says so where there is none, and that it would notice."""
+
+import sys
+
+import pytest
+from conftest import FAULTY, ROOT, TOY, succeed
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_check
+
+COMMAND = "benchmarks/gpu_check.py"
+
+
+def test_without_a_gpu_it_says_so(launch):
+    done = launch.python(COMMAND, CUDA_VISIBLE_DEVICES="")
+    assert done.code == 2 and not done.out
+    assert len(done.err.splitlines()) == 1 and "torch sees no GPU here" in done.err
+
+
+def test_unknown_checks_are_named(launch):
+    done = launch.python(COMMAND, "--only", "amp,ampere")
+    assert done.code == 2 and "no check ampere; there are nccl, amp," in done.err
+
+
+@pytest.mark.slow
+def test_the_rehearsal_passes(launch):
+    before = sorted(gpu_check.RESULTS.iterdir())
+    done = succeed(launch.python(COMMAND, "--rehearse", "--out", "gpu_rehearsal", CUDA_VISIBLE_DEVICES=""))
+    assert "nothing of it says anything about a GPU" in done.out.splitlines()[0]
+    rows = [line.split("|") for line in done.out.splitlines() if line.startswith("| `")]
+    states = {row[1].split("`")[1]: row[2].strip() for row in rows}
+    assert states.keys() == gpu_check.CHECKS.keys() - set(gpu_check.NOT_REHEARSED)
+    assert {state for name, state in states.items() if name != "cache"} == {"ok"}
+    assert states["cache"] == ("ok" if gpu_check.HAS_CACHE else "not in this version")
+    assert sorted(gpu_check.RESULTS.iterdir()) == before
+
+
+def provoke(monkeypatch, launch, **checks):
+    """Run checks of the test's own in this process; returns the exit code."""
+    monkeypatch.setenv(launch.mark, "1")  # so that the fixture finds what they leave behind
+    for name, check in checks.items():
+        check.__doc__ = "provoked"
+        monkeypatch.setitem(gpu_check.CHECKS, name, check)
+    return gpu_check.main(["--rehearse", "--only", ",".join(checks)])
+
+
+@pytest.mark.slow
+def test_what_fails_is_reported_and_the_rest_goes_on(launch, monkeypatch, capsys):
+    def raises(lab, facts):
+        lab.train({"good": gpu_check.plain(TOY, "steps=1"), "bad": gpu_check.plain(FAULTY, *fault, "fault.kind=raise")})
+
+    def differs(lab, facts):
+        gpu_check.compare(lab, facts, {f"seed {n}": gpu_check.plain(TOY, "steps=2", f"seed={n}") for n in (0, 1)}, 0.1)
+
+    def stops_short(lab, facts):
+        gpu_check.compare(lab, facts, {f"{n} steps": gpu_check.plain(TOY, f"steps={n}", "lr=1e-12") for n in (2, 3)}, 1)
+
+    def works(lab, facts):
+        gpu_check.compare(lab, facts, {name: gpu_check.plain(TOY, "steps=2") for name in ("one", "other")})
+
+    def errs(lab, facts):
+        return {}["missing"]
+
+    fault = ["steps=9", "fault.rank=0"]
+    code = provoke(monkeypatch, launch, raises=raises, differs=differs, stops_short=stops_short, errs=errs, works=works)
+    said = capsys.readouterr().out
+    assert code == 1
+    assert "raises: failed" in said and "bad: exit code 1: error: ZeroDivisionError: an error in the task" in said
+    assert "differs: failed" in said and "the weights of seed 1 and seed 0 may be 0.1 apart" in said
+    assert "stops_short: failed" in said and "3 steps took another number of steps" in said
+    assert "errs: failed" in said and "KeyError: 'missing'" in said
+    assert "works: ok" in said and "other and one: the same bits" in said
+    assert str(ROOT) not in said, "no paths of this machine"
+
+
+@pytest.mark.slow
+def test_what_hangs_is_ended(launch, monkeypatch, capsys):
+    """A frozen rank and one that waits for it, both in groups of their own below torchrun."""
+
+    def hangs(lab, facts):
+        lab.train({"frozen": gpu_check.ddp(2, FAULTY, "fault.kind=freeze", "fault.rank=1", "ddp.timeout_s=9999")})
+
+    monkeypatch.setattr(gpu_check, "LIMIT_S", 6)
+    assert provoke(monkeypatch, launch, hangs=hangs) == 1
+    said = capsys.readouterr().out
+    assert "hangs: failed" in said and "frozen: out of time: " in said
+    assert not launch.left_behind()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_what_runs(launch):
+    run = launch.start(sys.executable, COMMAND, "--rehearse", "--only", "amp,cut")
+    run.wait_for("amp: ok")
+    run.signal(15)
+    assert run.wait().code == 143 and not launch.left_behind()
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_is_found_with_its_line(launch, tmp_path):
+    """On the CPU torch reports none, so the task says what torch would."""
+    task = tmp_path / "waiting.py"
+    task.write_text(
+        "import warnings\n"
+        "from tests.tasks import toy\n"
+        "class Task(toy.Task):\n"
+        "    def loss(self, net, batch):\n"
+        "        warnings.warn('called a synchronizing CUDA operation')\n"
+        "        return super().loss(net, batch)\n"
+    )
+    done = succeed(launch.python(COMMAND, "--part", "steps", str(task), "device=cpu", "batch_size=4"))
+    places, steps, seen = gpu_check.json.loads(done.out.rpartition("RESULT ")[2])
+    assert steps == len(places) == 6 and seen
+    assert all(place.startswith("engine/loop.py:") and "job.task.loss(" in place for place in places), places
