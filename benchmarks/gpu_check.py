@@ -382,7 +382,8 @@ PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (about, 
 
 
 def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
-    lines = ["# What was seen on a GPU", "", f"`{' '.join(['python benchmarks/gpu_check.py', *argv])}`", ""]
+    title = "# What was seen on a GPU" if where["device"] != "the CPU" else "# A rehearsal, without a GPU"
+    lines = [title, "", f"`{' '.join(['python benchmarks/gpu_check.py', *argv])}`", ""]
     lines += ["; ".join(f"{name} {value}" for name, value in where.items()), ""]
     lines += ["| check | | s | found |", "|---|---|---:|---|"]
     for name, check in checks.items():
