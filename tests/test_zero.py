@@ -17,7 +17,7 @@ from engine.dist import World
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 
 COMMON = ["seed=3", "log_every=1", "global_batch=12", "schedule.warmup_steps=2", "optim.ema_decay=0.9"]
-COMMON += ["optim.grad_clip=0.1", "optim.weight_decay=0.1"]
+COMMON += ["optim.grad_clip=0.1", "optim.weight_decay=0.1", "check_every=1"]
 
 TASKS = {
     "toy": [TOY],
