@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -46,11 +47,9 @@ class Log(Silent):
     """Rank 0's. `start` is the step that the run goes on from: what a dead run logged beyond it is taken back."""
 
     def __init__(self, folder: Path, job: Job):
-        # Imported here: together they take longer than importing the rest of the program but torch.
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder, self.began = folder, time.perf_counter()
-        start = job.progress.step
+        self.start = start = job.progress.step
+        self.config = job.cfg
         self.lost: set[str] = set()  # what can no longer be written
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
@@ -58,11 +57,18 @@ class Log(Silent):
         self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
         self.earlier_s = _take_back(folder / "metrics.jsonl", start)
         self.lines = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self.writer = SummaryWriter(str(folder / "logs"), purge_step=start + 1)
-        self.summaries: Any = self.writer.file_writer  # for what SummaryWriter has no method for
+        (folder / "logs").mkdir(exist_ok=True)
         self.wandb = _start_wandb(job.cfg, folder) if job.cfg.wandb.enable else None
-        if not start:
-            self.writer.add_text("config", "```yaml\n" + config.to_yaml(job.cfg) + "```", 0)
+
+    @functools.cached_property
+    def writer(self) -> Any:
+        """TensorBoard's, at the first log point: to import it takes longer than the rest of the program but torch."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self.folder / "logs"), purge_step=self.start + 1)
+        if not self.start:
+            writer.add_text("config", "```yaml\n" + config.to_yaml(self.config) + "```", 0)
+        return writer
 
     def say(self, text: str = "") -> None:
         from tqdm import tqdm
@@ -75,7 +81,7 @@ class Log(Silent):
     def _bar(self, **about: Any) -> Any:
         from tqdm import tqdm
 
-        return tqdm(disable=not self.bars, dynamic_ncols=True, **about)
+        return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
     def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
         """Pass `items` through, with a bar of their own on a terminal."""
@@ -104,9 +110,15 @@ class Log(Silent):
 
     def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
         with self._no_matter("TensorBoard"):
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(f"{group}/{name}", value, job.progress.step)
+            self._add_scalars({f"{group}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}, job)
+
+    def _add_scalars(self, values: dict[str, float], job: Job) -> None:
+        """As one event: SummaryWriter would write one for each."""
+        writer = self.writer.file_writer  # first, for what comes next is loaded with it
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        writer.add_summary(Summary(value=scalars), job.progress.step)
 
     def train(self, job: Job, metrics: dict[str, float]) -> None:
         p, plan = job.progress, job.plan
@@ -183,7 +195,7 @@ class Log(Silent):
         data = io.BytesIO()
         frames[0].save(data, format="GIF", save_all=True, append_images=frames[1:], duration=100, loop=0)
         image = Summary.Image(height=clip.shape[1], width=clip.shape[2], encoded_image_string=data.getvalue())
-        self.summaries.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def close(self) -> None:
         self.epochs.close()
@@ -213,9 +225,8 @@ def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
     flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
     results = {f"hparam/{job.task.monitor}": metrics[job.task.monitor], "hparam/loss": metrics["loss"]}
     for summary in hparams(flat, results):
-        log.summaries.add_summary(summary)
-    for name, value in results.items():
-        log.writer.add_scalar(name, value, job.progress.step)
+        log.writer.file_writer.add_summary(summary)
+    log._add_scalars(results, job)
 
 
 def require_wandb() -> None:

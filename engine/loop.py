@@ -40,42 +40,50 @@ class Progress:
 
 
 class Tally:
-    """What happened since the last log point: totals that stay on the device, and the clock of this process."""
+    """What happened since the last log point, and the clock of this process. Until it is read, what a step has come to
+    stays on the device as it is: a step costs no operation here."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.clear()
 
     def clear(self) -> None:
-        self.names: list[str] = []  # of the totals: the loss, its weight, the task's sums
-        self.sums = torch.zeros(0, dtype=torch.float64, device=self.device)  # of all ranks, without skipped steps
-        self.grad_norm = torch.zeros((), device=self.device)  # of the last step
-        self.skipped = torch.zeros((), device=self.device)  # steps skipped
+        self.totals: dict[str, float] = {}  # the loss, its weight, the task's sums: of all ranks, without skipped steps
+        self.skipped = 0.0  # steps skipped
+        self.unread: list[tuple[list[str], Tensor, Tensor]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
         self.since, self.waited, self.timed_samples = time.perf_counter(), 0.0, 0
 
     def add(self, names: list[str], sums: Tensor, skipped: Tensor) -> None:
-        """One step's totals (len(names),); of a skipped step they may be NaN, and don't count."""
-        sums = torch.where(skipped > 0, 0.0, sums)
-        if self.names == names:
-            self.sums += sums
-        else:  # the first of this log point, or one that the task has given other names
-            totals = dict(zip(self.names, self.sums, strict=True))
-            for name, value in zip(names, sums, strict=True):
-                totals[name] = totals[name] + value if name in totals else value
-            self.names, self.sums = list(totals), torch.stack([*totals.values()])
-        self.skipped += skipped
+        """One step's (len(names),) float64; of a skipped step they may be NaN, and don't count."""
+        self.unread.append((names, sums, skipped))
+        if len(self.unread) == 1000:  # where log points are rare
+            self.read()
+
+    def read(self, *more: Tensor) -> list[float]:
+        """Bring the totals up to date: a host sync, in which `more` numbers come along. In the order of the steps, so
+        that it makes no difference when it is done."""
+        unread, self.unread = self.unread, []
+        last = torch.stack([*(skipped for _, _, skipped in unread), *more]) if unread or more else torch.zeros(0)
+        numbers = iter(torch.cat([*(sums for _, sums, _ in unread), last.to(self.device)]).tolist())
+        steps = [(names, [next(numbers) for _ in names]) for names, _, _ in unread]
+        for names, values in steps:
+            skipped = next(numbers)
+            self.skipped += skipped
+            for name, value in zip(names, values, strict=True):
+                self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
+        return [*numbers]
 
     def state(self) -> dict[str, Any]:
-        return {"totals": dict(zip(self.names, self.sums.cpu(), strict=True)), "skipped": self.skipped.cpu()}
+        self.read()
+        totals = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()}
+        return {"totals": totals, "skipped": torch.tensor(self.skipped)}
 
     def load(self, state: dict[str, Any]) -> None:
-        if state["totals"]:
-            self.names = list(state["totals"])
-            self.sums = torch.stack([*state["totals"].values()]).to(self.device)
-        self.skipped = state["skipped"].to(self.device)
+        self.totals = {name: float(value) for name, value in state["totals"].items()}
+        self.skipped = float(state["skipped"])
 
 
 class Stopwatch:
@@ -171,6 +179,7 @@ class Job:
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
 
     def __post_init__(self) -> None:
+        self.grad_norm = torch.zeros((), device=self.world.device)  # of the last step
         self.stopwatch, self.mailbox = Stopwatch(self.model, self.world.device), Mailbox(self.world.device)
 
     @property
@@ -239,7 +248,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
             factor = job.plan.global_batch / sums[2]
             lr = job.plan.lr(progress.step)
-            tally.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
+            job.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
             for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
                 buffer.copy_(torch.where(skipped > 0, before, buffer))
             if job.ema is not None:
@@ -345,15 +354,15 @@ def training_metrics(job: Job) -> dict[str, float]:
     """The metrics since the last log point, on every rank: the one host sync of the training loop."""
     tally = job.tally
     with job.world.reading():
-        numbers = torch.cat([tally.sums, tally.grad_norm[None], tally.skipped[None]]).tolist()
+        (grad_norm,) = tally.read(job.grad_norm)
     elapsed = time.perf_counter() - tally.since  # after the sync: the device has finished too
-    totals = dict(zip(tally.names, numbers, strict=False))
+    totals = tally.totals
     for name, value in totals.items():
         job.progress.epoch_totals[name] = job.progress.epoch_totals.get(name, 0.0) + value
     metrics = means(totals) | {
         "lr": job.plan.lr(job.progress.step - 1),
-        "grad_norm": numbers[-2],
-        "skipped_steps": numbers[-1],
+        "grad_norm": grad_norm,
+        "skipped_steps": tally.skipped,
         "samples_per_s": tally.timed_samples / elapsed,
         "data_wait_share": min(1.0, tally.waited / elapsed),
     }

@@ -75,8 +75,8 @@ class AdamW(torch.optim.AdamW):
         return whole | {"state": states}
 
     def whole_state(self) -> dict[str, Any]:
-        """(all ranks) What a checkpoint holds, on rank 0 at least."""
-        return self.state_dict()
+        """(all ranks) What a checkpoint holds, on rank 0 at least; to be copied, which gives each its own counter."""
+        return super().state_dict()
 
     @property
     def kept(self) -> list[Tensor]:

@@ -58,7 +58,10 @@ class Recordings:
 
     def __post_init__(self) -> None:
         # In memory channel by channel: a window is then C runs of T steps, four times as fast to gather.
-        object.__setattr__(self, "signal", np.asfortranarray(self.signal))
+        by_channel = np.empty(self.signal.shape, self.signal.dtype, order="F")
+        for first in range(0, len(self.signal), 8192):  # in pieces that fit into the cache
+            by_channel[first : first + 8192] = self.signal[first : first + 8192]
+        object.__setattr__(self, "signal", by_channel)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,8 +105,10 @@ class Windows:
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
         covered.index_add_(0, self.starts, torch.ones_like(self.starts))
         covered.index_add_(0, self.starts + self.length, -torch.ones_like(self.starts))
-        steps = self.signal[covered.cumsum(0)[:-1] > 0].double()
-        mean, std = steps.mean(0), steps.std(0, correction=0)
+        chosen = covered.cumsum(0)[:-1] > 0
+        columns = self.signal.T if chosen.all() else self.signal[chosen].T
+        spread = [torch.std_mean(column.double(), correction=0) for column in columns]  # one at a time: less memory
+        std, mean = (torch.stack(values) for values in zip(*spread, strict=True))
         # A dead sensor has no spread: it is shifted to zero, not blown up.
         return mean.float(), torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0).float()
 
@@ -606,8 +611,9 @@ def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 
 def _check_split(recordings: Recordings, val: np.ndarray) -> None:
-    both = np.intersect1d(recordings.groups[val], recordings.groups[~val])
-    if len(both):
+    # Sets: the first of NumPy's set functions loads its masked arrays, a tenth of all imports.
+    both = sorted({*recordings.groups[val].tolist()} & {*recordings.groups[~val].tolist()})
+    if both:
         names = ", ".join(recordings.subjects[g] for g in both[:5])
         raise LockstepError(
             f"subject {names} is in both train and test", where=recordings.where, todo="set dataset.split to random"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -133,7 +132,7 @@ class Task(Classification):
         found, val = self.recordings, self.val
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
         counts = found.windows()
-        held_out = [found.subjects[g] for g in np.unique(found.groups[val])] if found.subjects else []
+        held_out = [found.subjects[g] for g in sorted({*found.groups[val].tolist()})] if found.subjects else []
         out = ", ".join(held_out) or "unknown (the data name none: one person may be on both sides)"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         weights = class_weights(self.train_counts, self.cfg.loss.class_weights)

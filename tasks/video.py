@@ -83,7 +83,7 @@ class Task(Classification):
         self.classes = clips.classes
         self.count(clips.labels[train], str(folder))
         self._found = (
-            f"Found {len(np.unique(clips.videos))} unique videos with {len(clips)} total trials\n"
+            f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials\n"
             f"Train trials: {len(train)}, Val trials: {len(val)}"
         )
         return clips.subset(train), clips.subset(val)
