@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import math
 import os
+import queue
 import random
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -206,28 +208,57 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device:
     return checked if device.type == "cpu" else ahead(checked, device)
 
 
+_fetching = threading.Lock()
+"""Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are under way."""
+
+
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The next batch always on its way to the device: a thread fetches and pins it while the last one is worked on, and
     on a GPU it is copied on a stream of its own."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    on_gpu = device.type == "cuda"
+    asked, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
 
     def fetch() -> Batch | None:
-        batch = next(batches, None)
-        if batch is None or stream is None:
-            return batch
-        with torch.cuda.stream(stream):
-            return to_device(batch, device)
+        with _fetching:
+            batch = next(batches, None)
+            if batch is None or not on_gpu:
+                return batch
+            with torch.cuda.stream(_copies(device)):
+                return to_device(batch, device)
 
-    with ThreadPoolExecutor(1, "loader") as thread:  # leaving waits for what it is at
-        coming = thread.submit(fetch)
-        while (batch := coming.result()) is not None:
-            if stream is not None:
+    def work() -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)  # a thread begins with GPU 0
+        while asked.acquire() and not over.is_set():
+            try:
+                arrived.put(fetch())
+            except Exception as error:
+                arrived.put(error)
+
+    # A daemon: a run that fails doesn't wait for a loader process that will never answer.
+    thread = threading.Thread(target=work, name="loader", daemon=True)
+    thread.start()
+    try:
+        while (batch := arrived.get()) is not None:
+            if isinstance(batch, Exception):
+                raise batch
+            if on_gpu:
                 here = torch.cuda.current_stream(device)
-                here.wait_stream(stream)
+                here.wait_stream(_copies(device))
                 for value in batch.values():
                     value.record_stream(here)  # or its memory would be given to the next batch while it is in use
-            coming = thread.submit(fetch)
+            asked.release()
             yield batch
+    finally:
+        over.set()
+        asked.release()
+        thread.join(1.0)
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the allocator keeps the memory of each stream apart."""
+    return torch.cuda.Stream(device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -243,7 +274,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def create_data_loaders(
-    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
+    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, say: Any = lambda text: None
 ) -> tuple[TrainLoader, EvalLoader]:
     """The loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
     if cfg.num_workers:
@@ -262,7 +293,9 @@ def create_data_loaders(
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
     eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)
     sets = [train_set, val_set]
-    held = hold(cfg.cache, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device)
+    # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
+    wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
+    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, say)
     sets = sets if held is None else [*held]
     loaders = [
         _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None
@@ -312,6 +345,8 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
     try:
         batch = next(batches)
     except Exception as error:
+        if isinstance(error, _OF_THE_DEVICE):
+            raise  # nothing is wrong with the sample
         # A worker hands on its traceback as text; of that the last line says what happened.
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
@@ -336,6 +371,9 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
             todo='return {"name": value, ...} from __getitem__ or __getitems__',
         )
     return batch
+
+
+_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 def _no_shared_memory() -> LockstepError:

@@ -136,7 +136,7 @@ def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan,
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
-    loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set))
+    loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set, say))
     data = world.together(lambda: fingerprint(train_set, val_set))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
@@ -175,7 +175,7 @@ def _make_job(
 def _wrap(job: Job, say: Any) -> None:
     """(all ranks) The net that the loss calls: compiled, in DDP, in DataParallel, or the model itself."""
     cfg, world = job.cfg, job.world
-    if cfg.ddp.static_graph and job.plan.accumulation > 1:
+    if cfg.ddp.static_graph and world.grouped and job.plan.accumulation > 1:
         raise LockstepError(
             f"ddp.static_graph=true with {job.plan.accumulation} forward passes a step: DDP's no_sync() rules it out",
             where="ddp.static_graph",

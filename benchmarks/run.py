@@ -117,8 +117,9 @@ def make_arrays(folder: Path) -> Path:
     return folder
 
 
-def measure(name: str, about: dict[str, Any], processes: int, threads: int) -> dict[str, Any] | None:
-    """One training by one contestant; with its whole duration. None, and a word, where it fails."""
+def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu: str = "") -> dict[str, Any] | None:
+    """One training by one contestant, perhaps on a certain GPU; with its whole duration. None, and a word, where it
+    fails."""
     contestant = name.split()[0]
     about = about | {"limit": name.split()[1:]}
     with tempfile.TemporaryDirectory() as folder:
@@ -127,6 +128,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int) -> d
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         began = time.perf_counter()
         with open(log, "w") as file:
             code = subprocess.run(
@@ -145,7 +147,8 @@ def apart(about: dict[str, Any], processes: int, threads: int) -> dict[str, Any]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(processes) as pool:
-        each = [one for one in pool.map(lambda _: measure("lockstep", about, 1, threads), range(processes)) if one]
+        alone = pool.map(lambda n: measure("lockstep", about, 1, threads, str(n)), range(processes))
+        each = [one for one in alone if one]
     if len(each) < processes:
         return None
     return each[0] | {"step_ms": statistics.mean(one["step_ms"] for one in each)}

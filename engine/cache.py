@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +25,20 @@ class Held:
     def __init__(self, fetch: Callable[[list[int]], Batch], length: int, sample_bytes: int, device: torch.device):
         self.device, self.length = device, length
         self.columns: dict[str, Tensor] = {}
-        step = max(1, CHUNK // max(1, sample_bytes))
+        step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
         for first in range(0, length, step):
             batch = fetch(list(range(first, min(first + step, length))))
             for name, values in batch.items():
                 if name not in self.columns:
                     self.columns[name] = torch.empty((length, *values.shape[1:]), dtype=values.dtype, device=device)
-                self.columns[name][first : first + len(values)] = values
+                place = self.columns[name][first : first + len(values)]
+                if place.shape != values.shape:  # copying would repeat a single value without a word
+                    raise LockstepError(
+                        f"samples {first} to {first + len(values) - 1} have another shape of {name!r} than the first",
+                        where="cache",
+                        todo="use cache=none",
+                    )
+                place.copy_(values)
 
     def __len__(self) -> int:
         return self.length
@@ -46,7 +55,10 @@ class Held:
 
 
 def hold(
-    wanted: str, datasets: list[tuple[Any, Callable[[list[int]], Batch]]], device: torch.device
+    wanted: str,
+    datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
+    device: torch.device,
+    say: Callable[[str], Any] = lambda text: None,
 ) -> list[Held] | None:
     """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
 
@@ -58,25 +70,45 @@ def hold(
     sizes = []
     for dataset, fetch in datasets:
         some = sorted({len(dataset) * k // 16 for k in range(16)} if len(dataset) else ())
-        once, again = (fetch(some), fetch(some)) if some else ({}, {})
-        if not all(torch.equal(values, again[name]) for name, values in once.items()):
+        together = fetch(some) if some else {}
+        if not all(_same(together, k, fetch([index])) for k, index in enumerate(some)):
             if wanted == "auto":
                 return None
             raise LockstepError(
-                f"cache={wanted}, but {type(dataset).__name__} gives another sample each time",
+                f"cache={wanted}, but {type(dataset).__name__} gives another sample each time, or in other company",
                 where="cache",
-                todo="draw from batch['seed'] in the task's loss, where the cut changes nothing, or use cache=none",
+                todo="draw from batch['seed'] in the task's loss, pad all samples to one length, or use cache=none",
             )
-        sizes.append(sum(values.nbytes for values in once.values()) // max(1, len(some)))
+        sizes.append(sum(values.nbytes for values in together.values()) // max(1, len(some)))
     needed = sum(size * len(dataset) for size, (dataset, _) in zip(sizes, datasets, strict=True))
-    if place.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(place)
-        if wanted == "auto" and needed > SHARE * free:
-            return None
-        if needed > free:
-            raise LockstepError(
-                f"cache=device: the data take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-                where="cache",
-                todo="use cache=host, or none",
-            )
+    free = _free_bytes(place)
+    if wanted == "auto" and needed > SHARE * free:
+        return None
+    if needed > free:
+        raise LockstepError(
+            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each process, and {free / 1e9:.1f} GB are free",
+            where="cache",
+            todo="use cache=none",
+        )
+    say(f"Holding {needed / 1e6:.0f} MB of data on {place} ({free / 1e6:.0f} MB are free)...\n")
     return [Held(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)]
+
+
+def _same(together: Batch, k: int, alone: Batch) -> bool:
+    """Whether the k-th sample of a batch is, bit by bit, what it is alone; NaN is like NaN."""
+    pairs = [(values[k], alone[name][0]) for name, values in together.items()]
+    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return sys.maxsize

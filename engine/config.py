@@ -67,7 +67,9 @@ class Schedule:
 
 @dataclass
 class DDP:
-    backend: Literal["auto", "nccl", "gloo"] = option("auto", "NCCL on GPUs, gloo on CPUs")
+    backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto", "NCCL on GPUs, gloo on CPUs, there with shared memory for sums"
+    )
     timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
@@ -110,7 +112,8 @@ class Config:
         0, "loader processes per training process; 0 = none, right for data one gather away", low=0
     )
     cache: Literal["auto", "device", "host", "none"] = option(
-        "auto", "hold the samples on the device, or in this process's memory; auto: on a GPU with room for them"
+        "auto",
+        "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
     )
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")

@@ -84,7 +84,7 @@ class Task:
     def datasets(self) -> tuple[Any, Any]:
         """(train, val), called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`, which
         gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
-        numbers: the loader gives `batch["seed"]`. It may have
+        numbers: the loader gives `batch["seed"]`. For a GPU it is asked by a thread, never by two at once. It may have
 
         labels   (N,) int64: what `sampler: balanced` balances
         weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where

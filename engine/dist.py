@@ -104,16 +104,23 @@ class World:
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def collect(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's flat tensor, of any length, by rank, in the memory of rank 0's host; nothing on the others."""
-        collected = []
-        for rank, length in enumerate(self.gather(len(tensor))):
-            part = tensor if rank == self.rank else tensor.new_empty(length)
-            with self.pulse.during("broadcast", waits=True):  # gloo has no other way from a GPU
-                dist.broadcast(part, src=rank)
-            if self.main:
-                collected.append(part.cpu())
-        return collected
+    def collect(self, flats: list[Tensor], like: Tensor) -> list[list[Tensor]]:
+        """Every rank's flat tensors, of the type of `like`, by rank, in the memory of rank 0's host; nothing on the
+        others. In pieces, for the device need not have room for another's at once."""
+        everyones = []
+        for rank, lengths in enumerate(self.gather([len(flat) for flat in flats])):
+            collected: list[Tensor] = []
+            while len(collected) < len(lengths):
+                first, last = len(collected), len(collected) + 1
+                while last < len(lengths) and sum(lengths[first : last + 1]) <= 1 << 24:
+                    last += 1
+                mine = rank == self.rank
+                piece = torch.cat(flats[first:last]) if mine else like.new_empty(sum(lengths[first:last]))
+                with self.pulse.during("broadcast", waits=True):  # gloo has no other way from a GPU
+                    dist.broadcast(piece, src=rank)
+                collected += piece.cpu().split(lengths[first:last]) if self.main else [like] * (last - first)
+            everyones.append(collected)
+        return everyones if self.main else []
 
     def share_out(self, groups: list[dict[str, Any]], kind: type[Optimizer], **settings: Any) -> Any:
         """torch's ZeroRedundancyOptimizer around `kind`, with a group of several ranks; it takes a second to load.
@@ -176,11 +183,20 @@ class World:
         return model
 
     def _compress(self, net: DistributedDataParallel, kind: str, warn: Callable[[str], Any]) -> None:
-        """Let DDP send gradients in fewer bytes, by torch's own hooks."""
-        if kind == "none" and self.shared:
-            mean = self.shared.mean
-            net.register_comm_hook(None, lambda _, bucket: mean(bucket))  # torch compares annotations, ours are texts
-        if kind == "none" or self.size == 1:
+        """Let DDP send gradients through shared memory, or in fewer bytes, by torch's own hooks."""
+        if self.size == 1:
+            return
+        if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
+            warn(
+                f"warning: ddp.comm_hook=bf16 is for NCCL, not for {dist.get_backend()}: gradients are sent as they are"
+            )
+            kind = "none"
+        if kind == "none":
+            if self.shared:
+                mean = self.shared.mean
+                net.register_comm_hook(
+                    None, lambda _, bucket: mean(bucket)
+                )  # torch compares annotations, ours are texts
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -191,11 +207,6 @@ class World:
                 None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=False, warm_start=False
             )
             net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            return
-        if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
-            warn(
-                f"warning: ddp.comm_hook=bf16 is for NCCL, not for {dist.get_backend()}: gradients are sent as they are"
-            )
             return
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         net.register_comm_hook(None, hooks[kind])
@@ -376,7 +387,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
 
 
 def _share(cfg: Config, launch: Launch, device: torch.device) -> Shared | None:
-    if launch.size == 1 or device.type != "cpu" or cfg.ddp.backend != "auto":
+    if launch.size == 1:
         return None
 
     def gather(value: Any) -> list[Any]:
@@ -384,7 +395,8 @@ def _share(cfg: Config, launch: Launch, device: torch.device) -> Shared | None:
         dist.all_gather_object(values, value)
         return values
 
-    return share(launch.rank, launch.size, gather, cfg.ddp.timeout_s + 15)
+    wanted = device.type == "cpu" and cfg.ddp.backend == "auto"
+    return share(wanted, launch.rank, launch.size, gather, cfg.ddp.timeout_s + 15)
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -75,7 +75,7 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         return LockstepError(
             f"out of memory: {text or 'no words'}",
             where=where,
-            todo="a smaller batch_size with global_batch set takes the same steps with less memory",
+            todo="a smaller batch_size with global_batch set takes the same steps with less memory; so does cache=none",
             exit_code=1,
         )
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):

@@ -133,10 +133,10 @@ class Zero(AdamW):
         steps = {number: float(state["step"]) for number, state in own["state"].items()}
         moments = [state[name].reshape(-1) for state in own["state"].values() for name in MOMENTS]
         everyones_steps = self.world.gather(steps)
-        everyones_moments = self.world.collect(torch.cat([self._parameters()[0].new_empty(0), *moments]))
         parameters, states = self._parameters(), {}
-        for steps, flat in zip(everyones_steps, everyones_moments, strict=False):  # none but on rank 0
-            pieces = iter(flat.split([parameters[number].numel() for number in steps for _ in MOMENTS]))
+        everyones_moments = self.world.collect(moments, like=parameters[0])
+        for steps, flats in zip(everyones_steps, everyones_moments, strict=False):  # none but on rank 0
+            pieces = iter(flats)
             for number, step in steps.items():
                 states[number] = {"step": torch.tensor(step, dtype=torch.float32)}
                 states[number] |= {name: next(pieces).view(parameters[number].shape) for name in MOMENTS}

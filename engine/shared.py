@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.contract import LockstepError
+
 PIECE = 1 << 20
 """Bytes of a rank that are exchanged at once: they stay in the cache until the others have read them."""
 
@@ -49,11 +51,11 @@ class Channel:
 
     notes   (ranks, 8) int64, the turn a rank has posted, and the bytes of its last even and its last odd one
     memory  (2, ranks, bytes) uint8
-    alive   raises if a rank is gone
+    trouble  says why it makes no sense to wait on, after so many seconds of it; empty while it does
     """
 
-    def __init__(self, rank: int, notes: np.ndarray, memory: Tensor, alive: Callable[[float], None]):
-        self.rank, self.notes, self.memory, self.alive = rank, notes, memory, alive
+    def __init__(self, rank: int, notes: np.ndarray, memory: Tensor, trouble: Callable[[float], str]):
+        self.rank, self.notes, self.memory, self.trouble = rank, notes, memory, trouble
         self.size, self.turn = len(notes), 0
 
     def sum(self, tensor: Tensor) -> None:
@@ -81,8 +83,11 @@ class Channel:
             if self.notes[rank, 0] < self.turn:
                 self._wait(rank)
             if (theirs := self.notes[rank, 1 + self.turn % 2]) != piece.nbytes:
-                raise torch.distributed.DistBackendError(
-                    f"rank {rank} adds {theirs} bytes to {piece.nbytes} of rank {self.rank}"
+                raise LockstepError(
+                    f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {piece.nbytes}",
+                    where="a sum over the ranks",
+                    todo="return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
+                    exit_code=6,
                 )
         torch.add(self._of(0, piece), self._of(1, piece), out=piece)
         for rank in range(2, self.size):
@@ -99,9 +104,11 @@ class Channel:
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began
-            self.alive(waited)
-            if self.notes[rank, 0] >= self.turn:
+            problem = self.trouble(waited)
+            if self.notes[rank, 0] >= self.turn:  # asked after it: who has posted may have ended since
                 return
+            if problem:
+                raise torch.distributed.DistBackendError(problem)
             time.sleep(min(2e-3, 5e-5 + waited / 10))
 
 
@@ -118,8 +125,8 @@ class Shared:
         for pid in pids:
             if pid != os.getpid():
                 self.ends.register(os.pidfd_open(pid), select.POLLIN)
-        self.channel = Channel(rank, notes[0], large.view(2, size, -1), self._alive)
-        self.aside = Channel(rank, notes[1], small.view(2, size, -1), self._alive)
+        self.channel = Channel(rank, notes[0], large.view(2, size, -1), self._trouble)
+        self.aside = Channel(rank, notes[1], small.view(2, size, -1), self._trouble)
         self.buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
     @staticmethod
@@ -149,19 +156,19 @@ class Shared:
                 done.set_result(gradients)
         return future
 
-    def _alive(self, waited: float) -> None:
+    def _trouble(self, waited: float) -> str:
         if self.ends.poll(0):
-            raise torch.distributed.DistBackendError("Connection closed by peer: a process of this machine has ended")
+            return "Connection closed by peer: a process of this machine has ended"
         if waited > self.timeout_s:  # a backstop: watch.py notices first, and knows whom to name
-            raise torch.distributed.DistBackendError(
-                f"Timed out waiting {waited:.0f} s for another process of this machine"
-            )
+            return f"Timed out waiting {waited:.0f} s for another process of this machine"
+        return ""
 
 
-def share(rank: int, size: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> Shared | None:
-    """(all ranks) None where they don't all run on one machine, or it isn't an x86 under Linux: on others what a rank
-    writes may be seen out of order, and Python has no fence."""
-    possible = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+def share(wanted: bool, rank: int, size: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> Shared | None:
+    """(all ranks) None where one of them doesn't want to, where they don't all run on one machine, or where it isn't an
+    x86 under Linux: on others what a rank writes may be seen out of order, and Python has no fence."""
+    possible = wanted and sys.platform == "linux" and platform.machine() == "x86_64"
+    possible = possible and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     file = _reserve(Shared.bytes(size)) if possible and rank == 0 else None
     everyone = gather((machine(), os.getpid(), file) if possible else None)
     first, shared = everyone[0], None
@@ -180,7 +187,10 @@ def share(rank: int, size: int, gather: Callable[[Any], list[Any]], timeout_s: f
 
 def _reserve(count: int) -> int | None:
     """A file in memory, without a name: nothing is ever left over."""
-    file = os.memfd_create("lockstep")
+    try:
+        file = os.memfd_create("lockstep")
+    except OSError:  # forbidden, or too many open files
+        return None
     try:
         os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
     except OSError:

@@ -232,10 +232,47 @@ def _counting(function, calls):
     return counted
 
 
-def test_data_drawn_at_random_are_not_held():
+class Padded(Table):
+    """To the longest of its batch."""
+
+    def __getitems__(self, indices):
+        return {"x": torch.zeros(len(indices), max(indices) + 1)}
+
+
+class Changing(Table):
+    """Seen by no look at sixteen samples."""
+
+    def __len__(self):
+        return 6000
+
+    def __getitems__(self, indices):
+        return {"x": torch.zeros(len(indices), 5 if len(indices) < 4096 else 1)}
+
+
+class Missing(Table):
+    def __getitems__(self, indices):
+        return {"x": torch.full((len(indices), 2), torch.nan)}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Drawn, "Drawn gives another sample each time"),
+        (Padded, "Padded gives another sample .* or in other company"),
+        (Changing, "have another shape of 'x' than the first"),
+    ],
+)
+def test_data_that_cannot_be_held_are_refused(data, words):
     cfg = config.Config(batch_size=3, cache="host")
-    with pytest.raises(LockstepError, match="Drawn gives another sample each time"):
-        create_data_loaders(cfg, world(), make_plan(10, 1), Drawn(), Rows())
+    with pytest.raises(LockstepError, match=words):
+        create_data_loaders(cfg, world(), make_plan(10, 1), data(), Rows())
+
+
+def test_missing_values_can_be_held(capsys):
+    cfg = config.Config(batch_size=3, cache="host")
+    _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing(), print)
+    assert all(batch["x"].isnan().all() for batch in val)
+    assert "Holding 0 MB of data on cpu" in capsys.readouterr().out
 
 
 def test_the_next_batch_is_fetched_meanwhile():
@@ -259,6 +296,35 @@ def test_the_next_batch_is_fetched_meanwhile():
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
+    hangs = threading.Event()
+
+    def batches():
+        yield {"x": torch.tensor([0])}
+        hangs.wait()
+
+    coming = ahead(batches(), torch.device("cpu"))
+    next(coming)
+    coming.close()  # would never return
+    hangs.set()
+
+
+def test_two_loaders_never_fetch_at_once():
+    inside, most = [], []
+
+    def batches():
+        for number in range(50):
+            inside.append(number)
+            most.append(len(inside))
+            torch.ones(300, 300).sum()
+            inside.pop()
+            yield {"x": torch.tensor([number])}
+
+    for _ in zip(*(ahead(batches(), torch.device("cpu")) for _ in range(3)), strict=True):
+        pass
+    assert max(most) == 1
 
 
 @pytest.mark.slow

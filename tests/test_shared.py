@@ -1,12 +1,18 @@
 """Sums through shared memory: the right numbers, in the order of the ranks, and gloo where it cannot be."""
 
 import json
+import platform
+import sys
 
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, succeed
 
 SUMS = str(ROOT / "tests" / "ranks" / "sums.py")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="sums through shared memory are for Linux on x86"
+)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -19,9 +25,9 @@ def test_what_does_not_fit_is_an_error(launch, what):
     succeed(launch.torchrun(2, SUMS, what))
 
 
-def test_gloo_where_it_is_asked_for_or_memory_is_full(launch):
-    assert "gloo" in succeed(launch.torchrun(2, SUMS, "right", "ddp.backend=gloo")).out
-    assert "gloo" in succeed(launch.torchrun(2, SUMS, "no room")).out
+@pytest.mark.parametrize("words", ["right ddp.backend=gloo", "no_room", "forbidden", "not_all"])
+def test_gloo_where_one_wants_it_or_memory_is_not_to_be_had(launch, words):
+    assert "gloo" in succeed(launch.torchrun(2, SUMS, *words.split())).out
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 
 import tasks
 from engine import config, dist, shared
+from engine.contract import LockstepError
 
 KINDS = [
     (torch.float32, ()),
@@ -66,7 +67,7 @@ def right(world):
 def refused(world, words):
     try:
         world.sum(torch.ones(3 if world.rank else 4))
-    except torch.distributed.DistError as error:
+    except (LockstepError, torch.distributed.DistError) as error:
         assert words in str(error), error
         return
     raise AssertionError("no error")
@@ -74,18 +75,26 @@ def refused(world, words):
 
 def main():
     what = sys.argv[1]
-    if what == "no room":
+    if what == "no_room":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    if what == "forbidden":
+
+        def refuse(name):
+            raise PermissionError(13, "memfd_create")
+
+        shared.os.memfd_create = refuse
+    if what == "not_all" and dist.environment().rank:
+        sys.argv.append("ddp.backend=gloo")
     cfg = config.parse(sys.argv[2:], tasks.load).cfg
     world = dist.join(cfg, dist.environment())
     if world.main:
         print("shared" if world.shared else "gloo")
     if what == "of other sizes":
-        refused(world, f"rank {1 - world.rank} adds {16 - 4 * (1 - world.rank)} bytes to {16 - 4 * world.rank} of")
+        refused(world, "the ranks add up different things: rank")
     elif what == "too late":
         if world.main:
             world.shared.timeout_s = 0.2
-            refused(world, "Timed out waiting 0 s")
+            refused(world, "Timed out waiting")
             world.store.set("over", "")
         world.store.wait(["over"])
     else:
