@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, load_npy, load_npz
+from formats.arrays import check_text, load_npy, load_npz, map_npy
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
@@ -204,8 +204,9 @@ def _read_npy(root: Path) -> Recordings:
     suffixes = [""] if (root / "X.npy").is_file() else ["_train", "_test"]
     parts = []
     for suffix in suffixes:
-        names = ["X", "y"] + ["subject"] * (root / f"subject{suffix}.npy").is_file()
-        parts.append({name: load_npy(root / f"{name}{suffix}.npy") for name in names})
+        names = ["y"] + ["subject"] * (root / f"subject{suffix}.npy").is_file()
+        part = {name: load_npy(root / f"{name}{suffix}.npy") for name in names}
+        parts.append({"X": np.asarray(map_npy(root / f"X{suffix}.npy"))} | part)  # it is copied soon enough
     return _from_windows(parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None)
 
 
@@ -433,7 +434,10 @@ def _checked(recordings: Recordings) -> Recordings:
 
 def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
     """signal (sum of lengths, C); `unit` says what a length is the length of."""
-    bad = np.flatnonzero(~np.isfinite(_float32(signal)).all(1))
+    signal = _float32(signal)
+    if np.isfinite(signal.sum(dtype=np.float64)):  # which float32 values cannot overflow: one pass, and no copy
+        return
+    bad = np.flatnonzero(~np.isfinite(signal).all(1))
     if len(bad):
         ends = np.cumsum(lengths)
         owner = int(np.searchsorted(ends, bad[0], side="right"))
