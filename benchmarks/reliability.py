@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""What the watching and the saving cost, as ratios of interleaved repetitions in one run.
+"""What the watching, the saving and optim.zero cost, as ratios of interleaved repetitions in one run.
 
 torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     what observes a training, and none of it
 python benchmarks/reliability.py save                                        a background save beside a blocking one
+torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py zero      optim.zero beside the whole optimizer
 python benchmarks/reliability.py save --check                                exit code 1 where a bar is missed
 
 Prints markdown, with the machine and the versions above it.
@@ -39,7 +40,7 @@ from engine.pulse import Pulse
 from engine.stop import Stop
 from engine.watch import BEAT_S, Watch
 
-DEFAULTS = {"watch": (16, 30), "save": (7, 10)}
+DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""
 
 MARKS, MATRIX = 20_000, 512
@@ -287,6 +288,42 @@ def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     return found
 
 
+def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
+    """Two trainings of a perceptron in turns, whose optimizers differ in nothing but where the moments are; no bar."""
+    kinds = ("true", "false")
+    times: dict[str, dict[str, list[float]]] = {"ms a step": {}, "ms that a checkpoint stops the training": {}}
+    jobs, trainings = {}, {}
+    for kind in kinds:
+        ready = prepared(world, "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
+        jobs[kind], trainings[kind] = ready.job, endless(ready.job, ready.train_loader)
+        next(trainings[kind])
+        for values in times.values():
+            values[kind] = []
+    for number in range(rounds):
+        for kind in kinds if number % 2 else kinds[::-1]:
+            parts = [seconds(lambda: next(trainings[kind])) for _ in range(steps)]  # noqa: B023
+            world.gather(None)
+            parts_of = statistics.fmean(parts), seconds(lambda: checkpoint.capture(jobs[kind]))  # noqa: B023
+            for values, took in zip(times.values(), parts_of, strict=True):
+                values[kind].append(took)
+    sizes = {
+        kind: world.gather(sum(value.nbytes for state in job.optimizer.state.values() for value in state.values()))
+        for kind, job in jobs.items()
+    }
+    if world.main:
+        parameters = sum(p.numel() for p in jobs["true"].model.parameters())
+        print(f"\n| {world.size} processes, {parameters:,} parameters | optim.zero | without | ratio, quartiles |")
+        print("|---|---|---|---|")
+        state = [" + ".join(f"{size / 1e6:.2f}" for size in sizes[kind]) for kind in kinds]
+        print(f"| MB of optimizer state by rank | {' | '.join(state)} | |")
+        for name, values in times.items():
+            ratios = [a / b for a, b in zip(values["true"], values["false"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            medians = [f"{1e3 * statistics.median(values[kind]):.1f}" for kind in kinds]
+            print(f"| {name} | {' | '.join(medians)} | {middle:.2f}, {low:.2f} .. {high:.2f} |")
+    return []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=DEFAULTS)
@@ -301,8 +338,8 @@ def main() -> int:
         machine = platform.processor() or platform.machine()
         print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}")
         print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s) per process")
-    found = {"watch": watch, "save": save}[args.command](world, rounds, steps)
-    if world.main:
+    found = {"watch": watch, "save": save, "zero": zero}[args.command](world, rounds, steps)
+    if world.main and found:
         print("\n" + "\n".join(bars.table(found)))
     world.leave()
     return bars.exit_code(found) if args.check and world.main else 0
