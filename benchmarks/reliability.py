@@ -136,8 +136,8 @@ class Ways:
         self._train(loop.train_epoch)
 
     def counted(self) -> None:
-        """The same around steps that multiply matrices for as long as a step takes, and train nothing. What takes CPU
-        time beside `computed_s` observes."""
+        """The same around steps that multiply matrices for as long as a step takes, meet once, as steps do, and train
+        nothing. What takes CPU time beside `computed_s` observes."""
         self.computed_s = 0.0
         self._train(self._stand_in)
 
@@ -147,6 +147,7 @@ class Ways:
             began = time.thread_time()
             while time.thread_time() - began < self.step_s:
                 self.matrix @ self.matrix
+            job.world.sum(sums.clone())  # or whoever is early would wait in what observes
             self.computed_s += time.thread_time() - began
             self.mark()
             job.tally.add(["loss", "weight", "accuracy", "count"], sums, skipped)

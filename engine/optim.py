@@ -253,13 +253,17 @@ def step(
     scale = factor
     if grad_clip:
         scale = factor * (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, scale)
     if scaler.is_enabled():
+        torch._foreach_mul_(grads, scale)
         scaler.step(optimizer)
         scaler.update()
-    else:
-        # The fused kernel itself leaves weights and moments alone where found_inf is 1: GradScaler's own way.
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.step()
+        return grad_norm, skipped
+    # The fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
+    # moments alone where found_inf is 1: GradScaler's own way.
+    in_kernel = scale.dtype == torch.float32
+    if not in_kernel:
+        torch._foreach_mul_(grads, scale)
+    optimizer.grad_scale = 1 / scale if in_kernel else None  # type: ignore[attr-defined]
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    optimizer.step()
     return grad_norm, skipped
