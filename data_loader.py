@@ -200,12 +200,25 @@ class EvalLoader:
 def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device: torch.device) -> Iterator[Batch]:
     """The batches of `sampler` on the device."""
     if loader is None:
-        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in sampler)
+        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in _announced(dataset, sampler))
     else:
         with _starting_processes():
             fetched = iter(loader)
     checked = (_next(fetched, dataset, indices) for indices in sampler)
     return checked if device.type == "cpu" else ahead(checked, device)
+
+
+def _announced(dataset: Any, sampler: Any) -> Iterator[list[int]]:
+    """The sampler's batches; the dataset is told of each while the one before it is worked on."""
+    prefetch = getattr(dataset, "prefetch", lambda indices: None)
+    next_one: list[int] | None = None
+    for indices in sampler:
+        prefetch(indices)
+        if next_one is not None:
+            yield next_one
+        next_one = indices
+    if next_one is not None:
+        yield next_one
 
 
 _fetching = threading.Lock()
@@ -291,7 +304,8 @@ def create_data_loaders(
     if not len(val_set):
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
-    eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or cfg.batch_size)
+    # Without gradients a batch takes less than half the memory.
+    eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or 2 * cfg.batch_size)
     sets = [train_set, val_set]
     # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache

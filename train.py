@@ -114,7 +114,7 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    if cfg.compile == "off":
+    if compiler.choose(cfg.compile, world.device, sys.maxsize) == "off":
         compiler.stay_unloaded()
     if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
         cfg.save_dir = folder_before
@@ -136,10 +136,11 @@ def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan,
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
+    cfg.compile = compiler.choose(cfg.compile, world.device, the_plan.total_steps)
     loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set, say))
     data = world.together(lambda: fingerprint(train_set, val_set))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
-    val_batches = -(-len(val_set) // (cfg.eval_batch_size or cfg.batch_size))
+    val_batches = -(-len(val_set) // loaders[1].sampler.batch_size)
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")
     return the_plan, loaders, data
 
@@ -206,6 +207,7 @@ def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader], layout: str) -> li
         "freed memory is kept": kept,
         f"{held / 1e6:.1f} MB of data held": held > 0,
         "sums through shared memory": job.world.shared is not None,
+        f"on the cores of {job.world.place}": bool(job.world.place),
     }
     return [words for words, so in chosen.items() if so]
 

@@ -156,7 +156,7 @@ def apart(about: dict[str, Any], processes: int, threads: int) -> dict[str, Any]
 
 def limits(workload: str, everything: bool) -> list[str]:
     found = ["limit allocator"]
-    if workload in ("video", "act"):
+    if workload in ("video", "har_conv", "act"):
         found.append("limit allocator channels_last")
     if everything:
         found += ["limit", *[f"{one} {more}" for one in found for more in ("compile", "bf16")]]

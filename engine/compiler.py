@@ -18,6 +18,17 @@ from torch.optim import Optimizer
 
 from engine.contract import LockstepError
 
+PAYS_AFTER = 5000
+"""Steps of a run on a GPU from which on `compile=auto` compiles: half a minute is then a small part of it."""
+
+
+def choose(wanted: str, device: torch.device, steps: int) -> str:
+    """`auto` becomes default or off. By the length of the run and not by a stopwatch, so that all ranks and a resumed
+    run come to the same. Never on a CPU: there compiling takes up to a minute, and what comes out may be slower."""
+    if wanted != "auto":
+        return wanted
+    return "default" if device.type == "cuda" and steps >= PAYS_AFTER else "off"
+
 
 def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
     """`model` compiles itself when it is first called; its names, and so its checkpoints, stay what they are."""

@@ -81,6 +81,9 @@ class DDP:
     static_graph: bool = option(
         False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
     )
+    bind_cores: bool = option(
+        True, "keep each process on its GPU's NUMA node, where the machine has several and no one else has bound it"
+    )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
 
 
@@ -115,14 +118,16 @@ class Config:
         "auto",
         "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
     )
-    eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = batch_size", low=0)
+    eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
     )
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = option(
-        "off", "compile the model with torch.compile: for long runs, as the first steps take half a minute"
+    compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune"] = option(
+        "off",
+        "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a GPU, "
+        "in runs of 5000 steps and more",
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto", "layout of 2-D and 3-D convolutions: auto is channels_last on CPUs and with mixed precision"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from engine import agent, compiler
+from engine import agent, compiler, cores
 from engine.config import DDP, Config
 from engine.contract import LockstepError
 from engine.pulse import Pulse
@@ -47,6 +47,7 @@ class World:
     store    what the ranks leave notes for each other in; None without a process group
     memory   the same, but shared with the attempts of torchrun that were before
     shared   sums through shared memory, where all ranks are CPU processes of one machine
+    place    the part of the machine whose cores it keeps to, in words; empty: all of it
     pulse    what this rank is doing
     """
 
@@ -59,6 +60,7 @@ class World:
     store: Any = None
     memory: Any = None
     shared: Shared | None = None
+    place: str = ""
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
@@ -358,6 +360,9 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         _joined = World(0, 0, 1, device, devices)
         return _joined
     alone = launch is None  # a group of one needs no address
+    place = ""
+    if launch is not None and cfg.ddp.bind_cores:  # before there are threads, which would stay where they are
+        place = cores.bind(device, launch.local_rank, _number("LOCAL_WORLD_SIZE", "0"))
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend
     if backend == "auto":
@@ -381,7 +386,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     memory = dist.PrefixStore("lockstep", lasting)
     _joined = World(
         launch.rank, launch.local_rank, launch.size, device,
-        grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device),
+        grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device), place=place,
     )  # fmt: skip
     return _joined
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, map_npy
+from formats.arrays import check_text, map_npy, read_ahead
 
 FRAMES, TRIALS, CLASSES = "frames.npy", "trials.csv", "classes.txt"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
@@ -74,6 +74,10 @@ class Clips:
         # The rows were checked when the folder was opened; mode="raise" would copy everything once more.
         np.take(self._pixels, rows, axis=0, out=x.numpy(), mode="clip")
         return {"x": x, "y": torch.from_numpy(self.labels[chosen])}
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read these clips from the disk; returns at once."""
+        read_ahead(self._pixels, self.first[np.asarray(indices, dtype=np.int64)], self.shape[0])
 
     def subset(self, indices: np.ndarray) -> Clips:
         """The clips at `indices`, from the same memory map."""

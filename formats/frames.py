@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
+from formats.arrays import read_ahead
 from formats.lerobot import Demonstrations, Place, need
 
 VERSION = 1
@@ -87,10 +88,8 @@ class Frames:
         """(n,) rows of `demos.columns` -> (n, C, H, W) uint8."""
         out = np.empty((len(rows), *self.shapes[camera]), dtype=np.uint8)
         if self._cache:
-            if camera not in self._maps:
-                self._maps[camera] = self._cache.open(camera)
             # Rows come from an index of this dataset; mode="raise" would copy everything once more.
-            return np.take(self._maps[camera], self._cache.rows(rows), axis=0, out=out, mode="clip")
+            return np.take(self._map(camera), self._cache.rows(rows), axis=0, out=out, mode="clip")
         if self._process != os.getpid():
             # A forked loader process would share the files' positions with its parent. What it inherited is kept, not
             # closed: a decoder of another process waits for threads that this one does not have.
@@ -104,6 +103,17 @@ class Frames:
             for n, picture in zip(range(a, b), self.decode(camera, int(owner[a]), unique[a:b]), strict=True):
                 found[n] = picture
         return np.take(found, back, axis=0, out=out)
+
+    def prefetch(self, camera: str, rows: np.ndarray) -> None:
+        """Begin to read these from the disk, where there is a cache; returns at once."""
+        if self._cache:
+            read_ahead(self._map(camera), self._cache.rows(np.unique(rows)), 1)
+
+    def _map(self, camera: str) -> np.ndarray:
+        assert self._cache
+        if camera not in self._maps:
+            self._maps[camera] = self._cache.open(camera)
+        return self._maps[camera]
 
     def decode(self, camera: str, e: int, rows: np.ndarray, threads: int = 1) -> Iterator[np.ndarray]:
         """Ascending rows of the e-th chosen episode -> their pictures (C, H, W); `threads` 0: one a core."""

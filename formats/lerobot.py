@@ -106,6 +106,10 @@ class Pictures(Protocol):
         """(n,) rows of `columns` -> (n, C, H, W) uint8."""
         ...
 
+    def prefetch(self, camera: str, rows: np.ndarray) -> None:
+        """(n,) rows that are to be asked for soon."""
+        ...
+
 
 def need(module: str) -> Any:
     """An optional package, imported where it is used; LockstepError says how to install it."""
@@ -616,12 +620,12 @@ class Chunks:
         and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,) int64.
         """
         chosen = torch.as_tensor(indices)
-        rows, first, last = self.rows[chosen], self.first[chosen, None], self.last[chosen, None]
+        rows = self.rows[chosen]
         batch: Batch = {key: column[rows] for key, column in self.told.items()}
         where = {}
         for name, steps in self.deltas.items():
             at = rows[:, None] + steps  # (B, T)
-            where[name] = at.clamp(first, last)
+            where[name] = self._within(chosen, at)
             batch[f"{name}_is_pad"] = where[name] != at
         for name, column in self.columns.items():
             at = where.get(name, rows)
@@ -635,6 +639,19 @@ class Chunks:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read the pictures of these samples from the disk; returns at once."""
+        chosen = torch.as_tensor(indices)
+        now = torch.zeros(1, dtype=torch.int64)
+        for name in self.cameras:
+            at = self.rows[chosen, None] + self.deltas.get(name, now)
+            assert self.pictures is not None
+            self.pictures.prefetch(name, self._within(chosen, at).view(-1).numpy())
+
+    def _within(self, chosen: Tensor, rows: Tensor) -> Tensor:
+        """(B, T) rows, held within the episodes of the samples `chosen`."""
+        return rows.clamp(self.first[chosen, None], self.last[chosen, None])
 
 
 def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

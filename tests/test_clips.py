@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import multiprocessing
+import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +72,37 @@ def test_a_loader_worker_reads_the_same(packed):
     )
     batches = list(loader)
     assert torch.equal(torch.cat([batch["x"] for batch in batches]), clips.__getitems__([0, 1, 2])["x"])
+
+
+def test_clips_that_are_told_of_are_read_meanwhile(tmp_path):
+    rng = np.random.default_rng(0)
+    with ClipsWriter(tmp_path / "packed", classes=["rest", "walk"]) as writer:
+        for number in range(40):
+            writer.add(rng.integers(0, 255, (17, 64, 64), np.uint8), f"{number % 2}.mp4", "rest")
+    clips = Clips(tmp_path / "packed", frames=11)
+    file = os.open(tmp_path / "packed" / "frames.npy", os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # out of the memory again
+    os.close(file)
+    chosen = [31, 7]
+    places = [int(clips.first[number]) for number in chosen]
+
+    def in_memory(first: int) -> bool:
+        """Whether the pages of a clip's rows are, by asking and not by touching."""
+        begin = clips._pixels.ctypes.data + first * 64 * 64
+        start = begin - begin % mmap.PAGESIZE
+        pages = -(-(begin + 11 * 64 * 64 - start) // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * mmap.PAGESIZE), found)
+        return all(byte & 1 for byte in found)
+
+    if any(map(in_memory, places)):
+        pytest.skip("this file system keeps its files in memory")
+    clips.prefetch(chosen)
+    deadline = time.monotonic() + 30
+    while not all(map(in_memory, places)):
+        assert time.monotonic() < deadline, "nothing was read"
+    untouched = int(clips.first[19])
+    assert not in_memory(untouched), "no more than was asked for"
 
 
 def _as_it_is(batch):

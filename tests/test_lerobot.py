@@ -839,6 +839,29 @@ def test_both_caches_give_the_same_bytes(made, tmp_path, kind, size, writes):
     assert fresh.get(CAMERA, np.arange(0)).shape[0] == 0
 
 
+def test_the_pictures_of_the_next_batch_are_read_ahead(made, tmp_path, monkeypatch):
+    """Of all cameras, and just the rows that the batch will ask of the memory map."""
+    demos, told = read(made("v3.0 images"), episodes=[3, 1]), []
+    chunks = Chunks(demos, [3, 1], DELTAS, Frames(demos, {}, "memmap", tmp_path))
+    monkeypatch.setattr(frames_module, "read_ahead", lambda mapped, first, count: told.append((mapped, first, count)))
+    taken, take = [], np.take
+
+    def counted(mapped, rows, **how):
+        taken.append((mapped, rows))
+        return take(mapped, rows, **how)
+
+    monkeypatch.setattr(np, "take", counted)
+    some = [0, len(chunks) - 1, 3]
+    chunks.prefetch(some)
+    assert not taken
+    chunks.__getitems__(some)
+    (mapped, first, count), (same, rows) = told[0], taken[0]
+    assert len(told) == len(taken) == len(demos.cameras) and mapped is same and count == 1
+    assert sorted(set(rows.tolist())) == first.tolist() and len(first) > len(some)
+    Chunks(demos, [3, 1], DELTAS, Frames(demos, {}, "none", tmp_path)).prefetch(some)
+    assert len(told) == 1, "what is decoded at every use has no map"
+
+
 def test_images_are_lossless_and_resized_by_pillow(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 20, 30), dtype=np.uint8)
     with Recorder(tmp_path / "set", 10, {CAMERA: ("image", (3, 20, 30)), "action": ("float32", (1,))}) as recorder:

@@ -1,6 +1,7 @@
 """The order, the shards and the position, as pure functions."""
 
 import functools
+import itertools
 import operator
 import threading
 from types import SimpleNamespace
@@ -296,6 +297,24 @@ def test_the_next_batch_is_fetched_meanwhile():
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_a_dataset_is_told_of_the_next_batch_before_it_gives_this_one(monkeypatch):
+    told = []
+    monkeypatch.setattr(Table, "prefetch", lambda self, indices: told.append(("next", indices)), raising=False)
+    get = Table.__getitems__
+    monkeypatch.setattr(Table, "__getitems__", lambda self, some: told.append(("this", some)) or get(self, some))
+    cfg = config.Config(batch_size=3, eval_batch_size=4)
+    train, val = create_data_loaders(cfg, world(), make_plan(10, 1), Table(), Table())
+    for loader in (train, val):
+        train.set_epoch(1, consumed=3)
+        told.clear()
+        assert list(loader)
+        batches = list(loader.sampler)
+        expected = [("next", batches[0])]
+        for this, following in itertools.zip_longest(batches, batches[1:]):
+            expected += [("next", following)] * (following is not None) + [("this", this)]
+        assert told == expected
 
 
 def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():

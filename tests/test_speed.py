@@ -11,7 +11,7 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, memory
+from engine import compiler, config, memory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -254,6 +254,15 @@ def test_a_compiled_run_is_the_same_run(launch, tmp_path):
     assert distance(weights(tmp_path / "default"), weights(tmp_path / "off")) < 1e-3
     done = succeed(launch.python("train.py", *small, "batch_size=32", "steps=6", f"save_dir={tmp_path / 'default'}"))
     assert "step 4," in done.out, "and it goes on without"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "steps", "expected"),
+    [("auto", "cuda", 4999, "off"), ("auto", "cuda", 5000, "default"), ("auto", "cpu", 10**6, "off"),
+     ("reduce-overhead", "cpu", 1, "reduce-overhead"), ("off", "cuda", 10**6, "off")],
+)  # fmt: skip
+def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected):
+    assert compiler.choose(wanted, torch.device(device), steps) == expected
 
 
 def test_without_a_compiler_it_says_so(launch, tmp_path):
