@@ -362,6 +362,44 @@ def ignite(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, getattr(model, "module", model))
 
 
+def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    """LeRobot's own ACT through its ordinary door, `lerobot-train`, on the folder of the same demonstrations: what it
+    does beside the step is what it comes with, its reading of the data, too. The folder is found by reading it as the
+    others do, before: its first step comes that much later."""
+    sys.path.insert(0, str(ROOT / "tests" / "peer"))
+    import torchvision_shim
+
+    work = Work(about)
+    torchvision_shim.load()
+    from lerobot.scripts import lerobot_train
+
+    policy, demos = work.cfg.policy, work.task.demos
+    steps = work.epochs * -(-len(work.train_set) // (work.batch_size * work.size))
+    episodes = sorted({int(e) for e in work.train_set.told["episode_index"][work.train_set.rows].tolist()})
+    same = ("dim_model", "n_heads", "dim_feedforward", "n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers",
+            "latent_dim", "chunk_size", "dropout", "use_vae")  # fmt: skip
+    sys.argv = [
+        "lerobot-train", "--dataset.repo_id=local/demonstrations", f"--dataset.root={demos.root}",
+        f"--dataset.episodes={episodes}", f"--output_dir={about['folder']}/lerobot", f"--batch_size={work.batch_size}",
+        f"--steps={steps}", "--policy.type=act", "--policy.push_to_hub=false", f"--policy.device={work.device.type}",
+        "--policy.pretrained_backbone_weights=null", f"--policy.n_action_steps={policy.chunk_size}",
+        *(f"--policy.optimizer_{name}={work.lr}" for name in ("lr", "lr_backbone")),
+        *(f"--policy.{name}={str(getattr(policy, name)).lower()}" for name in same),
+    ]  # fmt: skip
+    update = lerobot_train.update_policy
+
+    def timed(*words: Any, **more: Any) -> Any:
+        result = update(*words, **more)
+        clock.step()
+        if clock.steps == steps:
+            clock.mark()
+        return result
+
+    lerobot_train.update_policy = timed
+    lerobot_train.train()
+    return {"note": "LeRobot's own network and loader"}
+
+
 def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     """Nothing but arithmetic: batches already on the device, forward, backward, fused AdamW."""
     import torch

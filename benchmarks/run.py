@@ -36,7 +36,8 @@ CONTEST = ROOT / "benchmarks" / "contest.py"
 RESULTS = ROOT / "benchmarks" / "results"
 
 PEERS = ["tutorial", "accelerate", "lightning", "fabric", "ignite"]
-PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "pytorch-ignite"}
+PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "pytorch-ignite",
+            "lerobot": "lerobot"}  # fmt: skip
 MODULES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "ignite"}
 
 CLASSES, CHANNELS, LENGTH, TRAIN, TEST = 6, 9, 128, 7352, 2947
@@ -127,7 +128,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu:
         words = [str(CONTEST), contestant, json.dumps(about | {"folder": folder}), str(result)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-        env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)])}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         began = time.perf_counter()
         with open(log, "w") as file:
@@ -181,6 +182,7 @@ def compete(workload: str, processes: int, args: argparse.Namespace) -> dict[str
     if absent:
         print(f"not installed, left out: {', '.join(absent)} (pip install -e '.[bench]')")
     names = ["lockstep", *[peer for peer in PEERS if peer not in absent], *limits(workload, args.limits)]
+    names += ["lerobot"] if workload == "act" and find_spec("lerobot") else []
     names += ["apart"] if processes > 1 else ["start"] if workload in BARS["start"] else []
     if args.contestants:
         names = [name for name in names if name in args.contestants.split(",")]
