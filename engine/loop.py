@@ -206,7 +206,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     loader  iterates `(batch, Micro)`; see data_loader.py
     """
     world, progress, tally, pulse = job.world, job.progress, job.tally, job.world.pulse
-    # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `factor` below.
+    # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `divisor` below.
     share = world.size / job.plan.global_batch
     trained = [p for group in job.optimizer.param_groups for p in group["params"]]
     buffers = optim.running_statistics(job.model)
@@ -246,9 +246,9 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             summed()
             pulse.set("optimizer step")
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
-            factor = job.plan.global_batch / sums[2]
+            divisor = sums[2] / job.plan.global_batch
             lr = job.plan.lr(progress.step)
-            job.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, factor, job.cfg.optim.grad_clip)
+            job.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, divisor, job.cfg.optim.grad_clip)
             for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
                 buffer.copy_(torch.where(skipped > 0, before, buffer))
             if job.ema is not None:

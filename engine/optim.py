@@ -28,6 +28,8 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """`grad_scale` and `found_inf`, where they are set, are GradScaler's: one number each, on the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        # The kernel leaves everything alone where found_inf is 1; so do the counters.
+        taken = 1.0 if found_inf is None else 1 - found_inf
         for group in self.param_groups:
             known = len(self.state)
             params, grads, first, second, none, counts = self._gathered(group)
@@ -43,15 +45,13 @@ class AdamW(torch.optim.AdamW):
                 self._share_counters()
                 counts = [self.state[p]["step"] for p in params]
             counters = [*{id(count): count for count in counts}.values()]
-            torch._foreach_add_(counters, torch.ones_like(counters[0]))
+            torch._foreach_add_(counters, taken)
             torch._fused_adamw_(
                 params, grads, first, second, none, counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=False,
                 grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
-            if found_inf is not None:  # the kernel has left everything alone where it is 1
-                torch._foreach_sub_(counters, [found_inf] * len(counters))
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
@@ -233,9 +233,9 @@ def lr_at(step: int, peak: float, warmup_steps: int, horizon: int, cfg: Schedule
 
 
 def step(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, factor: Tensor, grad_clip: float
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, divisor: Tensor, grad_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step on summed gradients that `factor` turns into the mean's; no host sync.
+    """One optimizer step on summed gradients that divided by `divisor` are the mean's; no host sync.
 
     Returns (grad_norm before clipping, 1.0 if the step was skipped because it is not finite), both scalars on the
     device. All ranks hold the same reduced gradients, so they all skip or none does.
@@ -243,27 +243,26 @@ def step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    factor = factor.to(grads[0].dtype)
+    divisor = divisor.to(grads[0].dtype)
     if scaler.is_enabled():
-        torch._foreach_mul_(grads, factor)  # first, so that unscale_ sees what a bad factor does
+        torch._foreach_div_(grads, divisor)  # first, so that unscale_ sees what a bad divisor does
         scaler.unscale_(optimizer)
-        factor = torch.ones_like(factor)
-    grad_norm = factor * torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        divisor = torch.ones_like(divisor)
+    grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))) / divisor
     skipped = (grad_norm - grad_norm != 0).float()  # NaN where it is not finite; a third of what `isfinite` takes
-    scale = factor
     if grad_clip:
-        scale = factor * (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
+        divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
     if scaler.is_enabled():
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_div_(grads, divisor)
         scaler.step(optimizer)
         scaler.update()
         return grad_norm, skipped
     # The fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
     # moments alone where found_inf is 1: GradScaler's own way.
-    in_kernel = scale.dtype == torch.float32
+    in_kernel = divisor.dtype == torch.float32
     if not in_kernel:
-        torch._foreach_mul_(grads, scale)
-    optimizer.grad_scale = 1 / scale if in_kernel else None  # type: ignore[attr-defined]
+        torch._foreach_div_(grads, divisor)
+    optimizer.grad_scale = divisor if in_kernel else None  # type: ignore[attr-defined]
     optimizer.found_inf = skipped  # type: ignore[attr-defined]
     optimizer.step()
     return grad_norm, skipped

@@ -16,15 +16,15 @@ def small():
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
 
 
-def take(model, factor, grad_clip=0.0, lr=0.1):
+def take(model, divisor, grad_clip=0.0, lr=0.1):
     optimizer = optim.make_optimizer(model, Optim())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return optim.step(optimizer, scaler, lr, torch.tensor(factor, dtype=torch.float64), grad_clip), optimizer
+    return optim.step(optimizer, scaler, lr, torch.tensor(divisor, dtype=torch.float64), grad_clip), optimizer
 
 
-def with_gradients(scale):
-    model = small()
-    (model(torch.ones(5, 4, dtype=torch.float64)).square().sum() * scale).backward()
+def with_gradients(scale, dtype=torch.float64):
+    model = small().to(dtype)
+    (model(torch.ones(5, 4, dtype=dtype)).square().sum() * scale).backward()
     return model
 
 
@@ -37,16 +37,18 @@ def test_norms_and_biases_do_not_decay():
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5])
-def test_the_factor_turns_sums_into_means_before_clipping(grad_clip):
-    summed, mean = with_gradients(100.0), with_gradients(1.0)
-    (norm_a, _), _ = take(summed, 0.01, grad_clip)
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_the_divisor_turns_sums_into_means_before_clipping(grad_clip, dtype, near):
+    """float32: in the optimizer's kernel, which leaves the gradient as it has used it."""
+    summed, mean = with_gradients(100.0, dtype), with_gradients(1.0, dtype)
+    (norm_a, _), _ = take(summed, 100.0, grad_clip)
     (norm_b, _), _ = take(mean, 1.0, grad_clip)
-    assert norm_a.item() == pytest.approx(norm_b.item(), rel=1e-12)
+    assert norm_a.item() == pytest.approx(norm_b.item(), rel=near)
     expected = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0).parameters()])
-    assert norm_b.item() == pytest.approx(expected.item(), rel=1e-12), "the norm before clipping is reported"
+    assert norm_b.item() == pytest.approx(expected.item(), rel=near), "the norm before clipping is reported"
     for a, b in zip(summed.parameters(), mean.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(a, b, rtol=1e3 * near, atol=near)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e3 * near, atol=near)
     if grad_clip:
         clipped = torch.nn.utils.get_total_norm([p.grad for p in mean.parameters()])
         assert clipped.item() == pytest.approx(grad_clip, rel=1e-5)
@@ -64,7 +66,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 
 
 def test_a_global_batch_without_weight_is_skipped():
-    (_, skipped), _ = take(with_gradients(0.0), math.inf)
+    (_, skipped), _ = take(with_gradients(0.0), 0.0)
     assert skipped.item() == 1.0
 
 
