@@ -208,12 +208,23 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device:
     return checked if device.type == "cpu" else ahead(checked, device)
 
 
+class _PrefetchError(LockstepError):
+    """About the samples it names: the batch that is being fetched is the one before."""
+
+
 def _announced(dataset: Any, sampler: Any) -> Iterator[list[int]]:
     """The sampler's batches; the dataset is told of each while the one before it is worked on."""
-    prefetch = getattr(dataset, "prefetch", lambda indices: None)
+    prefetch = getattr(dataset, "prefetch", None)
     next_one: list[int] | None = None
     for indices in sampler:
-        prefetch(indices)
+        try:
+            if prefetch is not None:
+                prefetch(indices)
+        except Exception as error:
+            samples = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+            what = f"`prefetch` of samples {samples} has failed: {type(error).__name__}: {error}"
+            todo = "mend it, or leave it out"
+            raise _PrefetchError(what, where=type(dataset).__name__, todo=todo, exit_code=5) from error
         if next_one is not None:
             yield next_one
         next_one = indices
@@ -304,7 +315,7 @@ def create_data_loaders(
     if not len(val_set):
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
-    # Without gradients a batch takes less than half the memory.
+    # Without gradients activations take less than half the memory.
     eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or 2 * cfg.batch_size)
     sets = [train_set, val_set]
     # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
@@ -359,8 +370,8 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
     try:
         batch = next(batches)
     except Exception as error:
-        if isinstance(error, _OF_THE_DEVICE):
-            raise  # nothing is wrong with the sample
+        if isinstance(error, (*_OF_THE_DEVICE, _PrefetchError)):
+            raise  # nothing is wrong with these samples
         # A worker hands on its traceback as text; of that the last line says what happened.
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):

@@ -114,8 +114,6 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    if compiler.choose(cfg.compile, world.device, sys.maxsize) == "off":
-        compiler.stay_unloaded()
     if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
         cfg.save_dir = folder_before
         if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):
@@ -136,7 +134,9 @@ def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan,
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
-    cfg.compile = compiler.choose(cfg.compile, world.device, the_plan.total_steps)
+    cfg.compile = compiler.choose(cfg.compile, world.device, the_plan.total_steps, bool(world.devices))
+    if cfg.compile == "off":
+        compiler.stay_unloaded()
     loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set, say))
     data = world.together(lambda: fingerprint(train_set, val_set))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")

@@ -22,12 +22,19 @@ PAYS_AFTER = 5000
 """Steps of a run on a GPU from which on `compile=auto` compiles: half a minute is then a small part of it."""
 
 
-def choose(wanted: str, device: torch.device, steps: int) -> str:
-    """`auto` becomes default or off. By the length of the run and not by a stopwatch, so that all ranks and a resumed
-    run come to the same. Never on a CPU: there compiling takes up to a minute, and what comes out may be slower."""
+def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) -> str:
+    """`auto` becomes default or off. By the length of the run and not by a stopwatch, so that all ranks, and a run that
+    goes on, come to the same. Never on a CPU: there compiling takes up to a minute, and what comes out may be slower.
+
+    copied  DataParallel copies the model, which a compiled one does not allow
+    """
     if wanted != "auto":
         return wanted
-    return "default" if device.type == "cuda" and steps >= PAYS_AFTER else "off"
+    # Triton compiles, too: what calls its kernels.
+    possible = (
+        device.type == "cuda" and not copied and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+    )
+    return "default" if possible and steps >= PAYS_AFTER else "off"
 
 
 def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:

@@ -89,7 +89,8 @@ class Task:
         labels   (N,) int64: what `sampler: balanced` balances
         weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
                  another term is a mean over samples: divide the first by `batch["mean_weight"]`, and both add up
-        prefetch(indices)  a method that begins to read these samples and returns at once: called a batch ahead
+        prefetch(indices)  a method that begins to read these samples and returns at once: called a batch ahead, but not
+                 with loader processes, and not where all data are held (`cache`)
         """
         raise NotImplementedError
 

@@ -361,7 +361,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         return _joined
     alone = launch is None  # a group of one needs no address
     place = ""
-    if launch is not None and cfg.ddp.bind_cores:  # before there are threads, which would stay where they are
+    if launch is not None and cfg.ddp.bind_cores:  # before most threads, which stay where they are
         place = cores.bind(device, launch.local_rank, _number("LOCAL_WORLD_SIZE", "0"))
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend

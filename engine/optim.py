@@ -252,17 +252,16 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()  # NaN where it is not finite; a third of what `isfinite` takes
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    if scaler.is_enabled():
-        torch._foreach_div_(grads, divisor)
-        scaler.step(optimizer)
-        scaler.update()
-        return grad_norm, skipped
     # The fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
-    # moments alone where found_inf is 1: GradScaler's own way.
+    # moments alone where found_inf is 1: GradScaler's own way, which leaves a grad_scale that is there as it is.
     in_kernel = divisor.dtype == torch.float32
     if not in_kernel:
         torch._foreach_div_(grads, divisor)
     optimizer.grad_scale = divisor if in_kernel else None  # type: ignore[attr-defined]
-    optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    optimizer.step()
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
     return grad_norm, skipped

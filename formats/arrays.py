@@ -49,11 +49,15 @@ def map_npy(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
+_AT_ONCE = 128 << 10
+"""Bytes: Linux shortens a request that is larger than the disk's usual read-ahead, without a word."""
+
+
 def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
     """Have the system begin to read rows [f, f + count) of a memory map, for each f in `first`; returns at once.
 
     By itself it begins when a page is touched, and whoever touches it waits, page group after page group. Rows that are
-    in memory already cost some microseconds.
+    in memory already cost some microseconds. Nothing but speed depends on it, so it never fails.
     """
     memory = mapped if isinstance(mapped, np.memmap) else mapped.base
     assert isinstance(memory, np.memmap) and isinstance(memory.base, mmap.mmap)
@@ -61,9 +65,11 @@ def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
         return
     row = mapped.strides[0]
     begins = memory.offset % mmap.ALLOCATIONGRANULARITY + first * row  # the map itself begins at such a multiple
-    for begin in begins.tolist():
-        page = begin - begin % mmap.PAGESIZE
-        memory.base.madvise(mmap.MADV_WILLNEED, page, begin + count * row - page)
+    with contextlib.suppress(OSError):
+        for begin in begins.tolist():
+            end = begin + count * row
+            for page in range(begin - begin % mmap.PAGESIZE, end, _AT_ONCE):
+                memory.base.madvise(mmap.MADV_WILLNEED, page, min(_AT_ONCE, end - page))
 
 
 def load_npz(path: Path) -> dict[str, np.ndarray]:

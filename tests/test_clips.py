@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import pickle
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 import tasks
 from engine.config import schema
 from engine.contract import LockstepError, sample_seeds, uniform
+from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
 from models.cnn3d import CNN3d
@@ -103,6 +106,41 @@ def test_clips_that_are_told_of_are_read_meanwhile(tmp_path):
         assert time.monotonic() < deadline, "nothing was read"
     untouched = int(clips.first[19])
     assert not in_memory(untouched), "no more than was asked for"
+
+
+def test_what_is_read_ahead_is_asked_for_in_pieces_that_linux_takes_whole(tmp_path, monkeypatch):
+    np.save(tmp_path / "large.npy", np.zeros((6, 200_000), np.uint8))
+    mapped, asked = np.load(tmp_path / "large.npy", mmap_mode="r"), []
+    monkeypatch.setattr(arrays.mmap, "mmap", _Asked)
+    memory = _Mapped(base=_Asked(asked), offset=mapped.offset)
+    view = SimpleNamespace(base=memory, strides=mapped.strides)
+    monkeypatch.setattr(arrays.np, "memmap", _Mapped)
+    arrays.read_ahead(view, np.array([4, 1]), 2)
+    begin = mapped.offset
+    for row, pieces in ((4, asked[:4]), (1, asked[4:])):
+        assert len(pieces) == 4 and all(length <= 128 << 10 and not page % mmap.PAGESIZE for page, length in pieces)
+        assert 0 <= begin + row * 200_000 - pieces[0][0] < mmap.PAGESIZE
+        assert all(page + length == after for (page, length), (after, _) in itertools.pairwise(pieces))
+        assert sum(pieces[-1]) == begin + (row + 2) * 200_000
+    asked.append(OSError)
+    arrays.read_ahead(view, np.array([0]), 1)
+
+
+class _Mapped(SimpleNamespace):
+    """For numpy's, which takes real maps only."""
+
+
+class _Asked:
+    """A memory map that writes down what is wanted of it."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def madvise(self, advice, start, length):
+        assert advice == mmap.MADV_WILLNEED
+        if OSError in self.asked:
+            raise OSError("the disk is gone")
+        self.asked.append((start, length))
 
 
 def _as_it_is(batch):

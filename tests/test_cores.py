@@ -12,27 +12,33 @@ from conftest import TOY, succeed
 from engine import cores
 
 MINE = sorted(os.sched_getaffinity(0))
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 needs_two = pytest.mark.skipif(len(MINE) < 2, reason="with one core there is nothing to share out")
 
 
-def system(folder, lists, gpu_node=None):
+def system(folder, lists, gpu_nodes=()):
     for node, text in enumerate(lists):
         path = folder / f"devices/system/node/node{node}"
         path.mkdir(parents=True)
         (path / "cpulist").write_text(text + "\n")
-    if gpu_node is not None:
-        path = folder / "bus/pci/devices/0000:3b:00.0"
+    for gpu, node in enumerate(gpu_nodes):
+        path = folder / f"bus/pci/devices/0000:{0x3B + gpu:02x}:00.0"
         path.mkdir(parents=True)
-        (path / "numa_node").write_text(f"{gpu_node}\n")
+        (path / "numa_node").write_text(f"{node}\n")
     return folder
 
 
 def _bound(pipe, sys, device, rank, size):
     cores.SYS = sys
-    torch.cuda.get_device_properties = lambda gpu: SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    pipe.send((cores.bind(device, rank, size), sorted(os.sched_getaffinity(0))))
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.get_device_properties = lambda gpu: SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x3B + gpu.index, pci_device_id=0
+    )
+    try:
+        pipe.send((cores.bind(device, rank, size), sorted(os.sched_getaffinity(0))))
+    except Exception as error:
+        pipe.send(error)
 
 
 def bound(sys, device, rank, size):
@@ -59,15 +65,20 @@ def test_cpu_processes_are_shared_out_among_the_nodes(tmp_path):
     ]  # fmt: skip
     assert bound(sys, CPU, 0, 3) == ("", MINE), "three on two nodes would not come out even"
     assert bound(sys, CPU, 0, 0) == ("", MINE), "nobody has said how many there are"
+    assert bound(sys, CPU, 4, 4) == ("", MINE), "a LOCAL_WORLD_SIZE that is not of this launch"
 
 
 @needs_two
 def test_a_process_stays_beside_its_gpu(tmp_path):
     low, high = halves()
     lists = [",".join(map(str, low)), ",".join(map(str, high))]
-    assert bound(system(tmp_path / "a", lists, 1), GPU, 0, 1) == ("NUMA node 1, beside the GPU", high)
-    assert bound(system(tmp_path / "b", lists, -1), GPU, 0, 1) == ("", MINE), "-1: the system doesn't know"
-    assert bound(system(tmp_path / "c", lists), GPU, 0, 1) == ("", MINE), "no such card, as in a virtual machine"
+    apart = system(tmp_path / "a", lists, [1, 0])
+    assert bound(apart, GPU, 0, 2) == ("NUMA node 1, beside the GPU", high)
+    assert bound(apart, GPU, 1, 2) == ("NUMA node 0, beside the GPU", low)
+    assert bound(apart, GPU, 0, 1) == ("", MINE), "one process has the whole machine"
+    assert bound(system(tmp_path / "b", lists, [1, 1]), GPU, 0, 2) == ("", MINE), "or half the cores would be idle"
+    assert bound(system(tmp_path / "c", lists, [-1, -1]), GPU, 0, 2) == ("", MINE), "-1: the system doesn't know"
+    assert bound(system(tmp_path / "d", lists), GPU, 0, 2) == ("", MINE), "no such card, as in a virtual machine"
 
 
 @needs_two

@@ -317,6 +317,21 @@ def test_a_dataset_is_told_of_the_next_batch_before_it_gives_this_one(monkeypatc
         assert told == expected
 
 
+def test_a_dataset_that_fails_to_look_ahead_is_named_with_those_samples(monkeypatch):
+    def prefetch(self, indices):
+        if 7 in indices:
+            raise OSError("no such disk")
+
+    monkeypatch.setattr(Table, "prefetch", prefetch, raising=False)
+    _, val = create_data_loaders(config.Config(eval_batch_size=3), world(), make_plan(10, 1), Table(), Table())
+    batches = iter(val)
+    next(batches)
+    with pytest.raises(
+        LockstepError, match=r"`prefetch` of samples 6, 7, 8 has failed: OSError: no such disk \(Table\)"
+    ):
+        next(batches)
+
+
 def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
     hangs = threading.Event()
 

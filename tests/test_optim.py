@@ -55,19 +55,25 @@ def test_the_divisor_turns_sums_into_means_before_clipping(grad_clip, dtype, nea
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing(bad):
-    model = with_gradients(1.0)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing(bad, dtype):
+    model = with_gradients(1.0, dtype)
     before = copy.deepcopy(model.state_dict())
     next(model.parameters()).grad[0, 0] = bad
     (_, skipped), optimizer = take(model, 1.0, grad_clip=1.0)
     assert skipped.item() == 1.0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(state["step"] == 0 for state in optimizer.state.values())
+    assert not any(state[name].any() for state in optimizer.state.values() for name in optim.MOMENTS)
 
 
-def test_a_global_batch_without_weight_is_skipped():
-    (_, skipped), _ = take(with_gradients(0.0), 0.0)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_global_batch_without_weight_is_skipped(dtype):
+    model = with_gradients(0.0, dtype)
+    before = copy.deepcopy(model.state_dict())
+    (_, skipped), _ = take(model, 0.0)
     assert skipped.item() == 1.0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

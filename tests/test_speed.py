@@ -261,8 +261,14 @@ def test_a_compiled_run_is_the_same_run(launch, tmp_path):
     [("auto", "cuda", 4999, "off"), ("auto", "cuda", 5000, "default"), ("auto", "cpu", 10**6, "off"),
      ("reduce-overhead", "cpu", 1, "reduce-overhead"), ("off", "cuda", 10**6, "off")],
 )  # fmt: skip
-def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected):
+def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected, monkeypatch):
+    monkeypatch.setenv("CC", "gcc")
     assert compiler.choose(wanted, torch.device(device), steps) == expected
+    if wanted == "auto":
+        assert compiler.choose("auto", torch.device("cuda"), 10**6, copied=True) == "off"
+        monkeypatch.delenv("CC")
+        monkeypatch.setenv("PATH", "")
+        assert compiler.choose("auto", torch.device("cuda"), 10**6) == "off", "Triton needs a compiler"
 
 
 def test_without_a_compiler_it_says_so(launch, tmp_path):
