@@ -327,7 +327,7 @@ def test_a_dataset_that_fails_to_look_ahead_is_named_with_those_samples(monkeypa
     batches = iter(val)
     next(batches)
     with pytest.raises(
-        LockstepError, match=r"`prefetch` of samples 6, 7, 8 has failed: OSError: no such disk \(Table\)"
+        LockstepError, match=r"^`prefetch` of samples 6, 7, 8 has failed: OSError: no such disk \(Table\)"
     ):
         next(batches)
 
