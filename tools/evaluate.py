@@ -42,7 +42,8 @@ def of_run(argv: list[str]) -> list[str]:
 
 def _main(asked: config.Asked) -> int:
     world = dist.join(asked.cfg, dist.environment())
-    stop, asked.cfg.cache = Stop(), "none"  # each sample is asked for once
+    stop = Stop()
+    asked.cfg.cache = "none"  # each sample is asked for once
     with Watch(world, stop, asked.cfg.ddp.timeout_s):
         prepared = train.prepare(asked.cfg, world, stop, to_train=False)
         scored = loop.evaluate(prepared.job, prepared.val_loader)
