@@ -320,7 +320,7 @@ def create_data_loaders(
     sets = [train_set, val_set]
     # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
-    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, say)
+    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, world.sharers, say)
     sets = sets if held is None else [*held]
     loaders = [
         _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None

@@ -134,7 +134,8 @@ def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan,
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))
-    cfg.compile = compiler.choose(cfg.compile, world.device, the_plan.total_steps, bool(world.devices))
+    choices = world.gather(compiler.choose(cfg.compile, world.device, the_plan.total_steps, bool(world.devices)))
+    cfg.compile = "off" if "off" in choices else choices[0]  # another machine may lack a C compiler
     if cfg.compile == "off":
         compiler.stay_unloaded()
     loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set, say))

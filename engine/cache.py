@@ -58,11 +58,13 @@ def hold(
     wanted: str,
     datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
     device: torch.device,
+    sharers: Callable[[torch.device], int],
     say: Callable[[str], Any] = lambda text: None,
 ) -> list[Held] | None:
     """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
 
-    wanted  auto is the device, if it is a GPU in which they take up no more than a third of the free memory
+    wanted   auto is the device, if it is a GPU in which they take up no more than a third of the free memory
+    sharers  of a memory: how many processes hold their data there
     """
     if wanted == "none" or (wanted == "auto" and device.type == "cpu"):
         return None
@@ -81,12 +83,13 @@ def hold(
             )
         sizes.append(sum(values.nbytes for values in together.values()) // max(1, len(some)))
     needed = sum(size * len(dataset) for size, (dataset, _) in zip(sizes, datasets, strict=True))
-    free = _free_bytes(place)
-    if wanted == "auto" and needed > SHARE * free:
+    free, copies = _free_bytes(place), sharers(place)
+    if wanted == "auto" and copies * needed > SHARE * free:
         return None
-    if needed > free:
+    if copies * needed > free:
         raise LockstepError(
-            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each process, and {free / 1e9:.1f} GB are free",
+            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of {copies} process(es), and "
+            f"{free / 1e9:.1f} GB are free",
             where="cache",
             todo="use cache=none",
         )

@@ -48,6 +48,7 @@ class World:
     memory   the same, but shared with the attempts of torchrun that were before
     shared   sums through shared memory, where all ranks are CPU processes of one machine
     place    the part of the machine whose cores it keeps to, in words; empty: all of it
+    local_size  processes on this machine, 1 where the launcher doesn't say
     pulse    what this rank is doing
     """
 
@@ -61,12 +62,17 @@ class World:
     memory: Any = None
     shared: Shared | None = None
     place: str = ""
+    local_size: int = 1
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def main(self) -> bool:
         """Rank 0: the only one that writes files and prints."""
         return self.rank == 0
+
+    def sharers(self, memory: torch.device) -> int:
+        """How many processes of this machine keep their own copy of something in `memory`."""
+        return -(-self.local_size // torch.cuda.device_count()) if memory.type == "cuda" else self.local_size
 
     def sum(self, *tensors: Tensor) -> None:
         """Add up over all ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
@@ -360,9 +366,9 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         _joined = World(0, 0, 1, device, devices)
         return _joined
     alone = launch is None  # a group of one needs no address
-    place = ""
+    place, local_size = "", 0 if alone else _number("LOCAL_WORLD_SIZE", "0")
     if launch is not None and cfg.ddp.bind_cores:  # before most threads, which stay where they are
-        place = cores.bind(device, launch.local_rank, _number("LOCAL_WORLD_SIZE", "0"))
+        place = cores.bind(device, launch.local_rank, local_size)
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend
     if backend == "auto":
@@ -387,6 +393,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     _joined = World(
         launch.rank, launch.local_rank, launch.size, device,
         grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device), place=place,
+        local_size=max(1, local_size),
     )  # fmt: skip
     return _joined
 

@@ -177,6 +177,7 @@ class Job:
     fingerprint: str = ""  # of the data
     times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
+    sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
 
     def __post_init__(self) -> None:
         self.grad_norm = torch.zeros((), device=self.world.device)  # of the last step
@@ -223,7 +224,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
         with world.accumulate(job.net, micro.closes_step):
             pulse.set("forward")
             with job.precision.autocast():
-                loss = _checked(job.task.loss(job.net, batch))
+                loss = _checked(job, job.task.loss(job.net, batch))
             # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, all become it.
             numbers = (loss.total, torch.as_tensor(loss.weight), *loss.sums.values())  # from any device
             seen = torch.stack([vote, *(number.detach().to(world.device) for number in numbers)])
@@ -276,28 +277,42 @@ def _begin_step(job: Job, trained: list[nn.Parameter]) -> None:
         p.grad = None
 
 
-def _checked(loss: Any) -> Loss:
+def _checked(job: Job, loss: Any) -> Loss:
+    """A loss that can be added to the others of its step. (all ranks) The first one's names meet."""
     if isinstance(loss, Loss) and loss.sums.keys() & {"loss", "weight"}:
         raise LockstepError(
             "the sums of the loss have the name `loss` or `weight`, which its total and its weight have already",
             where="the task's `loss`",
             todo="give them another name",
         )
-    if isinstance(loss, Loss) and isinstance(loss.total, Tensor) and loss.total.ndim == 0 and loss.total.requires_grad:
-        return loss
-    raise LockstepError(
-        f"the loss is {_about(loss)}",
-        where="the task's `loss`",
-        todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
-    )
+    if _about(loss):
+        raise LockstepError(
+            f"the loss is {_about(loss)}",
+            where="the task's `loss`",
+            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
+        )
+    names = [*loss.sums]
+    first, *others = [job.sum_names] if job.sum_names is not None else job.world.gather(names)
+    for other in [*others, names]:
+        if other != first:  # in another order they would be added up across each other
+            error = LockstepError(
+                f"the sums of the loss are {other or 'none'} once and {first or 'none'} another time",
+                where="the task's `loss`",
+                todo="give the same names in the same order for every batch, zeros where there is nothing to count",
+            )
+            error.everywhere = job.sum_names is None
+            raise error
+    job.sum_names = names
+    return loss
 
 
 def _about(loss: Any) -> str:
+    """What is wrong with it, in words; empty if nothing."""
     if not isinstance(loss, Loss):
         return f"a {type(loss).__name__}"
     if not isinstance(loss.total, Tensor) or loss.total.ndim:
         return "a Loss whose total is no scalar tensor"
-    return "a Loss whose total has no graph"
+    return "" if loss.total.requires_grad else "a Loss whose total has no graph"
 
 
 @torch.no_grad()

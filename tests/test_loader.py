@@ -269,6 +269,25 @@ def test_data_that_cannot_be_held_are_refused(data, words):
         create_data_loaders(cfg, world(), make_plan(10, 1), data(), Rows())
 
 
+def test_data_held_by_every_process_of_a_machine_must_fit_as_often(monkeypatch):
+    held = World(0, 0, 4, torch.device("cpu"), local_size=4)
+    cfg = config.Config(batch_size=3, cache="host")
+    data = Rows()
+    needed = 2 * sum(data[0][name].nbytes for name in data[0]) * len(data)
+    monkeypatch.setattr("engine.cache._free_bytes", lambda device: 4 * needed)
+    create_data_loaders(cfg, held, make_plan(10, 4), data, Rows())
+    monkeypatch.setattr("engine.cache._free_bytes", lambda device: 4 * needed - 1)
+    with pytest.raises(LockstepError, match="in each of 4 process"):
+        create_data_loaders(cfg, held, make_plan(10, 4), data, Rows())
+    create_data_loaders(cfg, world(), make_plan(10, 1), data, Rows())
+
+
+@pytest.mark.parametrize(("gpus", "copies"), [(4, 1), (3, 2), (1, 4)])
+def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, gpus, copies):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert World(0, 0, 4, torch.device("cuda", 0), local_size=4).sharers(torch.device("cuda", 0)) == copies
+
+
 def test_missing_values_can_be_held(capsys):
     cfg = config.Config(batch_size=3, cache="host")
     _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing(), print)

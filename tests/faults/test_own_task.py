@@ -56,6 +56,27 @@ def test_a_mistake_is_one_line(launch, tmp_path, mistake):
     assert "Traceback" not in done.out + done.err and "✓" not in done.out
 
 
+SUMS = """    def loss(self, net, batch):
+        loss = super().loss(net, batch)
+        often = dict(hits=loss.weight, count=loss.weight)
+        return loss._replace(sums=Sums(often if {seldom} else dict(reversed(often.items()))))
+"""
+
+
+def test_sums_of_other_names_are_not_added_up(launch, tmp_path):
+    """Nor of the same names in another order, which would go unnoticed."""
+    (tmp_path / "own.py").write_text(HEAD + SUMS.format(seldom="batch['position'][0] < 16"))
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "the sums of the loss are ['count', 'hits'] once and ['hits', 'count']" in done.errors[0]
+
+
+def test_sums_of_other_names_on_another_rank_are_not_added_up(launch, tmp_path):
+    (tmp_path / "own.py").write_text(HEAD + SUMS.format(seldom="batch['position'][0] % 2"))
+    done = launch.torchrun(2, "train_ddp.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code and len(done.errors) == 1, done.err
+    assert "the sums of the loss are ['hits', 'count'] once and ['count', 'hits']" in done.errors[0]
+
+
 def test_a_weight_may_be_a_number(launch, tmp_path):
     body = "    def loss(self, net, batch):\n        return Loss(self._errors(net, batch).sum(), len(batch['x']))\n"
     (tmp_path / "own.py").write_text(HEAD + body)
