@@ -20,6 +20,10 @@ TOY = str(ROOT / "tests" / "tasks" / "toy.py")
 FAULTY = str(ROOT / "tests" / "tasks" / "faulty.py")
 sys.path.insert(0, str(ROOT))
 
+# Before torch is imported, and for whatever a test starts. Two processes of two threads each on two cores spin waiting
+# for each other: a test of 30 s took twelve minutes. And the number of threads changes the last bits.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 PATIENCE = 5
 """Times as long as on a quiet machine: the limits below only end what hangs, they measure nothing."""
 
@@ -108,8 +112,7 @@ class Launcher:
             "TORCHELASTIC",
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        # One thread: two on a busy machine take ten times as long, and the number of threads changes the last bits.
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name, self.mark: "1"}
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name, self.mark: "1"}
         env |= {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in env.items() if name not in more or more[name] is not None}
 
