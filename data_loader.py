@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate, get_worker_info
 
 from engine.cache import hold
@@ -170,18 +171,34 @@ class TrainLoader:
         """Optimizer steps to come in this epoch."""
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
+    def example(self, samples: int | None = None) -> Batch:
+        """The first batch of the epoch, or so many samples of it, to try something with; fetched by this process."""
+        micro = next(self.sampler.micro_batches())
+        share = range(*micro.share.indices(len(self.sampler.order())))[:samples]
+        micro = micro._replace(indices=micro.indices[:samples], share=slice(share.start, share.stop, share.step))
+        batch = to_device(_one_batch(self.dataset, micro.indices), self.device)
+        return self._told(batch, micro, *self._numbers())
+
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
-        # Of the whole epoch at once: for each batch by itself it would be fifty small operations a step.
-        index = torch.tensor(self.sampler.order(), device=self.device)
-        position = torch.arange(len(index), device=self.device)
-        seed = sample_seeds(self.seed, self.sampler.epoch, position)
+        numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
         batches = _batches(self.dataset, self.sampler, self.loader, self.device)
         for micro, batch in zip(self.sampler.micro_batches(), batches, strict=True):
-            batch["index"], batch["position"], batch["seed"] = (whole[micro.share] for whole in (index, position, seed))
-            if micro.mean_weight is not None:
-                batch["mean_weight"] = seed.new_full((len(micro.indices),), micro.mean_weight, dtype=torch.float64)
-            yield batch, micro
+            yield self._told(batch, micro, *numbers), micro
+
+    def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Index, position and seed of the whole epoch: of each batch by itself it would be fifty operations a step."""
+        index = torch.tensor(self.sampler.order(), device=self.device)
+        position = torch.arange(len(index), device=self.device)
+        return index, position, sample_seeds(self.seed, self.sampler.epoch, position)
+
+    def _told(self, batch: Batch, micro: Micro, *numbers: Tensor) -> Batch:
+        """The batch with what the loader knows of its samples."""
+        batch["index"], batch["position"], batch["seed"] = (whole[micro.share] for whole in numbers)
+        if micro.mean_weight is not None:
+            shape = (len(micro.indices),)
+            batch["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
+        return batch
 
 
 class EvalLoader:

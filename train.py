@@ -8,6 +8,7 @@ torchrun --standalone --nproc_per_node=2 train.py har        two processes, the 
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -90,14 +91,16 @@ def prepare(
     the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
     if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
         the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
-    job, layout = _make_job(cfg, world, the_plan, task, the_precision, say)
+    if state and cfg.memory_format == "auto":
+        cfg.memory_format = state["config"].get("memory_format", "auto")
+    job = _make_job(cfg, world, the_plan, task, the_precision, loaders[0], say)
     job.fingerprint, job.stop = data, stop or job.stop
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
     _wrap(job, say)
     compared = agree.at_start(job)
     loop.rehearse(job, loaders[1])
-    speed = _speed(job, loaders, layout)
+    speed = _speed(job, loaders)
     say(plan.describe(the_plan, cfg, world, job.model, job.optimizer, the_precision, speed) + "\n")
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
@@ -147,16 +150,25 @@ def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan,
 
 
 def _make_job(
-    cfg: Any, world: dist.World, the_plan: plan.Plan, task: Task, the_precision: precision.Precision, say: Any
-) -> tuple[Job, str]:
-    """(all ranks) Model, optimizer and what belongs to them, not yet wrapped; and how convolutions are laid out."""
+    cfg: Any,
+    world: dist.World,
+    the_plan: plan.Plan,
+    task: Task,
+    the_precision: precision.Precision,
+    loader: TrainLoader,
+    say: Any,
+) -> Job:
+    """(all ranks) Model, optimizer and what belongs to them, not yet wrapped."""
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.together(task.model).to(world.device)
     if task.started_from:
         say(f"Weights from {task.started_from}")
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
-    layout = memory.lay_out(model, cfg.memory_format, world.device.type == "cpu", the_precision.name != "off")
-    job = Job(
+    if memory.convolutions(model):
+        if cfg.memory_format == "auto":
+            cfg.memory_format = _layout(cfg, world, task, model, the_precision, loader, say)
+        memory.lay_out(model, cfg.memory_format)
+    return Job(
         cfg=cfg,
         world=world,
         plan=the_plan,
@@ -171,7 +183,47 @@ def _make_job(
         tally=Tally(world.device),
         stop=Stop(cfg.max_time_s),
     )
-    return job, layout
+
+
+def _layout(
+    cfg: Any,
+    world: dist.World,
+    task: Task,
+    model: torch.nn.Module,
+    precise: precision.Precision,
+    loader: TrainLoader,
+    say: Any,
+) -> str:
+    """(all ranks) Which order of convolutions is faster. On CPUs that differs from one to the next, and with the
+    network: rank 0 takes some steps with copies of it."""
+    if world.device.type != "cpu":  # in float32 cuDNN has its fast kernels for the usual order
+        return "contiguous" if precise.name == "off" else "channels_last"
+    if cfg.deterministic:
+        return "channels_last"
+    if cfg.allocator == "keep":
+        memory.keep_freed()  # as in the steps to come
+    batch = functools.cache(loader.example)
+
+    def step(net: torch.nn.Module) -> None:
+        with world.own_random_numbers(), precise.autocast():
+            task.loss(net, batch()).total.backward()
+        net.zero_grad()
+
+    def measure() -> str:
+        # Of a sample's shape, not of the batch's: the same for every cut.
+        shapes = {name: tuple(values.shape[1:]) for name, values in loader.example(1).items()}
+        try:
+            found = memory.faster_order(model, f"{precise.name} {shapes}", step)
+        except LockstepError:
+            raise
+        except Exception:  # a mistake in the task's loss: the first step says it in words
+            return "channels_last"
+        if found.fresh:
+            times = [f"{ms:.3g} ms in {memory.ORDERS[order]} order" for order, ms in found.ms.items()]
+            say(f"Measured, once on this machine: forward and backward take {' and '.join(times)}")
+        return found.chosen
+
+    return world.on_main(measure)
 
 
 def _wrap(job: Job, say: Any) -> None:
@@ -195,14 +247,14 @@ def _wrap(job: Job, say: Any) -> None:
     job.net = world.together(lambda: world.wrap(inner, cfg.ddp, say))
 
 
-def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader], layout: str) -> list[str]:
+def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader]) -> list[str]:
     """What was chosen for speed, in words."""
     cfg, on_cpu = job.cfg, job.world.device.type == "cpu"
     held = sum(loader.dataset.bytes for loader in loaders if isinstance(loader.dataset, Held))
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
     chosen = {
         f"compiled ({cfg.compile})": cfg.compile != "off",
-        f"convolutions in {layout} order": bool(layout),
+        f"convolutions in {memory.ORDERS.get(cfg.memory_format)} order": bool(memory.convolutions(job.model)),
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from engine.choice import Choice, fastest
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE = (1 << 31) - 1
@@ -37,15 +42,33 @@ def keep_freed() -> bool:
     )
 
 
-def lay_out(model: nn.Module, wanted: str, on_cpu: bool, mixed: bool) -> str:
-    """Put the kernels of 2-D and 3-D convolutions into the `wanted` order, and say in words what was done. The numbers
-    stay the same, and so does what a checkpoint holds."""
-    convolutions = [module for module in model.modules() if type(module) in _FORMATS]
-    # In float32 cuDNN has its fast kernels for the usual order.
-    if not convolutions or wanted == "contiguous" or (wanted == "auto" and not (on_cpu or mixed)):
-        return "the usual" if convolutions else ""
-    for module in convolutions:
+ORDERS = {"channels_last": "channels-last", "contiguous": "the usual"}
+"""Of the numbers of a convolution, by their names in the config, and in words."""
+
+
+def convolutions(model: nn.Module) -> list[nn.Module]:
+    """The 2-D and 3-D ones, which have a choice."""
+    return [module for module in model.modules() if type(module) in _FORMATS]
+
+
+def lay_out(model: nn.Module, order: str) -> nn.Module:
+    """Put the kernels of 2-D and 3-D convolutions into `order`. The numbers stay the same, and so does what a
+    checkpoint holds."""
+    for module in convolutions(model):
         for p in module.parameters(recurse=False):
             if p.ndim > 1:
-                p.data = p.data.contiguous(memory_format=_FORMATS[type(module)])
-    return "channels-last"
+                order_of = {"channels_last": _FORMATS[type(module)], "contiguous": torch.contiguous_format}
+                p.data = p.data.contiguous(memory_format=order_of[order])
+    return model
+
+
+def faster_order(model: nn.Module, question: str, step: Callable[[nn.Module], Any]) -> Choice:
+    """Which of ORDERS a `step` is faster with, for a model like this one; measured once on a machine, with copies.
+
+    question  what it depends on beside the model's parameters
+    """
+    parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return fastest(
+        f"order of convolutions: {type(model).__name__} {parameters} {question}",
+        lambda: {order: partial(step, lay_out(copy.deepcopy(model).train(), order)) for order in ORDERS},
+    )
