@@ -128,8 +128,9 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu:
         words = [str(CONTEST), contestant, json.dumps(about | {"folder": folder}), str(result)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-        paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]  # a peer may lie in a folder of its own
-        env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+        # LeRobot may lie in a folder of its own, with a torchvision that the others would trip over.
+        beside = [env["PYTHONPATH"]] if contestant == "lerobot" and "PYTHONPATH" in env else []
+        env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *beside])}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         began = time.perf_counter()
         with open(log, "w") as file:
