@@ -12,7 +12,9 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
+import train
 from engine import choice, compiler, config, memory
+from engine.dist import World
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -160,6 +162,14 @@ def test_the_order_of_convolutions_is_measured_once_and_stays_that_of_a_run(laun
     assert not (tmp_path / "none").exists()
     ours, theirs = (torch.load(tmp_path / run / "last.pt", weights_only=True)["model"] for run in "ab")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("amp", "order"), [("off", "contiguous"), ("bf16", "channels_last"), ("fp16", "channels_last")]
+)
+def test_on_a_gpu_the_order_is_chosen_by_rule(amp, order):
+    gpu = World(0, 0, 1, torch.device("cuda", 0))
+    assert train._layout(config.Config(), gpu, None, None, SimpleNamespace(name=amp), None, print) == order
 
 
 def test_where_nothing_may_depend_on_a_stopwatch_nothing_is_measured(launch, tmp_path):
