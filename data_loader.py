@@ -171,11 +171,9 @@ class TrainLoader:
         """Optimizer steps to come in this epoch."""
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
-    def example(self, samples: int | None = None) -> Batch:
-        """The first batch of the epoch, or so many samples of it, to try something with; fetched by this process."""
+    def example(self) -> Batch:
+        """The first batch of the epoch, to try something with; fetched by this process."""
         micro = next(self.sampler.micro_batches())
-        share = range(*micro.share.indices(len(self.sampler.order())))[:samples]
-        micro = micro._replace(indices=micro.indices[:samples], share=slice(share.start, share.stop, share.step))
         batch = to_device(_one_batch(self.dataset, micro.indices), self.device)
         return self._told(batch, micro, *self._numbers())
 

@@ -8,7 +8,6 @@ torchrun --standalone --nproc_per_node=2 train.py har        two processes, the 
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import signal
@@ -202,16 +201,17 @@ def _layout(
         return "channels_last"
     if cfg.allocator == "keep":
         memory.keep_freed()  # as in the steps to come
-    batch = functools.cache(loader.example)
-
-    def step(net: torch.nn.Module) -> None:
-        with world.own_random_numbers(), precise.autocast():
-            task.loss(net, batch()).total.backward()
-        net.zero_grad()
 
     def measure() -> str:
+        batch = loader.example()
+
+        def step(net: torch.nn.Module) -> None:
+            with world.own_random_numbers(), precise.autocast():
+                task.loss(net, batch).total.backward()
+            net.zero_grad()
+
         # Of a sample's shape, not of the batch's: the same for every cut.
-        shapes = {name: tuple(values.shape[1:]) for name, values in loader.example(1).items()}
+        shapes = {name: tuple(values.shape[1:]) for name, values in batch.items()}
         try:
             found = memory.faster_order(model, f"{precise.name} {shapes}", step)
         except LockstepError:
