@@ -34,6 +34,7 @@ from engine.config import Config
 from engine.contract import Batch, LockstepError, sample_seeds
 from engine.dist import World
 from engine.plan import Plan
+from engine.pulse import Pulse
 from engine.stop import own_scratch
 
 
@@ -158,10 +159,9 @@ class TrainLoader:
             gather away
     """
 
-    def __init__(
-        self, dataset: Any, sampler: TrainSampler, seed: int, device: torch.device, loader: DataLoader[Any] | None
-    ):
-        self.dataset, self.sampler, self.seed, self.device, self.loader = dataset, sampler, seed, device, loader
+    def __init__(self, dataset: Any, sampler: TrainSampler, seed: int, world: World, loader: DataLoader[Any] | None):
+        self.dataset, self.sampler, self.seed, self.loader = dataset, sampler, seed, loader
+        self.world, self.device = world, world.device
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         self.sampler.set_epoch(epoch)
@@ -180,7 +180,7 @@ class TrainLoader:
     def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
         numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        batches = _batches(self.dataset, self.sampler, self.loader, self.device)
+        batches = _batches(self.dataset, self.sampler, self.loader, self.world)
         for micro, batch in zip(self.sampler.micro_batches(), batches, strict=True):
             yield self._told(batch, micro, *numbers), micro
 
@@ -202,17 +202,17 @@ class TrainLoader:
 class EvalLoader:
     """Iterating gives batches on the device."""
 
-    def __init__(self, dataset: Any, sampler: EvalSampler, device: torch.device, loader: DataLoader[Any] | None):
-        self.dataset, self.sampler, self.device, self.loader = dataset, sampler, device, loader
+    def __init__(self, dataset: Any, sampler: EvalSampler, world: World, loader: DataLoader[Any] | None):
+        self.dataset, self.sampler, self.world, self.loader = dataset, sampler, world, loader
 
     def __iter__(self) -> Iterator[Batch]:
-        return _batches(self.dataset, self.sampler, self.loader, self.device)
+        return _batches(self.dataset, self.sampler, self.loader, self.world)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device: torch.device) -> Iterator[Batch]:
+def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: World) -> Iterator[Batch]:
     """The batches of `sampler` on the device."""
     if loader is None:
         fetched: Iterator[Batch] = (_get(dataset, indices) for indices in _announced(dataset, sampler))
@@ -220,7 +220,7 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, device:
         with _starting_processes():
             fetched = iter(loader)
     checked = (_next(fetched, dataset, indices) for indices in sampler)
-    return checked if device.type == "cpu" else ahead(checked, device)
+    return checked if world.device.type == "cpu" else ahead(checked, world.device, world.pulse)
 
 
 class _PrefetchError(LockstepError):
@@ -251,7 +251,7 @@ _fetching = threading.Lock()
 """Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are under way."""
 
 
-def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def ahead(batches: Iterator[Batch], device: torch.device, pulse: Pulse) -> Iterator[Batch]:
     """The next batch always on its way to the device: a thread fetches and pins it while the last one is worked on, and
     on a GPU it is copied on a stream of its own."""
     on_gpu = device.type == "cuda"
@@ -282,6 +282,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             if isinstance(batch, Exception):
                 raise batch
             if on_gpu:
+                pulse.set("host to device")  # what is left of the copy: this stream waits for it, the host doesn't
                 here = torch.cuda.current_stream(device)
                 here.wait_stream(_copies(device))
                 for value in batch.values():
@@ -342,8 +343,8 @@ def create_data_loaders(
         for dataset, batches in zip(sets, (sampler, eval_sampler), strict=True)
     ]
     return (
-        TrainLoader(sets[0], sampler, cfg.seed, world.device, loaders[0]),
-        EvalLoader(sets[1], eval_sampler, world.device, loaders[1]),
+        TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0]),
+        EvalLoader(sets[1], eval_sampler, world, loaders[1]),
     )
 
 

@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from engine import (
     log,
     loop,
     memory,
+    oom,
     optim,
     plan,
     precision,
@@ -41,6 +43,7 @@ from engine import (
 from engine.cache import Held
 from engine.contract import LockstepError, Task
 from engine.loop import Job, Progress, Tally
+from engine.profiler import Profile
 from engine.stop import Stop, leave_nothing
 from engine.watch import Watch
 
@@ -54,6 +57,7 @@ class Prepared:
     val_loader: EvalLoader
     resumed: Path | None  # the checkpoint it goes on from
     horizon: int | None  # the length of that checkpoint's schedule
+    profile: Profile | None = None
 
 
 def run(cfg: Any, world: dist.World) -> dict[str, float]:
@@ -80,6 +84,7 @@ def prepare(
     task = tasks.load(cfg.task)(cfg)
     task.continues = found is not None
     the_plan, loaders, data = _load(cfg, world, task, say)
+    status.current.smaller, status.current.shrinks = partial(plan.smaller, the_plan, cfg, world), cfg.oom == "shrink"
     if found and state and to_train:
         for warning in world.together(
             lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
@@ -116,10 +121,12 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
     _set_backends(cfg)
-    if folder_before := world.on_main(lambda: world.recall("folder") if restarts != "0" else ""):
-        cfg.save_dir = folder_before
-        if world.on_main(lambda: storage.find("auto", Path(folder_before))[0]):
-            cfg.resume = "auto"
+    if oom.times():
+        say(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")
+    cfg.save_dir = world.on_main(lambda: world.recall("folder") if restarts != "0" else "") or cfg.save_dir
+    again = cfg.save_dir and (restarts != "0" or oom.times())
+    if again and world.on_main(lambda: storage.find("auto", Path(cfg.save_dir))[0]):
+        cfg.resume = "auto"
     found, warnings = world.on_main(lambda: folder.look(cfg))
     for warning in warnings:
         say(f"warning: {warning}")
@@ -265,7 +272,7 @@ def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader]) -> list[str]:
     return [words for words, so in chosen.items() if so]
 
 
-def fit(prepared: Prepared) -> dict[str, float]:
+def fit(prepared: Prepared, profile: bool = False) -> dict[str, float]:
     """(all ranks) The training itself: epochs, evaluations, checkpoints."""
     job = prepared.job
     cfg, world, progress = job.cfg, job.world, job.progress
@@ -282,6 +289,7 @@ def fit(prepared: Prepared) -> dict[str, float]:
     status.current.begin(path, progress.step, prepared.resumed)
     logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
     keeper = Keeper(job, logger, checkpoints)
+    prepared.profile = Profile(job, path, logger.say) if profile else None
     if prepared.resumed:
         place = f"step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         logger.say(f"Resuming {prepared.resumed}: {place}")
@@ -298,6 +306,8 @@ def fit(prepared: Prepared) -> dict[str, float]:
     with keeper:
         logger.say("Starting training...\n")
         metrics = train(prepared, logger, keeper)
+        if prepared.profile:
+            prepared.profile.finish()
         world.on_main(keeper.settle)
     if isinstance(logger, log.Log):
         if metrics and not job.stopped:
@@ -319,6 +329,8 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
     while not (job.finished or job.stopped):
         loader.set_epoch(progress.epoch, progress.position)
         steps = loop.train_epoch(job, loader)
+        if prepared.profile:
+            steps = prepared.profile.follow(steps)
         for outcome in logger.progress(steps, len(loader), "Training"):
             pause = job.epoch_ended or job.finished
             progress.evaluation_due = job.finished or due(cfg.eval_every, progress.step, pause)
@@ -523,7 +535,7 @@ def work(asked: config.Asked, world: dist.World, strict: bool = False) -> int:
     with Watch(world, stop, asked.cfg.ddp.timeout_s):
         prepared = prepare(asked.cfg, world, stop, strict, asked.force)
         if not asked.dry_run:
-            fit(prepared)
+            fit(prepared, asked.profile)
         stopped = prepared.job.stopped
         del prepared  # and DDP with it, before its process group
     world.leave()  # without the watch: rank 0 may still be closing its log, over a network perhaps
@@ -555,7 +567,7 @@ def guarded(argv: list[str], work: Any, spell_out: Any = list) -> int:
 
 def _parse(argv: list[str], spell_out: Any) -> config.Asked:
     try:
-        return config.parse(spell_out(argv), tasks.load)
+        return config.parse(spell_out(argv), tasks.load, oom.settings())
     except LockstepError as error:
         error.everywhere = True  # every rank reads the same command line
         raise

@@ -74,15 +74,6 @@ def prepared(world: dist.World, *words: str) -> train.Prepared:
         return train.prepare(config.parse(["har", *endless, *words], tasks.load).cfg, world, Stop())
 
 
-def endless(job: loop.Job, loader: Any) -> Iterator[None]:
-    """A training's steps, one epoch after the other, and nothing beside them."""
-    while True:
-        loader.set_epoch(job.progress.epoch, job.progress.position)
-        for _ in loop.train_epoch(job, loader):
-            yield
-        job.progress.epoch, job.progress.position = job.progress.epoch + 1, 0
-
-
 def seconds(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
@@ -118,7 +109,7 @@ class Ways:
         job.world = dataclasses.replace(job.world, pulse=NoPulse())
         job.stopwatch, job.tally = NoStopwatch(), self.no_tally  # type: ignore[assignment]
         hooks.clear()
-        for _ in itertools.islice(endless(job, self.ready.train_loader), self.steps):
+        for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
             pass
         job.world, job.stopwatch = kept[:2]
         hooks.update(kept[2])
@@ -126,7 +117,7 @@ class Ways:
     def watched(self) -> None:
         """Marks, stopwatch, a look for a slow rank at each log point; and, in `measure`, heartbeats."""
         job, job.tally = self.job, self.no_tally
-        for _ in itertools.islice(endless(job, self.ready.train_loader), self.steps):
+        for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
             if job.progress.step % job.cfg.log_every == 0:
                 loop.find_slow(job)
                 job.tally.restart_clock()
@@ -248,7 +239,7 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
 def saves(ready: train.Prepared, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds of a step, of a blocking save, of a stall for a background save, and of the step after that."""
     times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
-    job, training, checkpoints = ready.job, endless(ready.job, ready.train_loader), storage.Checkpoints(folder)
+    job, training, checkpoints = ready.job, loop.endless(ready.job, ready.train_loader), storage.Checkpoints(folder)
     next(training)
 
     def blocking() -> None:
@@ -296,7 +287,7 @@ def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     jobs, trainings = {}, {}
     for kind in kinds:
         ready = prepared(world, "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
-        jobs[kind], trainings[kind] = ready.job, endless(ready.job, ready.train_loader)
+        jobs[kind], trainings[kind] = ready.job, loop.endless(ready.job, ready.train_loader)
         next(trainings[kind])
         for values in times.values():
             values[kind] = []

@@ -12,7 +12,7 @@ import math
 import types
 import typing
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -124,6 +124,9 @@ class Config:
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
     )
+    oom: Literal["stop", "shrink"] = option(
+        "stop", "when memory runs out: say which batch would fit, or start all ranks again with it, the same steps"
+    )
     compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune"] = option(
         "off",
         "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a GPU, "
@@ -183,7 +186,7 @@ EVERYDAY = (
 ).split()
 """What --help lists, in this order; --print-config shows the rest."""
 
-SWITCHES = ("help", "print_config", "dry_run", "debug", "force")
+SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 
 
 class Asked(NamedTuple):
@@ -195,6 +198,7 @@ class Asked(NamedTuple):
     dry_run: bool
     debug: bool
     force: bool
+    profile: bool
 
 
 class Setting(NamedTuple):
@@ -203,11 +207,18 @@ class Setting(NamedTuple):
     where: str
 
 
-def parse(argv: list[str], load_task: Callable[[str], type[Task]]) -> Asked:
-    """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2."""
+def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mapping[str, Any] | None = None) -> Asked:
+    """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2.
+
+    again  settings that this process was started again with: a delta over the command line
+    """
     problems: list[str] = []
     switches, files, given = _tokens(argv, problems)
-    layers = [*(_read_yaml(path, problems) for path in files), given]
+    layers = [
+        *(_read_yaml(path, problems) for path in files),
+        given,
+        [Setting(key, str(value), "started again with") for key, value in (again or {}).items()],
+    ]
     named = (str(s.value) for layer in reversed(layers) for s in layer if s.key == "task" and s.value is not None)
     task_name = next(named, Config.task)
     try:
@@ -286,6 +297,7 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
         "  --dry-run            print the arithmetic of the run and stop",
         "  --debug              show the traceback of an error",
         "  --force              go on from a checkpoint although the config is another",
+        "  --profile            say where the time of a step goes, and leave a trace of some steps in the run's folder",
         "",
         "Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50.",
     ]

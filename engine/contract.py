@@ -31,6 +31,7 @@ class LockstepError(Exception):
         super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
         self.exit_code = exit_code
         self.everywhere = False  # every rank raises it: rank 0 alone prints it
+        self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
 
 
 class Sums(dict[str, Tensor]):

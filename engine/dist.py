@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from engine import agent, compiler, cores
+from engine import agent, compiler, cores, oom
 from engine.config import DDP, Config
 from engine.contract import LockstepError
 from engine.pulse import Pulse
@@ -424,6 +424,7 @@ def _of_this_attempt(store: dist.Store, launch: Launch, timeout: timedelta) -> d
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(f"time{oom.times()}", store)
     # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
     store.set(f"rank{launch.rank}_is_here", "yes")
     store.wait([f"rank{rank}_is_here" for rank in range(launch.size)], timeout)

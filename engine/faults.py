@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine import dist, status, watch
+from engine import dist, oom, status, watch
 from engine.contract import LockstepError
 
 HERE = Path(__file__).resolve().parent.parent
@@ -28,6 +28,7 @@ def end(error: BaseException, debug: bool) -> int:
     if debug and not secondary:
         os.write(2, details.encode())
     details = "" if isinstance(error, LockstepError) else details
+    again = mine.again
     if world is None:
         if dist.speaks() or not mine.everywhere:
             watch.say_error(str(mine))
@@ -35,14 +36,16 @@ def end(error: BaseException, debug: bool) -> int:
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watch is ending this process
     if mine.everywhere or world.size == 1:
-        cause, claimed = watch.Cause(0, str(mine), mine.exit_code, details), world.main
+        cause, claimed = watch.Cause(0, str(mine), mine.exit_code, details, again), world.main
     else:
         if isinstance(error, LockstepError):
             mine = LockstepError(f"rank {world.rank}: {error}", exit_code=error.exit_code)
-        cause, claimed = watch.first_cause(world, mine, details, secondary)
+        cause, claimed = watch.first_cause(
+            world, watch.Cause(world.rank, str(mine), mine.exit_code, details, again), secondary
+        )
     if claimed:
-        watch.say_error(cause.text)
-    if not world.grouped:
+        watch.say(cause)
+    if not world.grouped and not cause.again:
         sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
         status.current.write("failed", cause.exit_code, cause.text)
         if details and status.current.folder:
@@ -71,13 +74,8 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         place += [f"{world.pulse.phase} at step {world.pulse.step}"]
     where = ", ".join(words for words in place if words)
     text = next((line for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        return LockstepError(
-            f"out of memory: {text or 'no words'}",
-            where=where,
-            todo="a smaller batch_size with global_batch set takes the same steps with less memory; so does cache=none",
-            exit_code=1,
-        )
+    if oom.ran_out(error):
+        return _out_of_memory(text or "no words", where, world)
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
         return LockstepError(
             f"a loader process failed: {str(error.__cause__ or text).strip(' .')}",
@@ -110,6 +108,23 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
         todo=f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback",
         exit_code=1,
     )
+
+
+def _out_of_memory(text: str, where: str, world: dist.World | None) -> LockstepError:
+    evaluating = world is not None and world.pulse.phase in ("validation", "loading validation data")
+    smaller = status.current.smaller(evaluating)
+    words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
+    if not smaller:
+        todo = "a smaller model or smaller samples: one sample at a time is too much" if world else "free some"
+    elif status.current.shrinks:
+        todo = f"all processes start again with {words}, from the last checkpoint"
+    else:
+        todo = (
+            f"{words} takes the same steps with less memory (oom=shrink goes on with it by itself); so may cache=none"
+        )
+    error = LockstepError(f"out of memory: {text}", where=where, todo=todo, exit_code=1)
+    error.again = smaller if status.current.shrinks else {}
+    return error
 
 
 def _frame(error: BaseException) -> str:

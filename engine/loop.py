@@ -90,8 +90,8 @@ class Stopwatch:
     """How long a forward and backward pass computes: until its last gradient is ready. After that a rank only waits for
     the others, which is why the wall time of a step doesn't show who is slow."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, model: nn.Module, world: World):
+        self.on_gpu, self.pulse = world.device.type == "cuda", world.pulse
         self.total, self.passes = 0.0, 0
         self.began = self.ready = 0.0
         if self.on_gpu:
@@ -109,6 +109,9 @@ class Stopwatch:
         self.ready = time.perf_counter()
         if self.on_gpu:
             self.events[1].record()
+        phase, waits = self.pulse.now[:2]
+        if waits and phase == "backward":
+            self.pulse.set("gradient sync", waits)
 
     def stop(self) -> None:
         self.total += (self.ready or time.perf_counter()) - self.began
@@ -181,7 +184,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.grad_norm = torch.zeros((), device=self.world.device)  # of the last step
-        self.stopwatch, self.mailbox = Stopwatch(self.model, self.world.device), Mailbox(self.world.device)
+        self.stopwatch, self.mailbox = Stopwatch(self.model, self.world), Mailbox(self.world.device)
 
     @property
     def epoch_ended(self) -> bool:
@@ -262,11 +265,20 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             with world.reading():
                 values = torch.stack([sums[0], skipped])
                 news = job.mailbox.exchange(values, (progress.step, passes), wait=job.epoch_ended)
+            pulse.set("logging")
             yield _outcome(job, news)
             _begin_step(job, trained)
             sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
         pulse.set("data loading")
         asked = time.perf_counter()
+
+
+def endless(job: Job, loader: Any) -> Iterator[Outcome]:
+    """(all ranks) A training's steps, one epoch after the other, and nothing beside them: to measure them."""
+    while True:
+        loader.set_epoch(job.progress.epoch, job.progress.position)
+        yield from train_epoch(job, loader)
+        job.progress.epoch, job.progress.position = job.progress.epoch + 1, 0
 
 
 def _begin_step(job: Job, trained: list[nn.Parameter]) -> None:
@@ -321,7 +333,7 @@ def rehearse(job: Job, batches: Any) -> None:
     epoch. Rank 0's: the others may have none."""
     sums, metrics = None, None
     if job.world.main:
-        with job.world.own_random_numbers(), job.precision.autocast():
+        with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
             sums = job.task.score(job.model.eval(), next(iter(batches)))
         if isinstance(sums, dict) and "count" in sums:
             try:

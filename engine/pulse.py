@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Pulse:
@@ -14,12 +15,17 @@ class Pulse:
          time.monotonic() of its begin)
     """
 
+    listener: Callable[[str], Any] | None = None
+    """Told of every change."""
+
     def __init__(self) -> None:
         self.step = 0
         self.set("preparing")
 
     def set(self, phase: str, waits: bool = False) -> None:
         self.now = phase, waits, time.monotonic()
+        if self.listener is not None:
+            self.listener(phase)
 
     @property
     def phase(self) -> str:

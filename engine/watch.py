@@ -16,10 +16,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine import status, storage
+from engine import oom, status, storage
 from engine.contract import LockstepError
 from engine.dist import World
 from engine.shared import machine
@@ -44,6 +44,7 @@ class Cause:
     text: str
     exit_code: int
     details: str = ""  # a traceback, or stacks
+    again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks start again by themselves
 
 
 class Watch:
@@ -143,7 +144,7 @@ class Watch:
         if cause and time.monotonic() - self.bereft > GRACE_S:
             claimed = self.notes.claim(cause)
             if claimed:
-                say_error(cause.text)
+                say(cause)
             self._end(self.notes.cause() or cause, claimed)
 
     def _mind_the_time(self) -> None:
@@ -175,7 +176,7 @@ class Watch:
             cause = Cause(blamed, str(error), status.DISTRIBUTED)
             claimed = self.notes.claim(cause)
             if claimed:
-                say_error(cause.text)
+                say(cause)
                 for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
                     if beat["machine"] == MACHINE:
                         with contextlib.suppress(OSError):
@@ -316,13 +317,12 @@ class _Notes:
         return Cause(**note) if note else None
 
 
-def first_cause(world: World, mine: LockstepError, details: str, secondary: bool) -> tuple[Cause, bool]:
+def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, bool]:
     """(what ended the run, whether this rank is the one to say so).
 
     secondary  this rank only lost its connection: somebody else's failure is the cause, or somebody was killed
     """
     notes = _Notes(world)
-    cause = Cause(world.rank, str(mine), mine.exit_code, details)
     if secondary:
         for _ in range(
             30
@@ -369,11 +369,19 @@ def say_error(text: str) -> None:
     os.write(2, "".join(f"error: {line}\n" for line in text.splitlines()).encode())
 
 
+def say(cause: Cause) -> None:
+    """Why the run ends; a warning where it goes on by itself."""
+    if cause.again:
+        os.write(2, f"warning: {cause.text}\n".encode())
+    else:
+        say_error(cause.text)
+
+
 def leave(world: World, cause: Cause, claimed: bool) -> None:
     """Record the cause and end this process at once. Rank 0 keeps the run's status; if it is the dead one, then the
     rank that has noticed."""
     status.current.settle(60)  # a checkpoint that is nearly there is worth the wait
-    if world.main or (claimed and cause.rank == 0):
+    if not cause.again and (world.main or (claimed and cause.rank == 0)):
         if not world.main:
             status.current.adopt()
         if cause.details and status.current.folder:
@@ -383,7 +391,10 @@ def leave(world: World, cause: Cause, claimed: bool) -> None:
     leave_nothing()
     sys.stdout.flush()
     sys.stderr.flush()
-    code = status.leave_code(cause.exit_code)
+    code = None if cause.again else status.leave_code(cause.exit_code)
     if world.main and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         time.sleep(2.5 * BEAT_S)  # the store lives in this process: the others read the cause there
-    os._exit(code)
+    if code is None:
+        oom.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
+    else:
+        os._exit(code)

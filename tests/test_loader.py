@@ -15,10 +15,11 @@ from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create
 from engine import config, contract, plan
 from engine.contract import LockstepError
 from engine.dist import World
+from engine.pulse import Pulse
 
 
 def world(rank=0, size=1):
-    return World(rank, rank, size, torch.device("cpu"))
+    return World(rank, rank, size, torch.device("cpu"), Pulse())
 
 
 def make_plan(num_samples, size, *, batch=3, accumulation=1, drop_last=False, global_batch=0):
@@ -306,13 +307,13 @@ def test_the_next_batch_is_fetched_meanwhile():
                 raise ValueError("the fourth")
             yield {"x": torch.tensor([number])}
 
-    coming = ahead(batches(), torch.device("cpu"))
+    coming = ahead(batches(), torch.device("cpu"), Pulse())
     for number in range(3):
         assert next(coming)["x"].item() == number
         assert begun[number + 1].wait(30), "the next is begun before it is asked for"
     with pytest.raises(ValueError, match="the fourth"):
         next(coming)
-    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"))
+    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"), Pulse())
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
@@ -358,7 +359,7 @@ def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
         yield {"x": torch.tensor([0])}
         hangs.wait()
 
-    coming = ahead(batches(), torch.device("cpu"))
+    coming = ahead(batches(), torch.device("cpu"), Pulse())
     next(coming)
     coming.close()  # would never return
     hangs.set()
@@ -375,7 +376,7 @@ def test_two_loaders_never_fetch_at_once():
             inside.pop()
             yield {"x": torch.tensor([number])}
 
-    for _ in zip(*(ahead(batches(), torch.device("cpu")) for _ in range(3)), strict=True):
+    for _ in zip(*(ahead(batches(), torch.device("cpu"), Pulse()) for _ in range(3)), strict=True):
         pass
     assert max(most) == 1
 

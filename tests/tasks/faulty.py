@@ -22,6 +22,9 @@ class Fault:
     times: int = option(1, "in how many forward passes from there on", low=1)
     once: str = option("", "a file that says it has happened already; it is made then")
     attempt: int = option(0, "in which attempt of torchrun's", low=0)
+    fits: int = option(
+        10**9, "the most samples of a pass that memory is there for: in training, or in validation", low=0
+    )
     seconds: float = option(3600.0, "how long a hang lasts", low=0)
 
 
@@ -133,7 +136,7 @@ class Task(toy.Task):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.fires("hang", "slow"):
             time.sleep(fault.seconds)
-        if self.fires("out of memory"):
+        if self.fires("out of memory") or (len(self.indices) > fault.fits and self.fires("memory for so many")):
             torch.empty(1 << 60)
         if self.fires("drift"):
             with torch.no_grad():
@@ -160,6 +163,8 @@ class Task(toy.Task):
     def score(self, model, batch):
         if not self.calls:  # the rehearsal
             return super().score(model, batch)
+        if len(batch["x"]) > self.cfg.fault.fits and self.fires("memory for so many in validation"):
+            torch.empty(1 << 60)
         if self.fires("raise in validation"):
             raise ZeroDivisionError("an error in the validation")
         if self.fires("term in validation"):

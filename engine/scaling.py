@@ -1,0 +1,87 @@
+"""What a step takes on more processes: the α-β model of a ring all-reduce beside a measured step.
+
+A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second. A ring over N processes
+sends 2 (N - 1) messages of n/N bytes one after the other, from each process at the same time, so that an all-reduce of
+n bytes takes
+
+    T(N, n) = 2 (N - 1) α + 2 (N - 1) / N · n / β
+
+(Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009; α and β after Hockney). DDP sums gradients
+in buckets, one after the other, each as soon as its gradients are there, while the backward pass goes on; a step waits
+for what is left of that at its end.
+
+What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, and a
+ring is not what every library takes for every size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+FIRST_BUCKET_MB = 1.0
+"""Of DDP (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`): small, so that the sums begin early."""
+
+
+class Link(NamedTuple):
+    """Between neighbours in the ring: alpha in seconds per message, beta in bytes per second."""
+
+    alpha: float
+    beta: float
+
+
+class Step(NamedTuple):
+    """A step of one process, in seconds: the backward pass, and all else."""
+
+    backward: float
+    rest: float
+
+
+def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
+    """T(N, n) of the model, in seconds."""
+    messages = 2 * (processes - 1)
+    return messages * link.alpha + messages / processes * num_bytes / link.beta
+
+
+def fit(processes: int, seconds: dict[int, float]) -> Link:
+    """α and β from measured all-reduces over so many processes (bytes -> seconds): least squares of the relative
+    errors, for a large one must not drown the small ones."""
+    sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
+    messages = 2 * (processes - 1)
+    columns = np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1)
+    (alpha, inverse), *_ = np.linalg.lstsq(columns / times[:, None], np.ones(len(sizes)), rcond=None)
+    return Link(max(float(alpha), 0.0), 1 / max(float(inverse), 1e-15))
+
+
+def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
+    """The bytes of DDP's buckets, in the order in which they become ready."""
+    sizes = [min(num_bytes, FIRST_BUCKET_MB * 1e6)]
+    while (left := num_bytes - sum(sizes)) > 0:
+        sizes.append(min(left, bucket_cap_mb * 1e6))
+    return sizes
+
+
+def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int, link: Link) -> float:
+    """Seconds of a step on so many processes, each with the batch of `step`: the sum of a bucket begins when its share
+    of the backward pass is over and the sum before it is done."""
+    if processes == 1:
+        return step.rest + step.backward
+    ready = end = 0.0
+    for size in buckets(num_bytes, bucket_cap_mb):
+        ready += step.backward * size / num_bytes
+        end = max(ready, end) + all_reduce_s(link, processes, size)
+    return step.rest + max(step.backward, end)
+
+
+def parse_link(text: str) -> Link:
+    """`10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency. Raises ValueError."""
+    rate, _, latency = text.partition(",")
+    units = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
+    unit = next((unit for unit in units if rate.endswith(unit)), "")
+    times = {"us": 1e-6, "ms": 1e-3}
+    time_unit = next((unit for unit in times if latency.endswith(unit)), "")
+    if not unit or (latency and not time_unit):
+        raise ValueError(f"{text!r} is no link: give 10gbit, or 200mbit,50us")
+    alpha = float(latency.removesuffix(time_unit)) * times[time_unit] if latency else 0.0
+    return Link(alpha, float(rate.removesuffix(unit)) * units[unit])

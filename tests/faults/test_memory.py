@@ -1,0 +1,98 @@
+"""Memory that runs out: which batch would fit, and `oom=shrink`, which goes on with it. It really does: torch asks for
+more than any machine has, wherever a pass has more samples than `fault.fits`."""
+
+import socket
+import sys
+
+import pytest
+import torch
+from conftest import FAULTY, ROOT, launching, succeed
+
+from engine import oom
+
+SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
+
+
+def words(folder, *more):
+    return [FAULTY, *SO_MANY, f"save_dir={folder}", *more]
+
+
+def weights(folder):
+    return torch.load(folder / "last.pt", weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The weights of 2 processes with memory for everything."""
+    run = tmp_path_factory.mktemp("straight")
+    with launching() as launch:
+        succeed(launch.launcher(2, *words(run)))
+    return weights(run)
+
+
+def assert_the_same(run, straight):
+    for name, expected in straight.items():
+        torch.testing.assert_close(weights(run)[name], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank):
+    """In the middle of the run, and twice: 12 samples, then 6, then 4 a pass. The other rank waits in a sum."""
+    run = tmp_path / "run"
+    done = succeed(launch.launcher(2, *words(run, "oom=shrink", f"fault.rank={rank}", "fault.step=4", "fault.fits=5")))
+    assert not done.errors and done.err.count("warning: out of memory: ") == 2, done.err
+    assert f"in misbehave, rank {rank}, forward at step " in done.err
+    assert "all processes start again with global_batch=24 batch_size=6, from the last checkpoint" in done.err
+    assert "Started again with global_batch=24 batch_size=6" in done.out and f"Resuming {run}/" in done.out
+    assert "4 per process x 2 process(es) x 3 accumulation = 24" in done.out
+    assert_the_same(run, straight)
+
+
+@pytest.mark.slow
+def test_without_torchrun(launch, tmp_path, straight):
+    """The store is in rank 0, which starts again, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    run, env = tmp_path / "run", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        launch.start(
+            sys.executable, "train.py", *words(run, "oom=shrink", "fault.fits=6", "fault.step=3"),
+            **env, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for rank in ranks:
+        succeed(rank.wait())
+    assert_the_same(run, straight)
+
+
+def test_a_single_process(launch, tmp_path, straight):
+    """Which has not saved anything yet, and nobody has named its folder."""
+    run = [FAULTY, *SO_MANY, "oom=shrink", "fault.rank=0", "fault.fits=11", "fault.step=1", "global_batch=24"]
+    done = succeed(launch.python(str(ROOT / "train.py"), *run, cwd=tmp_path))
+    assert "Started again with global_batch=24 batch_size=8 gradient_accumulation_steps=0 save_dir=" in done.out
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert_the_same(folder, straight)
+
+
+def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight):
+    so_many = [f"{SO_MANY[0]} in validation", *SO_MANY[1:], "fault.rank=0", "fault.fits=6", "oom=shrink"]
+    done = succeed(launch.launcher(2, FAULTY, *so_many, f"save_dir={tmp_path / 'run'}"))
+    assert "Started again with eval_batch_size=6 save_dir=" in done.out
+    assert_the_same(tmp_path / "run", straight)
+
+
+def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
+    done = launch.python(
+        "train.py", *words(tmp_path / "run", "oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2")
+    )
+    assert done.code == 1 and len(done.errors) == 1 and "one sample at a time is too much" in done.errors[0], done.err
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
+)
+def test_what_running_out_looks_like(error):
+    assert oom.ran_out(error) and not oom.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

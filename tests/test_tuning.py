@@ -1,0 +1,138 @@
+"""tools/tune.py and tools/benchmark.py: real runs in processes of their own, and the model behind the prediction."""
+
+import json
+
+import pytest
+import yaml
+from conftest import FAULTY, TOY, succeed
+
+from engine import scaling
+from engine.scaling import Link, Step
+
+SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
+
+
+# ---- the model ----
+
+
+def test_a_ring_of_the_textbook():
+    link = Link(alpha=1e-5, beta=1e9)
+    assert scaling.all_reduce_s(link, 1, 1e6) == 0
+    assert scaling.all_reduce_s(link, 2, 1e6) == pytest.approx(2e-5 + 1e-3)
+    assert scaling.all_reduce_s(link, 4, 1e6) == pytest.approx(6e-5 + 1.5e-3)
+
+
+def test_a_fit_finds_the_link_that_made_the_times():
+    link = Link(alpha=3e-5, beta=2.5e8)
+    times = {1 << n: scaling.all_reduce_s(link, 3, 1 << n) for n in range(10, 25, 2)}
+    assert scaling.fit(3, times) == pytest.approx(link, rel=1e-6)
+    assert scaling.fit(2, {1024: 1e-4, 2048: 1e-4}).alpha >= 0, "noise gives no negative latency"
+
+
+def test_the_first_bucket_is_small_and_all_bytes_are_in_one():
+    assert scaling.buckets(60e6, 25) == [1e6, 25e6, 25e6, 9e6]
+    assert scaling.buckets(0.4e6, 25) == [0.4e6]
+
+
+def test_sums_hide_behind_the_backward_pass_but_for_the_last():
+    step, fast, slow = Step(backward=0.1, rest=0.05), Link(0.0, 1e12), Link(0.0, 1e8)
+    alone = scaling.predict_s(step, 20e6, 5, 1, fast)
+    assert alone == pytest.approx(0.15)
+    assert scaling.predict_s(step, 20e6, 5, 8, fast) == pytest.approx(0.15, rel=0.001)
+    # Buckets of 1, 5, 5, 5 and 4 MB: the first is ready after 5 ms, all take 10 ms a MB one after the other.
+    assert scaling.predict_s(step, 20e6, 5, 2, slow) == pytest.approx(0.05 + 0.005 + 0.2)
+    # As one bucket nothing would be hidden.
+    assert scaling.predict_s(step, 1e6, 25, 2, slow) == pytest.approx(0.15 + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "link"), [("10gbit", (0, 1.25e9)), ("200mbit,50us", (5e-5, 25e6)), ("1gbit,2ms", (2e-3, 1.25e8))]
+)
+def test_a_link_in_words(text, link):
+    assert scaling.parse_link(text) == pytest.approx(link)
+
+
+@pytest.mark.parametrize("text", ["10", "10gbit,5", "fast", "gbit", "10gb"])
+def test_no_link(text):
+    with pytest.raises(ValueError):
+        scaling.parse_link(text)
+
+
+# ---- tools/tune.py ----
+
+
+@pytest.mark.slow
+def test_the_largest_batch_and_a_delta_that_trains(launch, tmp_path):
+    """Memory runs out on rank 1 alone, from 12 samples on."""
+    out = tmp_path / "tuned.yaml"
+    words = [FAULTY, *SO_MANY, "fault.fits=11", "batch_size=4", "dataset.samples=200"]
+    done = succeed(launch.python("tools/tune.py", "--processes", "2", "--seconds", "0.2", "--out", out, *words))
+    assert "| out of memory |" in done.out and "largest batch that fits: 8 (memory runs out at 16)" in done.out
+    tuned = yaml.safe_load(out.read_text())
+    assert tuned["task"] == FAULTY and tuned["batch_size"] in (4, 8)
+    run = succeed(
+        launch.torchrun(2, "train.py", "--config", out, *SO_MANY, "fault.fits=11", f"save_dir={tmp_path / 'r'}")
+    )
+    assert f"{tuned['batch_size']} per process x 2 process(es)" in run.out
+    again = launch.python("tools/tune.py", "--out", out, *words)
+    assert again.code == 2 and again.errors == [
+        f"error: {out} is there already (--out): remove it, or give another name"
+    ]
+
+
+@pytest.mark.slow
+def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
+    words = [TOY, "global_batch=12", "--max-batch", "6", "--out", "", "--json", "--seconds", "0.1"]
+    done = succeed(launch.python("tools/tune.py", *words))
+    found = json.loads(done.out)
+    cuts = [row["batch_size"] for row in found["tried"] if [*row["settings"]] == ["batch_size"]]
+    assert cuts[:5] == [1, 2, 3, 4, 6] and {row["global_batch"] for row in found["tried"]} == {12}
+    best = max(found["tried"], key=lambda row: row["samples_per_s"])
+    assert best["samples_per_s"] <= 1.03 * found["best"]["samples_per_s"] and found["settings"]["batch_size"] in cuts
+
+
+def test_a_training_that_cannot_start_is_said_once(launch, tmp_path):
+    done = launch.python("tools/tune.py", "--out", "", TOY, "dataset.samples=0")
+    assert done.code == 2 and len(done.errors) == 1 and "the training set is empty" in done.errors[0], done.err
+    done = launch.python("tools/tune.py", TOY, "epoch=3")
+    assert done.code == 2 and done.errors == ["error: unknown key 'epoch' (command line): did you mean 'epochs'?"]
+
+
+# ---- tools/benchmark.py ----
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_guides(launch):
+    words = ["--processes", "1,2", "--rounds", "1", "--seconds", "0.2", "--predict", "8", "--link", "10gbit,50us", TOY]
+    done = succeed(launch.python("tools/benchmark.py", *words))
+    rows = [line.split("|")[1:4] for line in done.out.splitlines() if line.startswith(("| 1 ", "| 2 "))]
+    assert [[int(cell) for cell in row] for row in rows] == [[1, 12, 12], [2, 12, 24], [1, 12, 12], [2, 6, 12]]
+    firsts = [line.split("|") for line in done.out.splitlines() if line.startswith("| 1 ")]
+    assert all(row[6].strip() == "1.00" and row[7].strip() == "100%" for row in firsts)
+    assert "Predicted for 8 processes" in done.out and "latency 50.0 us, 10 Gbit/s" in done.out and "commit" in done.out
+
+
+@pytest.mark.slow
+def test_benchmark_as_json_with_the_link_that_was_measured(launch):
+    words = ["--processes", "1,2", "--rounds", "1", "--seconds", "0.2", "--scaling", "weak", "--predict", "2", "--json"]
+    done = succeed(launch.python("tools/benchmark.py", *words, TOY, "model.width=512"))
+    found = json.loads(done.out)
+    one, two = (case["found"][0] for case in found["measured"])
+    assert (one["processes"], two["processes"]) == (1, 2) and set(two["sum_ms"]) == {
+        str(1 << n) for n in range(10, 25, 2)
+    }
+    assert one["gradients_mb"] == pytest.approx(4 * (8 * 512 + 512 + 512 * 4 + 4) / 1e6)
+    assert one["phases_ms"].get("gradient sync", 0) == 0 < two["phases_ms"]["gradient sync"]
+    assert found["predicted"]["beta_gbit"] > 0 and 0 < found["predicted"]["efficiency"] <= 1
+    assert {"git_commit", "packages", "cpu_cores"} <= one["environment"].keys()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--link", "fast"], "'fast' is no link"),
+    (["--processes", "1,x"], "invalid literal"),
+    (["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
+    (["lr=x"], "lr=x (command line): give a number"),
+])  # fmt: skip
+def test_what_a_person_can_get_wrong(launch, words, said):
+    done = launch.python("tools/benchmark.py", *words)
+    assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err

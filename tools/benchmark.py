@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""How a training scales on this machine: 1, 2, 4, ... processes, and a prediction for more of them over another link.
+
+python tools/benchmark.py har                                         1 and 2 processes, or as many as there are GPUs
+python tools/benchmark.py --processes 1,2,4 --config configs/video.yaml dataset.root=data/mice
+python tools/benchmark.py --predict 8 --link 10gbit,50us video
+
+Options, before the words of a training:
+  --processes N,N,...   how many processes (powers of two up to the number of GPUs, or of cores)
+  --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both (both)
+  --rounds R            repetitions, in turns (3)
+  --seconds S           how long each is timed (4)
+  --predict N           what N processes would reach, by the model in engine/scaling.py
+  --link RATE[,LATENCY] between them, such as 10gbit,50us; without it, what was measured between the processes here
+  --json                all that was measured, as JSON, instead of tables
+
+Every measurement is a run in processes of its own. Where there are GPUs, DataParallel runs beside DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import train
+from engine import config, scaling
+from engine.contract import LockstepError
+from tools.probe import OutOfMemory, probe
+
+MEANING = {"weak": "each process keeps its batch", "strong": "the global batch stays"}
+
+Row = dict[str, Any]
+
+
+class Case:
+    """One line of a table: how many processes, with which settings; and what was measured, round after round."""
+
+    def __init__(self, kind: str, processes: int, settings: dict[str, Any], with_dp: bool = False):
+        self.kind, self.processes, self.settings, self.with_dp = kind, processes, settings, with_dp
+        self.found: list[Row] = []
+        self.out_of_memory = False
+
+    def measure(self, words: list[str], seconds: float, threads: int) -> None:
+        if self.out_of_memory:
+            return
+        try:
+            self.found.append(probe(words, self.settings, 1 if self.with_dp else self.processes, seconds, threads))
+        except OutOfMemory:
+            self.out_of_memory = True
+
+    def median(self, value: Any) -> float:
+        """Over the rounds, of what `value` makes of each."""
+        return statistics.median(map(value, self.found))
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.median(lambda row: row["samples_per_s"])
+
+
+def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case]:
+    found = []
+    for kind in kinds:
+        # The batch of one process; the same for all where it is divided among them.
+        whole = cfg.global_batch or cfg.batch_size * (cfg.gradient_accumulation_steps or 1)
+        for count in counts:
+            if kind == "strong" and whole % count:
+                continue
+            weak = {"batch_size": cfg.batch_size, "global_batch": 0}
+            strong = {"batch_size": min(cfg.batch_size, whole // count), "global_batch": whole}
+            settings = (weak if kind == "weak" else strong) | {"gradient_accumulation_steps": 0}
+            found.append(Case(kind, count, settings))
+            if 1 < count <= gpus:
+                dp = {"multi_gpu": "dp", "gpu_ids": ",".join(map(str, range(count)))}
+                found.append(Case(kind, count, settings | dp, with_dp=True))
+    return found
+
+
+def table(rows: list[Case]) -> str:
+    """The rows of one kind of scaling, as markdown; speed-up and efficiency against its first row, one process."""
+    lines = [
+        "| processes | batch per process | global batch | steps/s | samples/s (from - to) | speed-up | efficiency "
+        "| memory MB | data wait | sync wait |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    base = next((case.samples_per_s / case.processes for case in rows if case.found), 1.0)
+    for case in rows:
+        name = f"{case.processes}{' (DP)' if case.with_dp else ''}"
+        if not case.found:
+            lines.append(f"| {name} | {case.settings['batch_size']} | out of memory |")
+            continue
+        first, speed_up = case.found[0], case.samples_per_s / base
+        rates = [row["samples_per_s"] for row in case.found]
+        lines.append(
+            f"| {name} | {first['batch_size']} | {first['global_batch']} "
+            f"| {1e3 / case.median(lambda r: r['step_ms']):.4g} "
+            f"| {case.samples_per_s:.4g} ({min(rates):.4g} - {max(rates):.4g}) | {speed_up:.2f} "
+            f"| {100 * speed_up / case.processes:.0f}% | {case.median(lambda r: r['memory_mb']):.0f} "
+            f"| {100 * case.median(share('data loading', 'host to device')):.0f}% "
+            f"| {100 * case.median(share('gradient sync')):.0f}% |"
+        )
+    return "\n".join(lines)
+
+
+def share(*phases: str) -> Any:
+    """Of a step's time, as a function of a measurement."""
+    return lambda row: sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
+
+
+def predicted(rows: list[Case], processes: int, link: scaling.Link | None) -> Row:
+    """The model's answer for `processes`, from the weak scaling that was measured."""
+    alone = next(case for case in rows if case.processes == 1 and case.found)
+    several = next((case for case in rows if case.processes > 1 and case.found and not case.with_dp), None)
+    if link is None:
+        if several is None:
+            raise LockstepError(
+                "nothing was measured between processes", where="--link", todo="give one, or --processes 1,2"
+            )
+        times = {
+            int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size])
+            for size in several.found[0]["sum_ms"]
+        }
+        link = scaling.fit(several.processes, times)
+    one = alone.found[0]
+    step_s = 1e-3 * alone.median(lambda r: r["step_ms"])
+    backward = step_s * alone.median(share("backward", "gradient sync"))
+    step = scaling.Step(backward, step_s - backward)
+    num_bytes = 1e6 * one["gradients_mb"]
+    took = scaling.predict_s(step, num_bytes, one["bucket_cap_mb"], processes, link)
+    return {
+        "processes": processes,
+        "alpha_us": 1e6 * link.alpha,
+        "beta_gbit": 8e-9 * link.beta,
+        "gradients_mb": one["gradients_mb"],
+        "all_reduce_ms": 1e3 * scaling.all_reduce_s(link, processes, num_bytes),
+        "step_ms": 1e3 * took,
+        "samples_per_s": processes * one["global_batch"] / took,
+        "efficiency": step_s / took,
+    }
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print((__doc__ or "").strip())
+        return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--processes", default="")
+    parser.add_argument("--scaling", choices=["weak", "strong", "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--predict", type=int, default=0)
+    parser.add_argument("--link", default="")
+    parser.add_argument("--json", action="store_true")
+    options, words = parser.parse_known_args(argv)
+    return train.guarded(words, partial(_main, options, words))
+
+
+def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
+    try:
+        counts = sorted({int(text) for text in options.processes.split(",")}) if options.processes else []
+        link = scaling.parse_link(options.link) if options.link else None
+    except ValueError as error:
+        raise LockstepError(str(error), where="--processes or --link", todo="see --help") from None
+    counts = counts or [1 << n for n in range(12) if 1 << n <= max(2, gpus or min(cores, 4))]
+    if options.predict and 1 not in counts:
+        raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")
+    # On CPUs each process has the same share of the cores, however many there are: a core takes the place of a GPU.
+    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
+    kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]
+    found = cases(asked.cfg, counts, kinds, gpus)
+    for number in range(options.rounds):
+        for case in found[number % len(found) :] + found[: number % len(found)]:  # in turns
+            case.measure(words, options.seconds, threads)
+    tables = {kind: table([case for case in found if case.kind == kind]) for kind in kinds}
+    weak = [case for case in found if case.kind == kinds[0]]
+    prophecy = predicted(weak, options.predict, link) if options.predict else None
+    if options.json:
+        measured = [vars(case) for case in found]
+        print(json.dumps({"measured": measured, "predicted": prophecy}))
+        return 0
+    about = next(case.found[0] for case in found if case.found)
+    floats = about["precision"].replace("off", "fp32")
+    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {threads} thread(s) a process\n")
+    for kind, text in tables.items():
+        print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
+    if prophecy:
+        print(_in_words(prophecy))
+    return 0
+
+
+def _machine(row: Row) -> str:
+    here = row["environment"]
+    commit = (here["git_commit"] or "?")[:12] + ("+" if here["git_dirty"] else "")
+    devices = ", ".join(sorted({*here["devices"]}))
+    return f"{devices}, {here['cpu_cores']} cores, torch {here['packages']['torch']}, commit {commit}"
+
+
+def _in_words(one: Row) -> str:
+    return (
+        f"Predicted for {one['processes']} processes (weak scaling; model in engine/scaling.py): "
+        f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; the all-reduce of {one['gradients_mb']:.3g} MB "
+        f"takes {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
+        f"efficiency {100 * one['efficiency']:.0f}%"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

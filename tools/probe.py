@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Measure a training for some seconds, in processes of its own: what tools/tune.py and tools/benchmark.py ask for.
+
+python tools/probe.py OUT.json SECONDS [words of a training]        one process; as many as torchrun starts
+
+Nothing of the training is kept: no folder, no checkpoint, no evaluation. Rank 0 writes OUT.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import train
+from engine import agent, config, dist, folder, loop, oom, status, storage
+from engine.contract import LockstepError
+from engine.profiler import PHASES, PerformanceProfiler
+from engine.stop import Stop
+from engine.watch import Watch
+
+WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
+"""Steps before the clock starts, fewest and most of a measurement, and in how many blocks they are timed."""
+
+
+# ---- in the processes that are measured -----------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) < 2 or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if argv else 2
+    out, seconds, *words = argv
+    return train.guarded(words, partial(_main, Path(out), float(seconds)))
+
+
+def _main(out: Path, seconds: float, asked: config.Asked) -> int:
+    cfg = asked.cfg
+    cfg.save_dir, cfg.resume, cfg.wandb.enable = "", "never", False
+    world = dist.join(cfg, dist.environment())
+    with Watch(world, Stop(), cfg.ddp.timeout_s):
+        try:
+            prepared = train.prepare(cfg, world)
+            found = measure(prepared, seconds)
+        except Exception as error:
+            if oom.ran_out(error):
+                out.with_suffix(".oom").touch()  # by any rank, for the others only lose their connection
+            raise
+        if world.main:
+            storage.write_json(out, found)
+        del prepared
+    world.leave()
+    return status.leave_code(status.DONE)
+
+
+def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
+    """(all ranks) Time a training's steps for about so many seconds, then again where their time goes."""
+    job, cfg = prepared.job, prepared.job.cfg
+    world, steps = job.world, loop.endless(prepared.job, prepared.train_loader)
+    timed(job, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
+    pace = timed(job, steps, FEWEST)
+    count = world.broadcast(max(FEWEST, min(MOST, math.ceil(seconds / BLOCKS / pace))))
+    blocks = [timed(job, steps, count) for _ in range(BLOCKS if seconds else 1)]
+    step_s = statistics.median(blocks)
+    peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
+    profiler = PerformanceProfiler(world.device)
+    world.pulse.listener = lambda phase: profiler.mark(phase) if phase in PHASES else None
+    timed(job, steps, count)
+    world.pulse.listener = None
+    profiler.mark("")
+    spent = profiler.spent()
+    on_gpu = world.device.type == "cuda"
+    trained = [p for p in job.model.parameters() if p.requires_grad]
+    return {
+        "processes": world.size * max(1, len(world.devices)),
+        "batch_size": job.plan.micro_batch // max(1, len(world.devices)),
+        "accumulation": job.plan.accumulation,
+        "global_batch": job.plan.global_batch,
+        "num_samples": job.plan.num_samples,
+        "step_ms": 1e3 * step_s,
+        "samples_per_s": job.plan.global_batch / step_s,
+        "memory_mb": peak,
+        "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
+        "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
+        "bucket_cap_mb": cfg.ddp.bucket_cap_mb,
+        "sum_ms": sums_ms(world, [1 << power for power in range(10, 25, 2)]) if world.size > 1 else {},
+        "precision": job.precision.name,
+        "memory_format": cfg.memory_format,
+        "compile": cfg.compile,
+        "device": str(world.device),
+        "environment": folder.environment(world),
+    }
+
+
+def timed(job: loop.Job, steps: Any, count: int) -> float:
+    """(all ranks) Seconds per step, of `count` steps and the log point after them."""
+    _wait_for(job.world.device)
+    began = time.perf_counter()
+    for _ in itertools.islice(steps, count):
+        pass
+    loop.training_metrics(job)
+    _wait_for(job.world.device)
+    return (time.perf_counter() - began) / count
+
+
+def peak_memory_mb(world: dist.World) -> float:
+    """Of this process: what torch has taken of its GPU, or what the process has of the host's memory; in MB."""
+    if world.device.type == "cuda":
+        return max(torch.cuda.max_memory_reserved(gpu) for gpu in world.devices or [world.device]) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def sums_ms(world: dist.World, sizes: list[int]) -> dict[int, float]:
+    """(all ranks) Milliseconds of an all-reduce, by its bytes: the median of some."""
+    found = {}
+    for size in sizes:
+        tensor, times = torch.zeros(size // 4, device=world.device), []
+        for _ in range(12):
+            _wait_for(world.device)
+            began = time.perf_counter()
+            world.sum(tensor)
+            _wait_for(world.device)
+            times.append(1e3 * (time.perf_counter() - began))
+        found[size] = statistics.median(times[2:])
+    return found
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- from outside ---------------------------------------------------------------------------------------------------
+
+
+class OutOfMemory(Exception):
+    """A result, not a failure."""
+
+
+def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: float, threads: int) -> dict[str, Any]:
+    """Measure a training in `processes` new processes; they are gone afterwards, whatever happens.
+
+    settings  key: value, a delta over the words
+    threads   OMP_NUM_THREADS of each process
+
+    Raises OutOfMemory where that is how it ended on any of them, and LockstepError for everything else.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
+        out, said = Path(scratch) / "out.json", Path(scratch) / "said"
+        torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+        command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        env |= {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
+        with open(said, "wb") as file:
+            child = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+            try:
+                child.wait()
+            finally:  # Ctrl-C, too: nothing may go on in the background
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)
+                    child.wait()
+        if child.returncode == 0 and out.exists():
+            return json.loads(out.read_text())
+        text = said.read_text(errors="replace")
+        if out.with_suffix(".oom").exists() or child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            raise OutOfMemory  # by the kernel, where memory of the host has run out
+        errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+        lines = errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
+        raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
+
+
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """What `measure` finds; None where memory has run out."""
+    try:
+        return measure()
+    except OutOfMemory:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

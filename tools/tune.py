@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Find the largest batch that fits, the fastest one, and other settings that make a training faster on this machine.
+
+python tools/tune.py har                                   one process, on the GPU or the CPU
+python tools/tune.py --processes 2 --config configs/video.yaml dataset.root=data/mice
+python train.py har --config tuned.yaml                    train with what was found
+
+Options, before the words of a training:
+  --processes N   as many as the training will have (1)
+  --seconds S     how long each setting is timed (3)
+  --max-batch B   largest batch per process to try (the whole training set)
+  --out FILE      the outcome, a delta for --config (tuned.yaml); empty: print it only
+  --json          the outcome and all that was measured as JSON, instead of tables
+
+Every setting is tried in processes of its own. Memory that runs out is a result. A larger batch is another training:
+the learning rate is yours to adapt. Give global_batch=N, and the fastest way to cut that same batch is looked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import yaml
+
+import train
+from engine import config, precision
+from engine.contract import LockstepError
+from tools.probe import OutOfMemory, probe
+
+CLEARLY = 1.03
+"""How much faster a setting must be to be taken: less may be chance."""
+
+Row = dict[str, Any]
+
+
+class Tuning:
+    """What has been tried, and how it went."""
+
+    def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
+        self.options, self.words, self.cfg = options, words, cfg
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // options.processes)))
+        self.cores = cores
+        self.rows: list[Row] = []
+
+    def say(self, text: str = "") -> None:
+        if not self.options.json:
+            print(text, flush=True)
+
+    def tried(self, settings: dict[str, Any], seconds: float) -> Row | None:
+        """Measure one combination; None where memory has run out."""
+        try:
+            found = probe(self.words, settings, self.options.processes, seconds, self.threads)
+        except OutOfMemory:
+            self.rows.append({"settings": settings, "out_of_memory": True})
+            return None
+        self.rows.append({"settings": settings, "out_of_memory": False} | found)
+        return self.rows[-1]
+
+    # ---- the batch ----
+
+    def batches(self) -> Iterator[int]:
+        """Batches per process to try, the configured one first and then each twice the one before; or, where the global
+        batch is given, those that divide this process's share of it."""
+        given, most, processes = self.cfg.global_batch, self.options.max_batch, self.options.processes
+        if given:
+            share = given // processes
+            yield from (n for n in range(1, share + 1) if share % n == 0 and n <= (most or share))
+            return
+        batch = self.cfg.batch_size
+        yield batch
+        while 2 * batch <= (most or self.rows[0]["num_samples"] // processes):
+            batch *= 2
+            yield batch
+
+    def find_batch(self) -> tuple[Row, str]:
+        """(the fastest batch, what is known of the largest)."""
+        self.say(HEADER)
+        timed: list[Row] = []
+        slower, largest, limit = 0, 0, "there are no more samples, or no larger one was asked for"
+        for batch in self.batches():
+            if would_not_fit(self.rows, batch, self.options.processes):
+                limit = f"{batch} would take more than the memory that is free"
+                break
+            # Where larger ones are slower anyway, all that is still to be known is whether they fit.
+            row = self.tried({"batch_size": batch}, seconds=0 if slower == 2 else self.options.seconds)
+            if row is None:
+                limit = f"memory runs out at {batch}"
+                self.say(f"| {batch:>9} | out of memory |")
+                break
+            largest = batch
+            if slower < 2:
+                timed.append(row)
+                fastest = max(row["samples_per_s"] for row in timed)
+                slower = slower + 1 if row["samples_per_s"] < fastest else 0
+            self.say(line(row, timed[0]["samples_per_s"]))
+        if not timed:
+            raise LockstepError("memory runs out with the first batch already", where="batch_size", todo="start lower")
+        # Of equals the smallest: it leaves room, and the training is closer to what it was.
+        best = next(row for row in timed if row["samples_per_s"] * CLEARLY >= fastest)
+        return best, f"largest batch that fits: {largest} ({limit})"
+
+    # ---- the rest ----
+
+    def choices(self, best: Row) -> dict[str, list[Any]]:
+        """By key, what else there is beside what `best` has."""
+        on_gpu, processes = best["device"].startswith("cuda"), self.options.processes
+        device = torch.device(best["device"])
+        fast_bf16 = precision.choose("auto", device).name == "bf16"
+        amps = {"off", *(("bf16",) if fast_bf16 else ()), *(("fp16",) if on_gpu else ())} - {best["precision"]}
+        workers = [n for n in (0, 1, 2, 4, 8) if n != self.cfg.num_workers and n * processes <= max(1, self.cores)]
+        orders = {"channels_last", "contiguous"} - {best["memory_format"]}
+        return {
+            "amp": sorted(amps),
+            "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],  # it has no convolutions
+            "compile": ["default", *(["reduce-overhead"] if on_gpu else [])] if best["compile"] == "off" else ["off"],
+            "num_workers": workers,
+            "ddp.bucket_cap_mb": [5.0, 100.0] if processes > 1 and best["gradients_mb"] > 5 else [],
+        }
+
+    def find_rest(self, best: Row) -> Row:
+        """One key after the other; each against the best so far, in turns."""
+        for key, values in self.choices(best).items():
+            for value in values:
+                settings = best["settings"] | {key: value}
+                row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
+                if row is None or again is None:
+                    self.say(f"  {key}={value}: out of memory")
+                    continue
+                gain = row["samples_per_s"] / max(again["samples_per_s"], best["samples_per_s"])
+                self.say(f"  {key}={value}: {row['samples_per_s']:.4g} samples/s, {gain:.2f} times the best so far")
+                if gain > CLEARLY:
+                    best = row
+        return best
+
+
+HEADER = (
+    "| per process | global batch | memory MB | samples/s | relative | data wait | sync wait |\n"
+    "|---:|---:|---:|---:|---:|---:|---:|"
+)
+
+
+def line(row: Row, base: float) -> str:
+    total = sum(row["phases_ms"].values())
+    waits = [
+        sum(row["phases_ms"].get(name, 0.0) for name in names) / total
+        for names in (("data loading", "host to device"), ("gradient sync",))
+    ]
+    return (
+        f"| {row['batch_size']:>9} | {row['global_batch']:>12} | {row['memory_mb']:>9.0f} "
+        f"| {row['samples_per_s']:>9.4g} | {row['samples_per_s'] / base:>7.2f}x "
+        f"| {100 * waits[0]:>8.0f}% | {100 * waits[1]:>8.0f}% |"
+    )
+
+
+def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
+    """On a CPU, where the kernel would end some process or other: whether a straight line through the last two batches
+    leaves the memory that is free."""
+    measured = [row for row in rows if not row["out_of_memory"]]
+    if not measured or measured[-1]["device"] != "cpu":
+        return False
+    last = measured[-1]
+    before = measured[-2] if len(measured) > 1 else {"batch_size": 0, "memory_mb": 0.0}
+    slope = (last["memory_mb"] - before["memory_mb"]) / max(1, last["batch_size"] - before["batch_size"])
+    needed = last["memory_mb"] + max(0.0, slope) * (batch - last["batch_size"])
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # not Linux
+        return False
+    return processes * needed > int(lines["MemAvailable"].split()[0]) / 1e3
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print((__doc__ or "").strip())
+        return 0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--max-batch", type=int, default=0)
+    parser.add_argument("--out", default="tuned.yaml")
+    parser.add_argument("--json", action="store_true")
+    options, words = parser.parse_known_args(argv)
+    return train.guarded(words, partial(_main, options, words))
+
+
+def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
+    if options.out and Path(options.out).exists():
+        raise LockstepError(f"{options.out} is there already", where="--out", todo="remove it, or give another name")
+    tuning = Tuning(options, words, asked.cfg)
+    best, largest = tuning.find_batch()
+    tuning.say(f"\n{largest}\nfastest batch: {best['batch_size']} per process\n")
+    best = tuning.find_rest(best)
+    delta = nested({"task": asked.cfg.task, **best["settings"]})
+    command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
+    about = f"# {command}\n# {best['samples_per_s']:.4g} samples/s on {options.processes} process(es)\n"
+    text = about + yaml.safe_dump(delta, sort_keys=False)
+    if options.json:
+        print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))
+    tuning.say(f"\n{text}")
+    if options.out:
+        Path(options.out).write_text(text, encoding="utf-8")
+        tuning.say(f"written to {options.out}: give it to a training with --config {options.out}")
+    return 0
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"ddp.bucket_cap_mb": 5} -> {"ddp": {"bucket_cap_mb": 5}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        place = tree
+        for part in sections:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return tree
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
