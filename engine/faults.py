@@ -111,18 +111,19 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
 
 
 def _out_of_memory(text: str, where: str, world: dist.World | None) -> LockstepError:
-    evaluating = world is not None and world.pulse.phase in ("validation", "loading validation data")
-    smaller = status.current.smaller(evaluating)
+    if world is None or status.current.smaller is None:
+        return LockstepError(f"out of memory: {text}", where=where, todo="free some, or use cache=none", exit_code=1)
+    batch, smaller = status.current.smaller(world.pulse.phase in ("validation", "loading validation data"))
     words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
     if not smaller:
-        todo = "a smaller model or smaller samples: one sample at a time is too much" if world else "free some"
+        todo = "not even one fits: use a smaller model, or smaller samples"
     elif status.current.shrinks:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:
         todo = (
             f"{words} takes the same steps with less memory (oom=shrink goes on with it by itself); so may cache=none"
         )
-    error = LockstepError(f"out of memory: {text}", where=where, todo=todo, exit_code=1)
+    error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where=where, todo=todo, exit_code=1)
     error.again = smaller if status.current.shrinks else {}
     return error
 

@@ -102,19 +102,17 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     return share // accumulation, accumulation
 
 
-def smaller(plan: Plan, cfg: Config, world: World, evaluating: bool) -> dict[str, int]:
-    """Settings that take the same steps with less memory: the largest smaller batch of a forward pass that divides this
-    process's share of the global batch. Nothing where it is a single sample already."""
+def smaller(plan: Plan, cfg: Config, world: World, evaluating: bool) -> tuple[int, dict[str, int]]:
+    """(samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller batch that
+    divides this process's share of the global batch. No settings where it is a single sample already."""
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
-        return {"eval_batch_size": batch // 2} if batch > 1 else {}
+        return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
     parts = world.size * max(1, len(world.devices))
     share, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
     fits = [n for n in range(1, batch) if share % n == 0]
-    shrunk = (
-        {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}
-    )
-    return shrunk
+    cut = {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}
+    return batch, cut
 
 
 def describe(

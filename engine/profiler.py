@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -193,6 +194,7 @@ class Profile:
         if self.job.world.main:
             from torch.profiler import ProfilerActivity, profile
 
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would tell when it begins and ends
             self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
             self.tracer.start()
             self._listen(self._name)

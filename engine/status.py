@@ -30,7 +30,7 @@ class Status:
         self.fields: dict[str, Any] = {}
         self.resume_command = ""
         self.settle: Callable[[float], None] = lambda seconds: None  # waits for the checkpoint in flight
-        self.smaller: Callable[[bool], dict[str, int]] = lambda evaluating: {}  # settings that need less memory
+        self.smaller: Callable[[bool], tuple[int, dict[str, int]]] | None = None  # see `plan.smaller`
         self.shrinks = False  # whether to go on with them
         self.writing = threading.Lock()  # the checkpoint thread writes, too
         self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch

@@ -39,8 +39,8 @@ def test_sums_hide_behind_the_backward_pass_but_for_the_last():
     alone = scaling.predict_s(step, 20e6, 5, 1, fast)
     assert alone == pytest.approx(0.15)
     assert scaling.predict_s(step, 20e6, 5, 8, fast) == pytest.approx(0.15, rel=0.001)
-    # Buckets of 1, 5, 5, 5 and 4 MB: the first is ready after 5 ms, all take 10 ms a MB one after the other.
-    assert scaling.predict_s(step, 20e6, 5, 2, slow) == pytest.approx(0.05 + 0.005 + 0.2)
+    # Buckets of 1, 5, 5, 5 and 4 MB, 10 ms a MB: the second is ready after 30 ms, from there on they wait in a row.
+    assert scaling.predict_s(step, 20e6, 5, 2, slow) == pytest.approx(0.05 + 0.03 + 0.19)
     # As one bucket nothing would be hidden.
     assert scaling.predict_s(step, 1e6, 25, 2, slow) == pytest.approx(0.15 + 0.01)
 

@@ -209,8 +209,8 @@ def _machine(row: Row) -> str:
 def _in_words(one: Row) -> str:
     return (
         f"Predicted for {one['processes']} processes (weak scaling; model in engine/scaling.py): "
-        f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; the all-reduce of {one['gradients_mb']:.3g} MB "
-        f"takes {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
+        f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; {one['gradients_mb']:.3g} MB of gradients "
+        f"take {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
         f"efficiency {100 * one['efficiency']:.0f}%"
     )
 

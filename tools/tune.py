@@ -124,7 +124,8 @@ class Tuning:
         return {
             "amp": sorted(amps),
             "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],  # it has no convolutions
-            "compile": ["default", *(["reduce-overhead"] if on_gpu else [])] if best["compile"] == "off" else ["off"],
+            # On a CPU it takes up to a minute at first, and what comes out is no faster (dev/LOG.md).
+            "compile": ["default", "reduce-overhead"] if on_gpu and best["compile"] == "off" else [],
             "num_workers": workers,
             "ddp.bucket_cap_mb": [5.0, 100.0] if processes > 1 and best["gradients_mb"] > 5 else [],
         }

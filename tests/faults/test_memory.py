@@ -41,7 +41,8 @@ def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank
     """In the middle of the run, and twice: 12 samples, then 6, then 4 a pass. The other rank waits in a sum."""
     run = tmp_path / "run"
     done = succeed(launch.launcher(2, *words(run, "oom=shrink", f"fault.rank={rank}", "fault.step=4", "fault.fits=5")))
-    assert not done.errors and done.err.count("warning: out of memory: ") == 2, done.err
+    assert not done.errors and done.err.count("warning: out of memory, ") == 2, done.err
+    assert "out of memory, 12 samples a forward pass: " in done.err and "memory, 6 samples" in done.err
     assert f"in misbehave, rank {rank}, forward at step " in done.err
     assert "all processes start again with global_batch=24 batch_size=6, from the last checkpoint" in done.err
     assert "Started again with global_batch=24 batch_size=6" in done.out and f"Resuming {run}/" in done.out
@@ -88,7 +89,7 @@ def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
     done = launch.python(
         "train.py", *words(tmp_path / "run", "oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2")
     )
-    assert done.code == 1 and len(done.errors) == 1 and "one sample at a time is too much" in done.errors[0], done.err
+    assert done.code == 1 and len(done.errors) == 1 and "not even one fits" in done.errors[0], done.err
 
 
 @pytest.mark.parametrize(

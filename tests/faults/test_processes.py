@@ -40,7 +40,10 @@ FAILURES = {
     "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
     "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep"),
     "raise in validation": (1, r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)"),
-    "out of memory": (1, r"out of memory: .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the"),
+    "out of memory": (
+        1,
+        r"out of memory, 12 samples a .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the same steps",
+    ),
     "freeze": (
         6,
         r"rank 1 gives no sign of life \(process \d+ on .*\); waiting: rank 0 in gradient sync \(step 2, ddp",
