@@ -8,6 +8,7 @@ from conftest import FAULTY, TOY, succeed
 
 from engine import scaling
 from engine.scaling import Link, Step
+from tools import benchmark
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 
@@ -82,11 +83,11 @@ def test_the_largest_batch_and_a_delta_that_trains(launch, tmp_path):
 
 @pytest.mark.slow
 def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
-    words = [TOY, "global_batch=12", "--max-batch", "6", "--out", "", "--json", "--seconds", "0.1"]
+    words = [TOY, "global_batch=6", "--max-batch", "3", "--out", "", "--json", "--seconds", "0.1"]
     done = succeed(launch.python("tools/tune.py", *words))
     found = json.loads(done.out)
     cuts = [row["batch_size"] for row in found["tried"] if [*row["settings"]] == ["batch_size"]]
-    assert cuts[:5] == [1, 2, 3, 4, 6] and {row["global_batch"] for row in found["tried"]} == {12}
+    assert cuts[:3] == [1, 2, 3] and {row["global_batch"] for row in found["tried"]} == {6}
     best = max(found["tried"], key=lambda row: row["samples_per_s"])
     assert best["samples_per_s"] <= 1.03 * found["best"]["samples_per_s"] and found["settings"]["batch_size"] in cuts
 
@@ -94,8 +95,6 @@ def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
 def test_a_training_that_cannot_start_is_said_once(launch, tmp_path):
     done = launch.python("tools/tune.py", "--out", "", TOY, "dataset.samples=0")
     assert done.code == 2 and len(done.errors) == 1 and "the training set is empty" in done.errors[0], done.err
-    done = launch.python("tools/tune.py", TOY, "epoch=3")
-    assert done.code == 2 and done.errors == ["error: unknown key 'epoch' (command line): did you mean 'epochs'?"]
 
 
 # ---- tools/benchmark.py ----
@@ -133,6 +132,7 @@ def test_benchmark_as_json_with_the_link_that_was_measured(launch):
     (["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
     (["lr=x"], "lr=x (command line): give a number"),
 ])  # fmt: skip
-def test_what_a_person_can_get_wrong(launch, words, said):
-    done = launch.python("tools/benchmark.py", *words)
-    assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err
+def test_what_a_person_can_get_wrong(capfd, words, said):
+    assert benchmark.main(words) == 2
+    errors = capfd.readouterr().err.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ") and said in errors[0]
