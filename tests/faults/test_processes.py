@@ -42,7 +42,7 @@ FAILURES = {
     "raise in validation": (1, r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)"),
     "out of memory": (
         1,
-        r"out of memory, 12 samples a .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the same steps",
+        r"out of memory, 12 samples a .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the same",
     ),
     "freeze": (
         6,
