@@ -19,7 +19,7 @@ from engine.pulse import Pulse
 
 
 def world(rank=0, size=1):
-    return World(rank, rank, size, torch.device("cpu"), Pulse())
+    return World(rank, rank, size, torch.device("cpu"))
 
 
 def make_plan(num_samples, size, *, batch=3, accumulation=1, drop_last=False, global_batch=0):

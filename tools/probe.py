@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,12 +161,14 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
 
     Raises OutOfMemory where that is how it ended on any of them, and LockstepError for everything else.
     """
+    if dist.environment() is not None:
+        todo = "start it with plain python, and say how many in --processes"
+        raise LockstepError("torchrun started this, which starts processes itself", where="environment", todo=todo)
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, said = Path(scratch) / "out.json", Path(scratch) / "said"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
-        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        env |= {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
+        env = os.environ | {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
         with open(said, "wb") as file:
             child = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
             try:
@@ -184,14 +185,6 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
         lines = errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
         raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
-
-
-def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """What `measure` finds; None where memory has run out."""
-    try:
-        return measure()
-    except OutOfMemory:
-        return None
 
 
 if __name__ == "__main__":
