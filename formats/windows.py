@@ -147,8 +147,10 @@ def check_alike(new: Recordings, length: int, channels: int, names: list[str], r
     need not be known on either side."""
     found = new.signal.shape[1]
     if found != channels or (names and new.channels and names != new.channels):
-        here, there = (", ".join(some) or str(n) for some, n in ((new.channels, found), (names, channels)))
-        what = f"the channels are {here}, the model was trained on {there}"
+        here, there = (
+            f"{n} channels {' '.join(some)}".strip() for some, n in ((new.channels, found), (names, channels))
+        )
+        what = f"{here}, the model was trained on {there}"
     elif new.length != length:
         what = f"windows of {new.length} steps, the model was trained on {length}"
     elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:

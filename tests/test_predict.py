@@ -111,7 +111,7 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     wrong = launch.python("tools/predict.py", str(video_run), str(recordings / "a.mp4"), "--out", str(out),
                           "--crop", "0", "0", "64", "48", "--stride", "3")  # fmt: skip
     labels = [row["label"] for row in table(succeed(wrong) and out)]
-    assert labels.count("moving") > 120, "the box was left out: the part that changes all the time is seen"
+    assert labels.count("moving") > 95, "the box was left out: the part that changes all the time is seen"
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     for mine, theirs in zip(rows, whole, strict=False):
         assert mine["label"] == theirs["label"] and abs(float(mine["p_TRAP"]) - float(theirs["p_TRAP"])) < 1e-5
     for change, says in (
-        ({"signal": new["signal"][:, :5]}, "the channels are 5, the model was trained on 6"),
+        ({"signal": new["signal"][:, :5]}, "5 channels, the model was trained on 6 channels ax ay"),
         ({"rate_hz": np.array(25.0)}, "recorded at 25 Hz, the model was trained at 50 Hz"),
     ):
         np.savez(tmp_path / "new.npz", **(new | change))
@@ -244,7 +244,7 @@ def test_an_ethogram_is_coloured_where_a_class_is(count, fps):
     assert picture.dtype == np.uint8 and picture.shape[2] == 3
     left = picture.shape[1] - 400 - 24
     colour = [np.ptp(picture[26 * c + 13, left : left + 400].astype(int), axis=1) > 60 for c in range(3)]
-    if count > 1:
-        assert colour[0][:190].all() and not colour[0][235:].any()
-        assert colour[1][235:].all() and not colour[1][:170].any()
+    change = 400 * (count // 2) // count
+    assert colour[0][: max(0, change - 1)].all() and not colour[0][change + 1 :].any()
+    assert colour[1][change + 1 :].all() and not colour[1][: max(0, change - 1)].any()
     assert not colour[2].any()

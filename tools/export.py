@@ -19,7 +19,10 @@ import contextlib
 import copy
 import io
 import json
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -178,6 +181,7 @@ def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Ex
 
 def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
     """ONNX in one file, weights and all."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # nobody was asked, and it leaves a file in /tmp
     try:
         import onnxruntime
         import onnxscript  # noqa: F401, torch's exporter needs it
@@ -185,6 +189,8 @@ def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> E
         todo = "pip install onnx onnxscript onnxruntime"
         raise LockstepError(f"the ONNX format needs more packages: {error}", where="--format onnx", todo=todo) from None
     names = [*example] if isinstance(example, dict) else ["x"]
+    logging.disable(logging.WARNING)  # of packages that are not needed
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about itself
     program: Any = torch.onnx.export(
         _traced(module, example), input_names=names, output_names=outputs, dynamo=True, verbose=False
     )
