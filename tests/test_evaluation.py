@@ -123,6 +123,7 @@ def test_every_split_and_data_from_elsewhere(launch, run, tmp_path):
     assert done.code == 2 and "class 'JUMP' is not one of the model's" in done.err and len(done.errors) == 1
 
 
+@pytest.mark.slow
 def test_the_table_for_people(launch, run):
     done = succeed(launch.python("tools/evaluate.py", str(run / "last.pt"), "eval_batch_size=64"))
     rows = [line.split() for line in done.out.splitlines()]
@@ -131,6 +132,7 @@ def test_the_table_for_people(launch, run):
     assert "step 6, split val" in done.out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_know_its_classes(launch, run, tmp_path):
     """From before they were in it: its own splits are scored, other data cannot be."""
     state = torch.load(run / "last.pt", weights_only=True)

@@ -16,8 +16,8 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 SMALL = {
     "har": "har dataset.stride=512 model.width=8",
     "video": "video dataset.size=16 dataset.trials=61 dataset.videos=12 dataset.frames=5 model.width=4",
-    "act": "robot env.demonstrations=8 env.size=16 eval.n_episodes=0 dataset.cameras=none policy.type=act policy.chunk_size=5 "
-    "policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
+    "act": "robot env.demonstrations=8 env.size=16 eval.n_episodes=0 dataset.cameras=none policy.type=act "
+    "policy.chunk_size=5 policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
     "policy.n_vae_encoder_layers=1",
     "vla": "robot env.demonstrations=8 env.size=16 eval.n_episodes=0 policy.chunk_size=5 policy.num_steps=2",
 }
