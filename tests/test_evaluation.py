@@ -69,9 +69,9 @@ def test_class_weights_are_the_guides():
 
 
 def test_floats_are_added_up_in_the_order_of_the_parts():
-    """1e16 + 1 - 1e16 is 0 or 1, as one adds."""
+    """1 + 1e16 - 1e16 is 0, or 1 from behind."""
     tallied = Tallied()
-    for number in (1e16, 1.0, -1e16):
+    for number in (1.0, 1e16, -1e16):
         tallied.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
     totals = tallied.total(World(0, 0, 1, torch.device("cpu")))
     assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
