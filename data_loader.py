@@ -2,7 +2,7 @@
 
 The order of an epoch is a pure function of (seed, epoch). It is cut into global batches, one per optimizer step, and
 each global batch into `[rank::world]` shards and those into micro-batches: whatever the cut, a step sees the same
-samples.
+samples. An evaluation's batches go to the ranks in turn, each whole.
 Where a run stands is one integer, the samples of this epoch that all ranks together have consumed.
 """
 
@@ -139,17 +139,20 @@ def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class EvalSampler(Sampler[list[int]]):
-    """The exact shard `[rank::world]` in batches: no padding, nothing twice; a rank may have nothing at all."""
+    """Every `size`-th batch: no padding, nothing twice; a rank may have nothing at all. Which samples are in a batch
+    does not depend on the number of ranks, for what a network makes of one may differ in the last bit in other company.
+    """
 
     def __init__(self, num_samples: int, world: World, batch_size: int):
-        self.shard, self.batch_size = range(world.rank, num_samples, world.size), batch_size
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.starts = range(world.rank * batch_size, num_samples, world.size * batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for first in range(0, len(self.shard), self.batch_size):
-            yield list(self.shard[first : first + self.batch_size])
+        for first in self.starts:
+            yield list(range(first, min(first + self.batch_size, self.num_samples)))
 
     def __len__(self) -> int:
-        return -(-len(self.shard) // self.batch_size)
+        return len(self.starts)
 
 
 class TrainLoader:

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,30 +72,29 @@ def prepare(
     stop: Stop | None = None,
     strict: bool = False,
     force: bool = False,
-    to_train: bool = True,
+    split: str = "",
 ) -> Prepared:
     """(all ranks) Everything up to the first step; writes nothing yet.
 
     strict  refuse where it would adapt
     force   go on from a checkpoint although the config is another
-    to_train  False: the checkpoint is only looked at, so that it may be cut in any way
+    split   not to train but to score, with `val_loader`: val, train, or all of the data. The checkpoint is only looked
+            at, so that it may be cut in any way
     """
     say = print if world.main else _silence
     found, state = _begin(cfg, world, say)
     task = tasks.load(cfg.task)(cfg)
     task.continues = found is not None
-    the_plan, loaders, data = _load(cfg, world, task, say)
+    the_plan, loaders, data = _load(cfg, world, task, say, lambda: _sets(task, split, state or {}))
     status.current.smaller, status.current.shrinks = partial(plan.smaller, the_plan, cfg, world), cfg.oom == "shrink"
-    if found and state and to_train:
+    if found and state and not split:
         for warning in world.together(
             lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
         ):
             say(f"warning: {warning}")
 
     say("Creating model...")
-    the_precision = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
-    if state and cfg.amp == "auto" and state["precision"] != the_precision.name:
-        the_precision = replace(the_precision, name=state["precision"], note="as in the run it continues")
+    the_precision = _precision(cfg, world, state, strict)
     if state and cfg.memory_format == "auto":
         cfg.memory_format = state["config"].get("memory_format", "auto")
     job = _make_job(cfg, world, the_plan, task, the_precision, loaders[0], say)
@@ -109,6 +109,35 @@ def prepare(
     if strict:
         say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)
+
+
+@dataclass
+class Trained:
+    """A checkpoint's model to ask, without the data that it was trained on."""
+
+    task: Task
+    model: torch.nn.Module  # on the device, in evaluation mode
+    precision: precision.Precision
+    checkpoint: Path
+    step: int
+
+
+def trained(cfg: Any, world: dist.World) -> Trained:
+    """(all ranks) The model of the checkpoint `cfg.resume`."""
+    found, state = _begin(cfg, world, _silence)
+    assert found and state
+    task = tasks.load(cfg.task)(cfg)
+    task.continues = True
+    known = state.get("known")
+    if known is None:  # written before checkpoints held it
+        world.together(task.datasets)
+        known = task.known()
+    task.recall(known)
+    torch.manual_seed(cfg.seed)
+    model = world.together(task.model).to(world.device)
+    checkpoint.load_evaluated(model, state, found)
+    memory.lay_out(model, state["config"].get("memory_format", "contiguous"))
+    return Trained(task, model.eval(), _precision(cfg, world, state), found, state["progress"]["step"])
 
 
 def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str, Any] | None]:
@@ -136,10 +165,29 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     return found, state
 
 
-def _load(cfg: Any, world: dist.World, task: Task, say: Any) -> tuple[plan.Plan, tuple[TrainLoader, EvalLoader], str]:
+def _precision(cfg: Any, world: dist.World, state: dict[str, Any] | None, strict: bool = False) -> precision.Precision:
+    """(all ranks) What the config asks for; left to itself, what the checkpoint was trained in."""
+    chosen = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
+    if state and cfg.amp == "auto" and state["precision"] != chosen.name:
+        return replace(chosen, name=state["precision"], note="as in the run it continues")
+    return chosen
+
+
+def _sets(task: Task, split: str, state: dict[str, Any]) -> tuple[Any, Any]:
+    """What to train on and what to score."""
+    if split == "all":
+        task.recall(state.get("known", {}))
+        return (task.everything(),) * 2
+    train_set, val_set = _pair(task.datasets())
+    return train_set, train_set if split == "train" else val_set
+
+
+def _load(
+    cfg: Any, world: dist.World, task: Task, say: Any, sets: Callable[[], tuple[Any, Any]]
+) -> tuple[plan.Plan, tuple[TrainLoader, EvalLoader], str]:
     """(all ranks) The data, cut as the plan says, and their fingerprint."""
     say("Loading data...\n")
-    train_set, val_set = world.together(lambda: _pair(task.datasets()))
+    train_set, val_set = world.together(sets)
     if task.summary():
         say(task.summary() + "\n")
     the_plan = world.together(lambda: plan.make_plan(cfg, world, len(train_set)))

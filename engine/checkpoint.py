@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine import config
 from engine.contract import LockstepError
@@ -43,6 +46,7 @@ def capture(job: Job) -> dict[str, Any]:
         "horizon": job.plan.horizon,
         "precision": job.precision.name,
         "data": job.fingerprint,
+        "known": job.task.known(),
         "tally": _copy(job.tally.state()),
         "model": _copy(job.model.state_dict()),
         "ema": None if job.ema is None else _copy(job.ema.state_dict()),
@@ -112,21 +116,13 @@ def check_same_run(
 
 def restore(job: Job, state: dict[str, Any], path: Path) -> None:
     """(all ranks) Put the state into the job; every rank gets its own random state back if their number is the same."""
-    try:
+    with _of_the_same_model(path):
         job.model.load_state_dict(_bare(state["model"]))
         if job.ema is not None and state["ema"] is not None:
             job.ema.load_state_dict(state["ema"])
         job.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"] and job.scaler.is_enabled():  # amp may have changed
             job.scaler.load_state_dict(state["scaler"])
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        raise LockstepError(
-            f"the checkpoint is of another model: {' '.join(lines[:3])}",
-            where=str(path),
-            todo="use the model it was trained with, or start a new run with another save_dir",
-            exit_code=3,
-        ) from error
     job.progress = Progress(**state["progress"])
     job.world.pulse.step = job.progress.step
     job.tally.load(state["tally"])
@@ -141,6 +137,28 @@ def restore(job: Job, state: dict[str, Any], path: Path) -> None:
     else:
         # Dropout, the one thing drawn from here, starts anew; order and augmentation don't depend on this state.
         torch.manual_seed(job.cfg.seed + 1 + world.rank + world.size * job.progress.step)
+
+
+def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Put the weights that an evaluation takes, their average if the run keeps one, into a bare model."""
+    with _of_the_same_model(path):
+        weights = dict(state["ema"] or state["model"])
+        weights.pop("n_averaged", None)
+        model.load_state_dict(_bare(weights))
+
+
+@contextlib.contextmanager
+def _of_the_same_model(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise LockstepError(
+            f"the checkpoint is of another model: {' '.join(lines[:3])}",
+            where=str(path),
+            todo="use the model it was trained with, or start a new run with another save_dir",
+            exit_code=3,
+        ) from error
 
 
 def _bare(weights: dict[str, Any]) -> dict[str, Any]:

@@ -109,12 +109,30 @@ class Task:
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Evaluation: what this batch adds to the totals. Must hold `count`, the number of samples."""
+        """Evaluation: what this batch adds to the totals. Must hold `count`, the number of samples. Floats are kept
+        batch by batch until all ranks are through: totals, then, not a number for each sample."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
         """The metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
         raise NotImplementedError
+
+    def known(self) -> dict[str, Any]:
+        """After `datasets`: what else than weights and config it takes to use the model, such as the names of classes.
+        Plain values, texts, lists and dicts: every checkpoint holds them."""
+        return {}
+
+    def recall(self, known: dict[str, Any]) -> None:
+        """In place of `datasets`, where the data are not needed: `model` and what asks the model work after it.
+
+        known  what `known` gave when the checkpoint was written
+        """
+
+    def everything(self) -> Any:
+        """After `recall`: all samples of the data that the config names, as one dataset to score."""
+        raise LockstepError(
+            "this task only knows its own two splits", where="split all", todo="give it a method `everything`"
+        )
 
     num_trials: int = 0
     """How many trials an evaluation makes beside the split."""
@@ -130,6 +148,11 @@ class Task:
     def summary(self) -> str:
         """What to print about the data before training (rank 0 prints it): counts, split, classes."""
         return ""
+
+    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+        """What is exported: a module of one input, raw values with the batch as their leading axis, that returns a dict
+        of tensors; and which input of it a batch of `datasets` stands for."""
+        raise LockstepError("this task cannot be exported", where="task", todo="give it a method `deployed`")
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """Pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""

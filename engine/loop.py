@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import statistics
 import time
@@ -451,11 +452,13 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
     """(all ranks) Score every sample of the split once; the metrics are the same on every rank. None where the run is
     to stop before that is done.
 
-    The bare module runs, so shards may be uneven or empty: only the sums meet.
+    The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
+    any number of ranks, and so are the metrics, to the last bit where every process computes alike.
     """
     equalise_buffers(job)
-    model, pulse = job.evaluated_model.eval(), job.world.pulse
-    sums, broken_off = Sums(), 0.0
+    world, task = job.world, job.task
+    model, pulse = job.evaluated_model.eval(), world.pulse
+    scored, tried, broken_off = Tallied(), Tallied(), 0.0
     pulse.set("loading validation data")
     for batch in batches:
         if job.stop.asked:
@@ -463,24 +466,74 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
             break
         pulse.set("validation")
         # A task that draws random numbers here must not change the training that follows.
-        with job.world.own_random_numbers(), job.precision.autocast():
-            sums += job.task.score(model, batch)
+        with world.own_random_numbers(), job.precision.autocast():
+            scored.add(task.score(model, batch))
         pulse.set("loading validation data")
     pulse.set("validation")
-    if job.task.num_trials:
-        with job.world.own_random_numbers(), job.precision.autocast():
-            which = range(job.world.rank, job.task.num_trials, job.world.size)
-            sums = Sums(sums | job.task.trials(model, which, lambda: job.stop.asked))
+    for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
+        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
+        if job.stop.asked:
+            break
+        with world.own_random_numbers(), job.precision.autocast():
+            tried.add(task.trials(model, which, lambda: job.stop.asked))
+    if task.num_trials:
         broken_off = max(broken_off, float(job.stop.asked))  # then they may be only some of the trials
-    vote = torch.full((), broken_off, device=job.world.device)
-    job.world.sum(vote)
-    with job.world.reading():
+    vote = torch.full((), broken_off, device=world.device)
+    world.sum(vote)
+    with world.reading():
         if vote.item():
             return None
-    sums = reduce_sums(sums, job.world)
+    sums = scored.total(world)
+    if task.num_trials:
+        sums = Sums(sums | tried.total(world))
     # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
-    metrics = {name: float(value) for name, value in job.task.report(sums).items()}
+    metrics = {name: float(value) for name, value in task.report(sums).items()}
     return metrics | {"count": int(sums["count"])}, sums
+
+
+TRIALS_AT_ONCE = 10
+"""Trials of one call, on any number of ranks: in other company the last bit of an action may be another, and a trial
+that hangs by a hair may end otherwise."""
+
+
+class Tallied:
+    """What this rank's parts of an evaluation add up to: its n-th part is number `rank + n * size` of all.
+
+    Whole numbers add up as they come. What floats come to depends on the order, so each part's are kept until all ranks
+    are through, and then added up in the order of the parts, whoever had them.
+    """
+
+    def __init__(self) -> None:
+        self.whole, self.parts = Sums(), list[Sums]()
+
+    def add(self, sums: Sums) -> None:
+        floats = Sums({name: value for name, value in sums.items() if value.is_floating_point()})
+        self.whole += Sums({name: value for name, value in sums.items() if name not in floats})
+        self.parts.append(floats)
+
+    def total(self, world: World) -> Sums:
+        """(all ranks) The totals over all ranks, on every rank. One without parts has no names: it takes rank 0's,
+        which has the first part, and no fewer than any other."""
+        (wholes, floats), rounds = world.broadcast(((_shapes(self.whole), _shapes(*self.parts[:1])), len(self.parts)))
+        totals = Sums()
+        for name, (shape, dtype) in wholes.items():
+            mine = self.whole.get(name, torch.zeros(shape, dtype=dtype))
+            totals[name] = mine.to(world.device, copy=True)  # a task may have made it on the CPU
+            world.sum(totals[name])
+        for name, (shape, dtype) in floats.items():
+            rows = torch.zeros(rounds, world.size, *shape, dtype=dtype, device=world.device)
+            for row, part in zip(rows, self.parts, strict=False):
+                row[world.rank] = part[name]
+            world.sum(rows)  # exact: beside each number stand zeros
+            with world.reading():
+                parts = rows.flatten(0, 1).cpu()
+            # One by one: what a sum over an axis comes to depends on its length, and there may be rows of nothing.
+            totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
+        return totals
+
+
+def _shapes(*parts: Sums) -> dict[str, Any]:
+    return {name: (tuple(value.shape), value.dtype) for part in parts for name, value in part.items()}
 
 
 def equalise_buffers(job: Job) -> None:
@@ -488,18 +541,6 @@ def equalise_buffers(job: Job) -> None:
     job.world.equalise_buffers(job.model)
     if job.ema is not None:
         job.world.equalise_buffers(job.ema.module)
-
-
-def reduce_sums(sums: Sums, world: World) -> Sums:
-    """Totals over all ranks, on every rank. A rank without samples has no names yet: it takes rank 0's shapes."""
-    shapes = world.broadcast({name: (tuple(total.shape), total.dtype) for name, total in sums.items()})
-    whole = Sums()
-    for name, (shape, dtype) in shapes.items():
-        total = sums.get(name)
-        whole[name] = torch.zeros(shape, dtype=dtype) if total is None else total.clone()
-        whole[name] = whole[name].to(world.device)  # a task may have made it on the CPU
-        world.sum(whole[name])
-    return whole
 
 
 @torch.no_grad()

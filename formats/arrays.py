@@ -49,6 +49,16 @@ def map_npy(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
+def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: str) -> np.ndarray:
+    """(N,) labels that count from 0 into `names` -> the same as they count into `classes`, the classes of a model."""
+    number = {name: c for c, name in enumerate(classes)}
+    strange = [names[c] for c in sorted({*labels.tolist()}) if names[c] not in number]
+    if strange:
+        what = f"class {strange[0]!r} is not one of the model's"
+        raise LockstepError(what, where=where, todo=f"it knows {', '.join(classes)}: rename it, or leave it out")
+    return np.array([number.get(name, -1) for name in names], dtype=np.int64)[labels]
+
+
 _AT_ONCE = 128 << 10
 """Bytes: Linux shortens a request that is larger than the disk's usual read-ahead, without a word."""
 

@@ -3,6 +3,8 @@
     frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, one trial after the other
     trials.csv   columns trial, video, label, first_frame, num_frames; more columns are kept for people, not read
     classes.txt  one class name a line; a class's number is its line
+    cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
+                 the video from one frame to the next, "size": height and width}
 
 The frames may take far more room than the memory: only the pages that a batch touches are read.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import json
 import os
 import shutil
 import socket
@@ -23,9 +26,9 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, map_npy, read_ahead
+from formats.arrays import check_text, map_npy, read_ahead, renumber
 
-FRAMES, TRIALS, CLASSES = "frames.npy", "trials.csv", "classes.txt"
+FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
 AGAIN = "make the folder again with tools/prepare_clips.py"
 
@@ -39,6 +42,7 @@ class Clips:
     videos    (N,) str: which recording each trial comes from, for `split_by_video`
     classes   names of the C classes
     shape     (T, H, W) of one clip
+    cutting   how the clips were cut out of their videos, see formats/videos.py; empty where the folder does not say
 
     Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
     """
@@ -62,6 +66,8 @@ class Clips:
         self.labels = np.array([row["label"] for row in rows], dtype=np.int64)
         self.videos = np.array([row["video"] for row in rows])
         self.shape = (length, *self._pixels.shape[1:])
+        self.cutting = _read_cutting(self.folder / CUTTING)
+        self.trials = np.array([row["trial"] for row in rows])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -83,8 +89,16 @@ class Clips:
         """The clips at `indices`, from the same memory map."""
         part = object.__new__(Clips)
         part.__dict__ |= self.__dict__
-        part.first, part.labels, part.videos = self.first[indices], self.labels[indices], self.videos[indices]
+        for name in ("first", "labels", "videos", "trials"):
+            setattr(part, name, getattr(self, name)[indices])
         return part
+
+    def renumbered(self, classes: list[str]) -> Clips:
+        """The same clips, their labels as they count into `classes`, a model's. LockstepError for one that it lacks."""
+        same = self.subset(np.arange(len(self)))
+        same.labels = renumber(self.labels, self.classes, classes, str(self.folder / TRIALS))
+        same.classes = classes
+        return same
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled to a loader worker, a memory map would become a copy of the whole file.
@@ -261,6 +275,20 @@ def read_classes(path: Path) -> list[str]:
     if not names:
         raise LockstepError("no classes", where=str(path), todo="write one class name a line")
     return names
+
+
+def _read_cutting(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(_read_text(path))
+        crop, stride, size = (found[name] for name in ("crop", "stride", "size"))
+        numbers = [*(crop or [0, 0, 1, 1]), stride, size]
+        if len(numbers) != 6 or not all(type(n) is int and n >= 0 for n in numbers) or not all(numbers[2:]):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise LockstepError(f"{path.name} does not say how clips were cut", where=str(path), todo=AGAIN) from None
+    return {"crop": crop, "stride": stride, "size": size}
 
 
 def _read_text(path: Path) -> str:

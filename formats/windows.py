@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, load_npy, load_npz, map_npy
+from formats.arrays import check_text, load_npy, load_npz, map_npy, renumber
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
@@ -75,6 +75,7 @@ class Windows:
     """The windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,) int64}`.
 
     labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
+    recording  (N,) int64, the recording that each is of;   step  (N,) int64, of that recording, where it begins
     """
 
     def __init__(self, recordings: Recordings, chosen: np.ndarray):
@@ -83,7 +84,8 @@ class Windows:
         owner = np.repeat(np.arange(len(recordings)), counts)  # (N,) recording of each window
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # its number within the recording
         offsets = np.cumsum(recordings.lengths) - recordings.lengths
-        self.starts = torch.from_numpy(offsets[owner] + nth * recordings.stride)
+        self.recording, self.step = owner, nth * recordings.stride
+        self.starts = torch.from_numpy(offsets[owner] + self.step)
         self.labels = recordings.labels[owner]
         self.length = recordings.length
         self.signal = torch.from_numpy(recordings.signal)
@@ -116,10 +118,11 @@ class Windows:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read(root: str | Path, length: int = 128, stride: int = 64) -> Recordings:
+def read(root: str | Path, length: int = 128, stride: int = 64, labelled: bool = True) -> Recordings:
     """Recognise the layout under `root` (a folder or a file, see above) and read it.
 
     length, stride  in steps; they cut recordings only: what is published as windows is taken whole
+    labelled        False: labels need not be there, and are all 0 in any case; not for UCI HAR, which has them
     Raises LockstepError with the file, and the line where there is one.
     """
     if length < 1 or stride < 1:
@@ -127,26 +130,51 @@ def read(root: str | Path, length: int = 128, stride: int = 64) -> Recordings:
             f"length {length} and stride {stride} must be at least 1", where="dataset", todo="raise them"
         )
     try:
-        return _recognise(Path(os.path.expanduser(root)), length, stride)
+        return _recognise(Path(os.path.expanduser(root)), length, stride, labelled)
     except OSError as error:  # no permission, a name that is too long
         what = f"cannot read: {error.strerror or error}"
         raise LockstepError(what, where=str(error.filename or root), todo="give a path that you may read") from None
 
 
-def _recognise(root: Path, length: int, stride: int) -> Recordings:
+def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
+    """The same, its labels as they count into `classes`, a model's. Raises LockstepError for a class that it lacks."""
+    labels = renumber(recordings.labels, recordings.classes, classes, recordings.where)
+    return replace(recordings, labels=labels, classes=classes)
+
+
+def check_alike(new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None) -> None:
+    """Raise LockstepError unless `new` is of the kind that a model was trained on: see the fields of Recordings, which
+    need not be known on either side."""
+    found = new.signal.shape[1]
+    if found != channels or (names and new.channels and names != new.channels):
+        here, there = (
+            f"{n} channels {' '.join(some)}".strip() for some, n in ((new.channels, found), (names, channels))
+        )
+        what = f"{here}, the model was trained on {there}"
+    elif new.length != length:
+        what = f"windows of {new.length} steps, the model was trained on {length}"
+    elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:
+        what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
+    else:
+        return
+    raise LockstepError(what, where=new.where, todo="give the same sensors in the same order, resampled to that rate")
+
+
+def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings:
     if root.is_file():
-        return _read_file(root, length, stride)
+        return _read_file(root, length, stride, labelled)
     if not root.is_dir():
         raise LockstepError("no such file or folder", where=str(root), todo=f"give {LAYOUTS}")
     for folder in (root, root / "UCI HAR Dataset"):
         if (folder / "train" / "Inertial Signals").is_dir():
             return _read_uci(folder)
     if ts := sorted(root.glob("*.ts")):
-        return _read_ts(_one(root, [path for path in ts if not path.stem.endswith("_TEST")], ".ts"), length, stride)
+        one = _one(root, [path for path in ts if not path.stem.endswith("_TEST")], ".ts")
+        return _read_ts(one, length, stride, labelled)
     if (root / "X.npy").is_file() or (root / "X_train.npy").is_file():
-        return _read_npy(root)
+        return _read_npy(root, labelled)
     if archives := sorted(root.glob("*.npz")):
-        return _read_file(_one(root, archives, ".npz"), length, stride)
+        return _read_file(_one(root, archives, ".npz"), length, stride, labelled)
     raise LockstepError("no sensor data found", where=str(root), todo=f"give {LAYOUTS}")
 
 
@@ -157,18 +185,26 @@ def _one(root: Path, paths: list[Path], kind: str) -> Path:
     return paths[0]
 
 
-def _read_file(path: Path, length: int, stride: int) -> Recordings:
+def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
     if path.suffix == ".ts":
-        return _read_ts(path, length, stride)
+        return _read_ts(path, length, stride, labelled)
     if path.suffix != ".npz":
         raise LockstepError(f"cannot read files of kind {path.suffix!r}", where=str(path), todo=f"give {LAYOUTS}")
-    arrays = load_npz(path)
+    arrays = load_npz(path) if labelled else _without_labels(load_npz(path))
     if "signal" in arrays:
         return _from_recordings(arrays, path, length, stride)
     if "X" in arrays:
         return _from_windows([arrays], path, None)
     found = ", ".join(arrays) or "nothing"
     raise LockstepError(f"holds neither 'signal' nor 'X' but {found}", where=str(path), todo=FIELDS)
+
+
+def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    kept = {name: value for name, value in arrays.items() if name not in ("classes", "val")}
+    for of, name in (("X", "y"), ("lengths", "label")):
+        if of in kept:
+            kept[name] = np.zeros(kept[of].shape[:1], dtype=np.int64)
+    return kept
 
 
 def _read_uci(root: Path) -> Recordings:
@@ -200,23 +236,24 @@ def _read_uci(root: Path) -> Recordings:
     return _from_windows(parts, root, ["train", "test"], channels=names, rate_hz=50.0)
 
 
-def _read_npy(root: Path) -> Recordings:
+def _read_npy(root: Path, labelled: bool) -> Recordings:
     suffixes = [""] if (root / "X.npy").is_file() else ["_train", "_test"]
     parts = []
     for suffix in suffixes:
-        names = ["y"] + ["subject"] * (root / f"subject{suffix}.npy").is_file()
+        names = ["y"] * labelled + ["subject"] * (root / f"subject{suffix}.npy").is_file()
         part = {name: load_npy(root / f"{name}{suffix}.npy") for name in names}
-        parts.append({"X": np.asarray(map_npy(root / f"X{suffix}.npy"))} | part)  # it is copied soon enough
+        part |= {"X": np.asarray(map_npy(root / f"X{suffix}.npy"))}  # it is copied soon enough
+        parts.append(part if labelled else _without_labels(part))
     return _from_windows(parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None)
 
 
-def _read_ts(path: Path, length: int, stride: int) -> Recordings:
+def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings:
     """One .ts file, or a _TRAIN.ts with its _TEST.ts, whose recordings become the predefined validation split."""
     paths = [path]
     if path.stem.endswith("_TRAIN") or path.stem.endswith("_TEST"):
         name = path.stem.rsplit("_", 1)[0]
         paths = [path.with_name(f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
-    parts = [_parse_ts(p) for p in paths]
+    parts = [_parse_ts(p, labelled) for p in paths]
     classes = parts[0][2]
     for p, part in zip(paths[1:], parts[1:], strict=True):
         if part[2] != classes:
@@ -247,12 +284,13 @@ def _read_ts(path: Path, length: int, stride: int) -> Recordings:
     )
 
 
-def _parse_ts(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
+def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], list[str]]:
     """-> recordings, each (T, C) float32; labels; classes. One recording a line: channel:channel:…:label."""
     header: dict[str, list[str]] = {}
     series: list[np.ndarray] = []
     labels: list[int] = []
     classes: list[str] = []
+    has_labels = True
     for number, line in enumerate(_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
         if not line or line.startswith("#"):
@@ -261,11 +299,12 @@ def _parse_ts(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
             key, *values = line[1:].split() or [""]
             header[key.lower()] = values
             if key.lower() == "data":
-                classes = _ts_classes(header, where)
+                has_labels = labelled or [word.lower() for word in header.get("classlabel", [])] != ["false"]
+                classes = _ts_classes(header, where) if has_labels else [""]
             continue
         if "data" not in header:
             raise LockstepError("a recording before @data", where=where, todo="write a line @data above it")
-        *channels, label = line.split(":")
+        *channels, label = line.split(":") if has_labels else [*line.split(":"), ""]
         if label.strip() not in classes:
             what = f"label {label.strip()!r} is not in @classLabel"
             raise LockstepError(what, where=where, todo=f"choose one of {' '.join(classes)}, or add it there")

@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        x = torch.zeros_like(queries).expand(len(memory), -1, -1)  # a query is nothing but its position
+        x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)  # a query is nothing but its position
         keys = memory + positions
         for layer in self.layers:
             x = layer(x, queries, memory, keys)
@@ -261,7 +261,9 @@ class ACT(nn.Module):
         return self.decode(inputs, self.no_latent(next(iter(inputs.values()))))
 
     def no_latent(self, like: Tensor) -> Tensor:
-        return torch.zeros(len(like), self.config.latent_dim, dtype=self.action_head.weight.dtype, device=like.device)
+        # Not len(), which is a constant in an exported model, as in `Decoder`.
+        size = like.shape[0], self.config.latent_dim
+        return torch.zeros(size, dtype=self.action_head.weight.dtype, device=like.device)
 
     def posterior(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean and logarithm of the variance, each (B, latent_dim), of the latent that goes with these actions."""

@@ -428,11 +428,11 @@ class VLA(nn.Module):
         """(B, chunk, A): Euler steps from the noise of draws (B, chunk * A), or from 0, at time 1 to an action at 0."""
         prefix = self.prefix(inputs)
         prefix = prefix._replace(memory=functools.cache(prefix.memory))  # alike at every step
-        x = self.words.weight.new_zeros(len(inputs["words"]), *self.shape)
+        x = self.words.weight.new_zeros(inputs["words"].shape[0], *self.shape)  # len() is a constant in an export
         if draws is not None:
             x = self.noise(draws).to(x.dtype).view_as(x)
         steps = self.settings.num_steps
         for i in range(steps, 0, -1):
-            time = x.new_full((len(x),), i / steps)
+            time = x.new_full(x.shape[:1], i / steps)
             x = x - self.expert(x, time, prefix) / steps
         return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,6 +72,19 @@ class Classification(contract.Task):
                 todo="give data of at least two classes, or another split",
             )
 
+    def known(self) -> dict[str, Any]:
+        return {"classes": self.classes, "train_counts": self.train_counts.tolist()}
+
+    def recall(self, known: dict[str, Any]) -> None:
+        if "classes" not in known:
+            raise contract.LockstepError(
+                "the checkpoint does not hold the names of its classes",
+                where="resume",
+                todo="give one that a newer version wrote: a step further is enough",
+                exit_code=3,
+            )
+        self.classes, self.train_counts = known["classes"], np.array(known["train_counts"], dtype=np.int64)
+
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Random change of the inputs on their device, drawn from `contract.uniform(seeds, k)` and nothing else."""
         return x
@@ -130,8 +144,26 @@ class Classification(contract.Task):
             }
         return metrics
 
+    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+        return Deployed(model), lambda batch: batch["x"]
+
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         return {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+
+
+class Deployed(nn.Module):
+    """A classifier for whoever has no use for logits: {"logits", "probabilities"}, each (B, C) float32.
+
+    by_step  the input's second axis is time and its third one the channels, as sensor data are stored
+    """
+
+    def __init__(self, model: nn.Module, by_step: bool = False):
+        super().__init__()
+        self.model, self.by_step = model, by_step
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.model(x.transpose(1, 2) if self.by_step else x).float()
+        return {"logits": logits, "probabilities": logits.softmax(1)}
 
 
 def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine import contract
 from engine.config import option, section
+from engine.contract import Batch
 from formats import windows
 from models.conv1d import Conv1d
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
-from tasks._classification import Classification, LossSettings, class_table, class_weights
+from tasks._classification import Classification, Deployed, LossSettings, class_table, class_weights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
 SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}  # width and depth where the config says 0
@@ -85,15 +88,41 @@ class Task(Classification):
         given = cfg.split == "given"
         self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
         train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
-        self.classes = self.recordings.classes
+        self.classes, self.length = self.recordings.classes, self.recordings.length
         self.count(train.labels, self.recordings.where)
         self.mean, self.std = train.statistics()
         return train, val
 
+    def known(self) -> dict[str, Any]:
+        found = self.recordings
+        about = {"length": found.length, "channels": found.signal.shape[1], "names": found.channels}
+        return super().known() | about | {"rate_hz": found.rate_hz}
+
+    def recall(self, known: dict[str, Any]) -> None:
+        super().recall(known)
+        self.length, self.about = known["length"], known
+        self.mean, self.std = torch.zeros(known["channels"]), torch.ones(known["channels"])  # the checkpoint has them
+
+    def everything(self) -> windows.Windows:
+        found = self.new(self.cfg.dataset.root or SHIPPED, self.cfg.dataset.stride)
+        self.recordings = found = windows.renumbered(found, self.classes)
+        self.val = np.ones(len(found), dtype=bool)
+        return windows.Windows(found, self.val)
+
+    def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
+        """After `recall`: other recordings of the same sensors, with their own classes."""
+        found = windows.read(root, self.length, stride, labelled)
+        windows.check_alike(found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"])
+        return found
+
+    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+        """Windows (B, T, C) in sensor units, as they are stored."""
+        return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
+
     def model(self) -> nn.Module:
         cfg = self.cfg.model
         width, depth = (said or own for said, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
-        length, num_classes = self.recordings.length, len(self.classes)
+        length, num_classes = self.length, len(self.classes)
         if cfg.mode == "conv":
             return Conv1d(self.mean, self.std, num_classes, width, depth, cfg.dropout)
         if cfg.mode == "flatten":

@@ -99,6 +99,10 @@ class Task(contract.Task):
         deltas = {"action": list(range(policy.chunk_size))}
         return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
 
+    def everything(self) -> lerobot.Chunks:
+        self.cfg.dataset.eval_split = 0.0
+        return self.datasets()[1]
+
     def _size(self, camera: str) -> tuple[int, int]:
         """(H, W) of a camera's pictures in the batches."""
         _, height, width = self.demos.features[camera].shape
@@ -160,6 +164,16 @@ class Task(contract.Task):
         # The checkpoint's own statistics: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
+
+    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+        """{a feature's name: as batches hold it, "words": what `encode` makes of the command} -> {"actions"}."""
+        assert isinstance(model, Policy)
+        if self.cfg.policy.type == "smolvla":
+            what = "SmolVLA is exported by the lerobot package only"
+            raise LockstepError(what, where="policy.type", todo="tools/save_pretrained.py writes what it loads")
+        names = [*self.dims, *self.cameras]
+        words = ["words"] if self.words is not None else []
+        return Acting(model), lambda batch: {name: self._with_words(batch)[name] for name in [*names, *words]}
 
     # ---- training ----
 
@@ -257,7 +271,9 @@ class Task(contract.Task):
             seeds = simulation.FRESH + np.array(which, dtype=np.int64)
             recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            success, self.film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
+            success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
+            if 0 in which:  # the one that is shown
+                self.film = film
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
         return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
@@ -287,6 +303,17 @@ class Task(contract.Task):
             + f"; trials at each evaluation: {trials}",
         ]
         return "\n".join(rows)
+
+
+class Acting(nn.Module):
+    """A policy that is only asked: actions (B, chunk, A) float32 in recorded units, the middle of what it might do."""
+
+    def __init__(self, policy: Policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, observation: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"actions": self.policy.act(observation).float()}
 
 
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import colorsys
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ class Task(Classification):
     }
     aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
 
-    def datasets(self) -> tuple[Clips, Clips]:
+    def _clips(self) -> Clips:
         wanted = self.cfg.dataset
         folder = Path(os.path.expanduser(wanted.root))
         if not wanted.root:
@@ -78,15 +79,39 @@ class Task(Classification):
             raise LockstepError(
                 f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
             )
-        clips = Clips(folder, wanted.frames)
+        return Clips(folder, wanted.frames)
+
+    def datasets(self) -> tuple[Clips, Clips]:
+        wanted, clips = self.cfg.dataset, self._clips()
         train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed)
         self.classes = clips.classes
-        self.count(clips.labels[train], str(folder))
+        self.count(clips.labels[train], str(clips.folder))
+        self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self._found = (
             f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials\n"
             f"Train trials: {len(train)}, Val trials: {len(val)}"
         )
         return clips.subset(train), clips.subset(val)
+
+    def known(self) -> dict[str, Any]:
+        return super().known() | self.about
+
+    def recall(self, known: dict[str, Any]) -> None:
+        super().recall(known)
+        self.about = {name: known[name] for name in ("shape", "cutting")}
+
+    def everything(self) -> Clips:
+        clips = self.fitting(self._clips())
+        self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
+        return clips.renumbered(self.classes)
+
+    def fitting(self, clips: Clips) -> Clips:
+        """After `recall`: other clips, if they are as large as those the model was trained on."""
+        if [*clips.shape] != self.about["shape"]:
+            sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
+            what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"
+            raise LockstepError(what, where=str(clips.folder), todo="make them anew from the videos, as large as those")
+        return clips
 
     def model(self) -> nn.Module:
         return CNN3d(len(self.classes), self.cfg.model.width, self.cfg.model.dropout)
@@ -136,6 +161,37 @@ def _moved(length: int, most: float, u: Tensor) -> Tensor:
     """(B,) draws -> (B, length) indices moved by up to `most` either way, held at the ends."""
     steps = torch.floor((2 * int(most) + 1) * u).long() - int(most)  # (B,)
     return (torch.arange(length, device=u.device) + steps[:, None]).clamp(0, length - 1)
+
+
+def draw_ethogram(labels: np.ndarray, classes: list[str], fps: float, width: int = 1200) -> np.ndarray:
+    """(N,) class numbers of a video's frames -> uint8 picture (H, W', 3): a row per class, in colour where the video
+    shows it, over an axis of time, or of frames where fps is 0. W' is `width` and room for the names."""
+    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
+
+    pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    row, margin = 26, 16 + max(int(pen.textlength(name)) for name in classes)
+    picture = np.full((row * len(classes) + 30, margin + width + 24, 3), 255, dtype=np.uint8)
+    first = (
+        np.arange(width) * len(labels) // width
+    )  # a column of pixels may stand for many frames, or for a part of one
+    last = np.maximum(first + 1, np.arange(1, width + 1) * len(labels) // width)
+    for c in range(len(classes)):
+        seen = np.concatenate([[0], np.cumsum(labels == c)])
+        share = ((seen[last] - seen[first]) / (last - first))[:, None]  # (width, 1)
+        full = np.array([round(255 * part) for part in colorsys.hsv_to_rgb(c / len(classes), 0.75, 0.75)])
+        picture[row * c + 3 : row * (c + 1) - 3, margin : margin + width] = 240 + share * (full - 240)
+    image = Image.fromarray(picture)
+    pen = ImageDraw.Draw(image)
+    for c, name in enumerate(classes):
+        pen.text((8, row * c + 7), name, fill="black")
+    whole = len(labels) / (fps or 1.0)
+    nice = [digit * 10.0**power for power in range(-2, 8) for digit in (1, 2, 5)]
+    step = next(one for one in nice if whole / one <= 12)
+    for n in range(int(whole / step) + 1):
+        at, bottom = margin + round(n * step / whole * width), row * len(classes)
+        pen.line((at, bottom, at, bottom + 5), fill="black")
+        pen.text((at + 2, bottom + 8), f"{n * step:g}" + (" s" if fps else ""), fill="black")
+    return np.asarray(image)
 
 
 def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]]) -> np.ndarray:

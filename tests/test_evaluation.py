@@ -1,4 +1,7 @@
-"""Every sample is scored once, on any number of ranks, ranks without samples included."""
+"""Every sample is scored once, on any number of ranks, ranks without samples included, and the numbers are the same to
+the last bit. tools/evaluate.py: any split of any run."""
+
+import json
 
 import numpy as np
 import pytest
@@ -6,7 +9,11 @@ import torch
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
+from engine.contract import Sums
+from engine.dist import World
+from engine.loop import Tallied
 from tasks._classification import class_weights, precision_recall_f1
+from tasks.har import SHIPPED
 
 SIZES = [1, 2, 7, 61, 196]
 
@@ -29,11 +36,7 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     one, many = results[1][size], results[ranks][size]
     assert many["metrics"]["count"] == one["metrics"]["count"] == size
     assert torch.equal(many["sums"]["confusion"], one["sums"]["confusion"])
-    for name, value in one["metrics"].items():
-        if name == "loss":
-            assert abs(many["metrics"]["loss"] - value) < 1e-9
-        else:
-            assert many["metrics"][name] == value, name  # F1 bit for bit
+    assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
 
 
 def test_torchs_own_sampler_would_fail_that_check():
@@ -63,3 +66,81 @@ def test_class_weights_are_the_guides():
     effective = class_weights(np.array([1000, 10, 0]), "effective")
     assert effective[2] == 0 and 1 < effective[1] / effective[0] < 100
     assert (effective * [1000, 10, 0]).sum() == pytest.approx(1010)
+
+
+def test_floats_are_added_up_in_the_order_of_the_parts():
+    """1 + 1e16 - 1e16 is 0, or 1 from behind."""
+    tallied = Tallied()
+    for number in (1.0, 1e16, -1e16):
+        tallied.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
+    totals = tallied.total(World(0, 0, 1, torch.device("cpu")))
+    assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
+
+
+# ---- tools/evaluate.py ----
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A small run on sensor windows, of which an evaluation takes several batches, the last one short."""
+    folder = tmp_path_factory.mktemp("har") / "run"
+    words = ["dataset.stride=512", "model.width=8", "batch_size=16", "steps=6", "optim.ema_decay=0.5"]
+    with launching() as launch:
+        succeed(launch.python("train.py", "har", *words, f"save_dir={folder}"))
+    return folder
+
+
+def evaluate(launch, processes, run, *words, **env):
+    start = launch.python if processes == 1 else lambda *words, **env: launch.torchrun(processes, *words, **env)
+    done = succeed(start("tools/evaluate.py", str(run), *words, "--json", **env))
+    return json.loads(done.out)  # nothing else on stdout
+
+
+@pytest.mark.slow
+def test_the_same_digits_on_any_number_of_processes(launch, run):
+    """And as the training itself has logged. Alone and under torchrun, where nobody sets the number of threads."""
+    found = {n: evaluate(launch, n, run, OMP_NUM_THREADS=None) for n in (1, 2, 3)}
+    assert found[2] == found[1] and found[3] == found[1]
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = next(record for record in reversed(logged) if record["event"] == "eval")
+    assert found[1]["metrics"] == {name: last[name] for name in found[1]["metrics"]}
+    assert found[1]["metrics"]["count"] == np.sum(found[1]["confusion"]) > 64
+
+
+@pytest.mark.slow
+def test_every_split_and_data_from_elsewhere(launch, run, tmp_path):
+    """Classes in another order, and without any that would do for validation: they go by their names."""
+    arrays = dict(np.load(SHIPPED))
+    classes = arrays["classes"]
+    third = arrays | {"classes": classes[::-1], "label": len(classes) - 1 - arrays["label"]}
+    np.savez(tmp_path / "third.npz", **{name: value for name, value in third.items() if name != "subject"})
+    parts = {split: evaluate(launch, 1, run, "--split", split) for split in ("train", "val")}
+    whole = evaluate(launch, 1, run, f"dataset.root={tmp_path / 'third.npz'}", "--split=all")
+    assert whole["classes"] == classes.tolist() and whole["split"] == "all"
+    assert np.array_equal(whole["confusion"], np.add(parts["train"]["confusion"], parts["val"]["confusion"]))
+    np.savez(tmp_path / "third.npz", **(third | {"classes": np.array([*classes[:0:-1], "JUMP"])}))
+    done = launch.python("tools/evaluate.py", str(run), f"dataset.root={tmp_path / 'third.npz'}", "--split", "all")
+    assert done.code == 2 and "class 'JUMP' is not one of the model's" in done.err and len(done.errors) == 1
+
+
+@pytest.mark.slow
+def test_the_table_for_people(launch, run):
+    done = succeed(launch.python("tools/evaluate.py", str(run / "last.pt"), "eval_batch_size=64"))
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["precision", "recall", "f1"] in rows and any(row[:1] == ["accuracy"] for row in rows)
+    assert done.out.count("TRAP") >= 2, "in the table of metrics and in that of confusions"
+    assert "step 6, split val" in done.out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_know_its_classes(launch, run, tmp_path):
+    """From before they were in it: its own splits are scored, other data cannot be."""
+    state = torch.load(run / "last.pt", weights_only=True)
+    del state["known"]
+    torch.save(state, tmp_path / "old.pt")
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    assert evaluate(launch, 1, tmp_path / "old.pt") | {"checkpoint": ""} == evaluate(launch, 1, run / "last.pt") | {
+        "checkpoint": ""
+    }
+    done = launch.python("tools/evaluate.py", str(tmp_path / "old.pt"), "--split=all")
+    assert done.code == 3 and "does not hold the names of its classes" in done.err

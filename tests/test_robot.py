@@ -228,16 +228,16 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(launch, tmp_path, walks, proc
     assert_same_run(tmp_path / "stopped", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_path):
     run = tmp_path / "run"
     succeed(launch.python("train.py", *DISCS, "steps=3", f"save_dir={run}"))
-    words = ["tools/evaluate.py", str(run), "eval.n_episodes=5"]
-    one, two = succeed(launch.python(*words)), succeed(launch.torchrun(2, *words))
-    tables = [[line for line in done.out.splitlines() if line.startswith("  ")] for done in (one, two)]
-    numbers = [
-        [row for row in table if row.split()[0] in ("loss", "action_l1", "success_rate", "count")] for table in tables
-    ]
-    assert len(numbers[0]) == 4 and numbers[0] == numbers[1]
+    words = ["tools/evaluate.py", str(run), "eval.n_episodes=23", "eval_batch_size=8", "--json"]
+    one, three = (json.loads(succeed(launch.torchrun(n, *words)).out) for n in (1, 3))
+    assert {"loss", "action_l1", "success_rate", "avg_max_reward", "count"} <= one["metrics"].keys()
+    assert three == one, "to the last digit"
+    whole = json.loads(succeed(launch.python(*words[:2], "eval.n_episodes=0", "--json", "--split=all")).out)
+    assert whole["metrics"]["count"] > one["metrics"]["count"] > 8, "several batches; and all episodes"
     goes_on = succeed(launch.python("train.py", *DISCS, "steps=4", "policy.n_action_steps=3", f"save_dir={run}"))
     assert "Done: 4 steps" in goes_on.out, "how the trained policy is used is free to change"
     torch.save(load(run) | {"format": 99}, run / "newer.pt")
@@ -293,7 +293,14 @@ def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
 def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
     """Asked to stop between the validation and the end of the trials, all ranks leave; what was trained is saved, and
     the evaluation is made when the run goes on."""
-    words = [*DISCS, "steps=4", "eval_every=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    words = [
+        *DISCS[:-1],
+        "eval.n_episodes=11",
+        "steps=4",
+        "eval_every=2",
+        "log_every=1",
+        f"save_dir={tmp_path / 'run'}",
+    ]
     mine = tmp_path / "slow.py"
     mine.write_text(
         "import sys, time\n"

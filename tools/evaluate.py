@@ -2,31 +2,51 @@
 """Evaluate a trained run: the metrics of its validation split, and the trials that its task makes in simulation.
 
 python tools/evaluate.py checkpoints/robot_20260101-120000 eval.n_episodes=100
-torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN            the same numbers: each rank takes its share
+python tools/evaluate.py RUN --split train                            how well it knows what it was trained on
+python tools/evaluate.py RUN --split all dataset.root=data/third      data that no choice was made by: for a paper
+torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN        the same numbers, to the last digit, in less time
 
 RUN is the folder of a run (its best checkpoint) or one of its checkpoints; what follows changes the run's own config.
+Nothing is augmented. On a CPU each process computes in one thread, for the number of threads changes the last digits;
+OMP_NUM_THREADS says otherwise.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, dist, loop, status, storage
-from engine.contract import LockstepError
+from engine import dist, loop, status, storage
+from engine.contract import LockstepError, Sums
 from engine.stop import Stop
 from engine.watch import Watch
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
-        return 0 if argv else 2
-    return train.guarded(argv, _main, of_run)
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    parser.add_argument(
+        "--split", choices=("val", "train", "all"), default="val", help="all: both, or other data by dataset.root"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every digit")
+    asked, rest = parser.parse_known_args(argv)
+    return train.guarded([asked.run, *rest], lambda about: _evaluate(about.cfg, asked), of_run)
 
 
 def of_run(argv: list[str]) -> list[str]:
@@ -40,24 +60,79 @@ def of_run(argv: list[str]) -> list[str]:
     return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}"]
 
 
-def _main(asked: config.Asked) -> int:
-    world = dist.join(asked.cfg, dist.environment())
+def _evaluate(cfg: Any, asked: argparse.Namespace) -> int:
+    world = dist.join(cfg, dist.environment())
+    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as many as torchrun gives each process
+    for name, value in ONLY_TO_SCORE.items():
+        setattr(cfg, name, value)
     stop = Stop()
-    asked.cfg.cache = "none"  # each sample is asked for once
-    with Watch(world, stop, asked.cfg.ddp.timeout_s):
-        prepared = train.prepare(asked.cfg, world, stop, to_train=False)
-        scored = loop.evaluate(prepared.job, prepared.val_loader)
+    aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
+    with Watch(world, stop, cfg.ddp.timeout_s):
+        with aside:
+            prepared = train.prepare(cfg, world, stop, split=asked.split)
+            scored = loop.evaluate(prepared.job, prepared.val_loader)
         if world.main and scored:
-            print(f"{prepared.resumed}, step {prepared.job.progress.step}:")
-            print(_table(scored[0]))
+            metrics, sums = scored
+            step, classes = prepared.job.progress.step, getattr(prepared.job.task, "classes", [])
+            if asked.json:
+                about = {"checkpoint": str(prepared.resumed), "step": step, "split": asked.split}
+                known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+                print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
+            else:
+                print(f"{prepared.resumed}, step {step}, split {asked.split}:")
+                print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
         del prepared
     world.leave()
     return status.leave_code(status.DONE)
 
 
-def _table(metrics: dict[str, Any]) -> str:
-    width = max(map(len, metrics))
-    return "\n".join(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())
+ONLY_TO_SCORE = {
+    "cache": "none",  # each sample is asked for once
+    "compile": "off",
+    "global_batch": 0,  # there is no step to take: any number of processes will do
+    "gradient_accumulation_steps": 0,
+    "drop_last": False,
+    "sampler": "shuffle",
+}
+"""What a run's config says about training, and may not fit."""
+
+
+def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
+    """The counts [true][predicted], where the task is one of classes."""
+    return {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
+
+
+def _lines(metrics: dict[str, Any]) -> list[str]:
+    """One metric a line; those of the same thing, such as precision/walk and recall/walk, side by side."""
+    parts = {name: name.split("/", 1) for name in metrics if "/" in name}
+    rows = [row for _, row in parts.values()]
+    tabled = {name: part for name, part in parts.items() if rows.count(part[1]) > 1}
+    plain = {name: value for name, value in metrics.items() if name not in tabled}
+    width = max(map(len, plain))
+    lines = [f"  {name:<{width}}  {value:.6g}" for name, value in plain.items()]
+    columns = list(dict.fromkeys(column for column, _ in tabled.values()))
+    body = [
+        [row, *(f"{metrics.get(f'{column}/{row}', np.nan):.4f}" for column in columns)]
+        for row in dict.fromkeys(row for _, row in tabled.values())
+    ]
+    return lines + (["", *aligned([["", *columns], *body])] if body else [])
+
+
+def _matrix(classes: list[str] | None = None, confusion: list[list[int]] | None = None) -> list[str]:
+    if not classes or not confusion:
+        return []
+    rows = [[name, *map(str, counts)] for name, counts in zip(classes, confusion, strict=True)]
+    return ["", "  rows: true, columns: predicted", *aligned([["", *classes], *rows])]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join([f"{row[0]:<{widths[0]}}", *(f"{cell:>{n}}" for cell, n in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

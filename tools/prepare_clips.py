@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.contract import LockstepError
 from formats.arrays import check_text
-from formats.clips import ClipsWriter
+from formats.clips import CUTTING, ClipsWriter
+from formats.videos import BrokenVideo, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
@@ -136,20 +138,7 @@ def _stays_below(video: str) -> bool:
     return not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
-# ---- videos ---------------------------------------------------------------------------------------------------------
-
-
-class BrokenVideo(LockstepError):
-    """A video that cannot be read: what --skip-broken skips."""
-
-
-def import_av() -> Any:
-    try:
-        import av
-    except ImportError as error:
-        raise LockstepError(f"PyAV is needed to read videos: {error}", todo="pip install av") from None
-    return av
-
+# ---- cutting ---------------------------------------------------------------------------------------------------------
 
 Cut = tuple[Trial, int, np.ndarray]  # trial, number of its first frame in the video, (T, size, size) uint8
 
@@ -160,20 +149,10 @@ def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cu
     The video is decoded once from its start: seeking lands on key frames, and where depends on the encoder. Only the
     frames that some trial still waits for are kept. Raises LockstepError if the video is unreadable or too short.
     """
-    av = import_av()
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise BrokenVideo("no pictures in the file", where=str(path), todo="give a video or use --skip-broken")
-            stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
-            fps = float(stream.average_rate or stream.guessed_rate or 0)
-            if not fps and plan.column.endswith("_s"):
-                raise LockstepError("the video does not say its frame rate", where=str(path), todo="annotate in frames")
-            yield from _collect(container.decode(stream), plan, trials, fps, path, table)
-    except (av.error.FFmpegError, OSError) as error:  # FileNotFoundError is both
-        what = f"cannot read the video: {error.strerror or error}"
-        raise BrokenVideo(what, where=str(path), todo="mend it or use --skip-broken") from None
+    with opened(path) as (decoded, fps):
+        if not fps and plan.column.endswith("_s"):
+            raise LockstepError("the video does not say its frame rate", where=str(path), todo="annotate in frames")
+        yield from _collect(decoded, plan, trials, fps, path, table)
 
 
 def _collect(
@@ -210,25 +189,6 @@ def _collect(
     )
 
 
-def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path) -> np.ndarray:
-    """A decoded frame -> (size, size) uint8: 0 black, 255 white whatever range the video is coded in."""
-    from PIL import Image  # comes with tensorboard
-
-    picture = frame.to_ndarray(format="gray")
-    if crop is not None:
-        x, y, width, height = crop
-        if x + width > picture.shape[1] or y + height > picture.shape[0]:
-            raise LockstepError(
-                f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels",
-                where=str(path),
-                todo="give a box inside the video",
-            )
-        picture = picture[y : y + height, x : x + width]
-    if picture.shape == (size, size):
-        return picture
-    return np.asarray(Image.fromarray(np.ascontiguousarray(picture)).resize((size, size), Image.Resampling.BOX))
-
-
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
@@ -241,12 +201,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("output", type=Path, help="the packed folder to make; must not exist")
     add("--videos", type=Path, metavar="FOLDER", help="where the videos are; default: the table's folder")
     add("--classes", default="", metavar="A,B,…", help="classes in the order of their numbers; default: all, by name")
-    add("--frames", type=_whole(1), default=17, metavar="T", help="frames per trial (default: 17)")
-    add("--stride", type=_whole(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
-    add("--size", type=_whole(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
+    add("--frames", type=whole_number(1), default=17, metavar="T", help="frames per trial (default: 17)")
+    add("--stride", type=whole_number(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
+    add("--size", type=whole_number(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
     add(
         "--crop",
-        type=_whole(0),
+        type=whole_number(0),
         nargs=4,
         metavar=("X", "Y", "W", "H"),
         help="keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena",
@@ -258,7 +218,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return asked
 
 
-def _whole(low: int) -> Any:
+def whole_number(low: int) -> Any:
     def convert(text: str) -> int:
         if int(text) < low:
             raise argparse.ArgumentTypeError(f"must be at least {low}")
@@ -296,6 +256,7 @@ def prepare(asked: argparse.Namespace) -> str:
                 if not asked.skip_broken:
                     raise
                 broken.append(str(error))
+        writer.write_text(CUTTING, json.dumps({"crop": crop, "stride": asked.stride, "size": asked.size}) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", where=str(folder), todo=broken[0])
         written = writer.num_trials

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     def work(asked: config.Asked) -> int:
         world = dist.join(asked.cfg, dist.environment())
-        job = train.prepare(asked.cfg, world, to_train=False).job
+        job = train.prepare(asked.cfg, world, split="val").job
         if not hasattr(job.task, "save_pretrained"):
             raise LockstepError(
                 f"task {asked.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run"

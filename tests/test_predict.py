@@ -1,0 +1,250 @@
+"""tools/predict.py: labels of new data, from a run alone; videos frame by frame, as they follow one another."""
+
+import csv
+import json
+import shutil
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from conftest import launching, succeed
+
+from formats.clips import ClipsWriter
+from tasks.har import SHIPPED
+from tasks.video import draw_ethogram
+from tools import predict, prepare_clips
+
+FPS = 20
+
+
+def film(path, moves, seed=0):
+    """A lossless video: where moves[n], the square in its left part has moved since frame n - 1. The right part changes
+    all the time: whoever does not crop it sees motion in every frame."""
+    av = pytest.importorskip("av")
+    rng = np.random.default_rng(seed)
+    at = rng.integers(4, 28, 2)
+    forth = rng.choice([-3, 3], 2)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.options = {"crf": "0", "bf": "2"}
+        for moving in moves:
+            forth = np.where((at + forth < 0) | (at + forth > 32), -forth, forth)
+            at = at + forth * moving
+            picture = np.full((48, 64), 60, np.uint8)
+            picture[at[0] : at[0] + 14, at[1] : at[1] + 14] = 230
+            picture[:, 48:] = rng.integers(0, 256, (48, 16))
+            rgb = np.repeat(picture[..., None], 3, 2)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(rgb, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def prepared(folder, out, rows):
+    """Clips of 5 pictures of 16 x 16, two frames apart: 9 frames of the video."""
+    (folder / "table.csv").write_text("video,start,label\n" + "".join(f"{v},{at},{label}\n" for v, at, label in rows))
+    cut = ["--frames", "5", "--stride", "2", "--size", "16", "--crop", "0", "0", "48", "48"]
+    assert prepare_clips.main([str(folder / "table.csv"), str(out), *cut]) == 0
+
+
+@pytest.fixture(scope="module")
+def video_run(tmp_path_factory):
+    """Trained on trials of six videos, which stand still for 30 frames and move for 30; they are gone afterwards."""
+    folder = tmp_path_factory.mktemp("video")
+    rows = []
+    for number in range(6):
+        film(folder / f"{number}.mp4", np.arange(60) >= 30, seed=number)
+        starts = [(at, "still") for at in range(0, 20, 2)] + [(at, "moving") for at in range(31, 51, 2)]
+        rows += [(f"{number}.mp4", at, label) for at, label in starts]
+    prepared(folder, folder / "packed", rows)
+    words = ["dataset.frames=5", "model.width=4", "batch_size=16", "epochs=12", "optim.ema_decay=0.8"]
+    with launching() as launch:
+        done = launch.python("train.py", "video", f"--root={folder / 'packed'}", *words, f"save_dir={folder / 'run'}")
+        succeed(done)
+    shutil.rmtree(folder / "packed")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def har_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("har") / "run"
+    with launching() as launch:
+        succeed(launch.python("train.py", "har", "dataset.stride=512", "steps=4", f"save_dir={folder}"))
+    return folder
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run, tmp_path):
+    """Cropped and thinned out as the clips were, though nothing says so here."""
+    from PIL import Image
+
+    recordings = tmp_path / "new"
+    (recordings / "day 2").mkdir(parents=True)
+    moves = np.zeros(150, dtype=bool)
+    moves[40:80] = moves[120:] = True
+    film(recordings / "a.mp4", moves, seed=20)
+    film(recordings / "day 2" / "b.AVI", ~moves, seed=21)
+    out = tmp_path / "said" / "table.csv"
+    done = succeed(launch.python("tools/predict.py", str(video_run), str(recordings), "--out", str(out), "--json"))
+    said = json.loads(done.out)
+    rows = table(out)
+    assert [*rows[0]] == ["video", "frame", "time_s", "label", "p_moving", "p_still"]
+    for name, truth in (("a.mp4", moves), ("day 2/b.AVI", ~moves)):
+        mine = [row for row in rows if row["video"] == name]
+        assert [int(row["frame"]) for row in mine] == [*range(150)] and float(mine[30]["time_s"]) == 30 / FPS
+        found = np.array([row["label"] == "moving" for row in mine])
+        changes = np.flatnonzero(np.diff(truth)) + 1
+        sure = np.abs(np.arange(150)[:, None] - changes).min(1) > 6  # a trial of 9 frames sees both sides of a change
+        assert (found == truth)[sure].all() and (found == truth).mean() > 0.9
+        sums = [float(row["p_moving"]) + float(row["p_still"]) for row in mine]
+        assert np.allclose(sums, 1, atol=2e-6)
+    about = said["found"][0]
+    assert about["name"] == "a.mp4" and sum(about["labels"].values()) == about["rows"] == 150 and about["fps"] == FPS
+    picture = np.asarray(Image.open(about["ethogram"]))
+    assert about["ethogram"] == str(tmp_path / "said/table/a.mp4.png") and picture.ndim == 3
+    assert sorted(path.name for path in out.parent.iterdir()) == ["table", "table.csv"], "nothing else is left"
+    wrong = launch.python("tools/predict.py", str(video_run), str(recordings / "a.mp4"), "--out", str(out),
+                          "--crop", "0", "0", "64", "48", "--stride", "3")  # fmt: skip
+    labels = [row["label"] for row in table(succeed(wrong) and out)]
+    assert labels.count("moving") > 95, "the box was left out: the part that changes all the time is seen"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_is_left_out_and_named(launch, video_run, tmp_path):
+    film(tmp_path / "good.mp4", np.ones(12, dtype=bool))
+    film(tmp_path / "short.mp4", np.ones(8, dtype=bool))
+    (tmp_path / "torn.mp4").write_bytes((tmp_path / "good.mp4").read_bytes()[:300])
+    (tmp_path / "notes.txt").write_text("no video")
+    out = tmp_path / "out.csv"
+    done = launch.python("tools/predict.py", str(video_run), str(tmp_path), "--out", str(out))
+    assert done.code == 5 and {row["video"] for row in table(out)} == {"good.mp4"}
+    warnings = [line for line in done.err.splitlines() if line.startswith("warning: left out")]
+    assert len(warnings) == 2 and "fewer frames than a trial, which has 9" in warnings[0] and "torn.mp4" in warnings[1]
+    (tmp_path / "good.mp4").unlink()
+    out.unlink()
+    done = launch.python("tools/predict.py", str(video_run), str(tmp_path), "--out", str(out))
+    assert done.code == 5 and "not one video could be read" in done.err and not out.exists()
+
+
+@pytest.mark.slow
+def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
+    """The same answers as an evaluation of that folder gives."""
+    film(tmp_path / "new.mp4", np.arange(60) >= 30, seed=9)
+    prepared(
+        tmp_path, tmp_path / "packed", [("new.mp4", at, "moving" if at % 4 else "still") for at in range(0, 50, 2)]
+    )
+    out = tmp_path / "out.csv"
+    succeed(launch.python("tools/predict.py", str(video_run), str(tmp_path / "packed"), "--out", str(out)))
+    rows, truth = table(out), table(tmp_path / "packed" / "trials.csv")
+    assert [row["trial"] for row in rows] == [row["trial"] for row in truth] and [*rows[0]][:3] == [
+        "video",
+        "trial",
+        "label",
+    ]
+    words = ["tools/evaluate.py", str(video_run), f"dataset.root={tmp_path / 'packed'}", "--split=all", "--json"]
+    scored = json.loads(succeed(launch.python(*words)).out)
+    hits = np.mean([mine["label"] == theirs["label"] for mine, theirs in zip(rows, truth, strict=True)])
+    assert scored["metrics"]["accuracy"] == hits and 0.2 < hits < 0.8
+    with ClipsWriter(tmp_path / "larger", ["still", "moving"]) as writer:
+        writer.add(np.zeros((5, 32, 32), np.uint8), "v", "still")
+    done = launch.python("tools/predict.py", str(video_run), str(tmp_path / "larger"), "--out", str(out))
+    assert done.code == 2 and "clips of 5 x 32 x 32, the model was trained on clips of 5 x 16 x 16" in done.err
+    assert len(table(out)) == len(rows), "the table before is as it was"
+
+
+@pytest.mark.slow
+def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
+    arrays = dict(np.load(SHIPPED))
+    chosen = slice(0, int(arrays["lengths"][:3].sum()))
+    new = {"signal": arrays["signal"][chosen], "lengths": arrays["lengths"][:3], "rate_hz": arrays["rate_hz"]}
+    np.savez(tmp_path / "new.npz", **new)
+    words = ["tools/predict.py", str(har_run), "--stride", "100"]
+    for data, out in ((tmp_path / "new.npz", "new.csv"), (SHIPPED, "whole.csv")):
+        succeed(launch.python(*words[:2], str(data), *words[2:], "--out", str(tmp_path / out)))
+    rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
+    assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
+    counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
+    assert [(int(row["recording"]), int(row["start"])) for row in rows] == [
+        (recording, 100 * n) for recording, count in enumerate(counts) for n in range(count)
+    ]
+    assert float(rows[1]["time_s"]) == 2.0
+    for mine, theirs in zip(rows, whole, strict=False):
+        assert mine["label"] == theirs["label"] and abs(float(mine["p_TRAP"]) - float(theirs["p_TRAP"])) < 1e-5
+    for change, says in (
+        ({"signal": new["signal"][:, :5]}, "5 channels, the model was trained on 6 channels ax ay"),
+        ({"rate_hz": np.array(25.0)}, "recorded at 25 Hz, the model was trained at 50 Hz"),
+    ):
+        np.savez(tmp_path / "new.npz", **(new | change))
+        done = launch.python(*words[:2], str(tmp_path / "new.npz"), "--out", str(tmp_path / "new.csv"))
+        assert done.code == 2 and says in done.err and len(done.errors) == 1
+
+
+def test_one_process_and_one_kind_of_name(launch, har_run, tmp_path):
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    done = launch.python("tools/predict.py", str(har_run), str(SHIPPED), **alone)
+    assert done.code == 2 and "predictions are made by one process" in done.err and len(done.errors) == 1
+    done = launch.python("tools/predict.py", str(har_run), str(SHIPPED), "--out", str(tmp_path / "data.npz"))
+    assert done.code == 2 and "give one that ends in .csv" in done.err and not (tmp_path / "data.npz").exists()
+
+
+# ---- the sliding trials alone ----
+
+
+def brightness(x):
+    """A model of two classes that looks at each trial's first picture: how bright it is."""
+    bright = x[:, 0].float().mean((1, 2)).numpy() / 255
+    return np.stack([bright, 1 - bright], 1)
+
+
+@pytest.mark.parametrize("count", [9, 10, 11, 31])
+@pytest.mark.parametrize(("every", "stride"), [(1, 1), (1, 4), (2, 3), (2, 9)])
+def test_a_frame_is_what_its_trials_say_on_average(count, every, stride):
+    how = predict.Sliding(length=5, every=every, stride=stride, crop=None, size=2)
+    frames = np.random.default_rng(0).integers(0, 256, (count, 2, 2), dtype=np.uint8)
+    found = predict.slide(iter(frames), how, brightness, batch_size=4)
+    starts = sorted({*range(0, count - how.span + 1, stride), count - how.span})
+    for n in range(count):
+        mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + how.span]
+        assert mine and np.allclose(found[n], np.mean(mine, 0), atol=1e-6)
+
+
+def test_a_long_video_is_never_held_whole():
+    alive, most = weakref.WeakSet(), []
+
+    class Picture(np.ndarray):
+        __hash__ = object.__hash__  # of a weak set
+
+    def frames():
+        for _ in range(2000):
+            picture = np.zeros((4, 4), np.uint8).view(Picture)
+            alive.add(picture)
+            most.append(len(alive))
+            yield picture
+
+    how = predict.Sliding(length=5, every=3, stride=2, crop=None, size=4)
+    assert len(predict.slide(frames(), how, brightness, batch_size=8)) == 2000
+    assert how.span <= max(most) <= how.span + 2
+
+
+def test_fewer_frames_than_a_trial_are_none():
+    how = predict.Sliding(length=5, every=2, stride=1, crop=None, size=2)
+    assert not len(predict.slide(iter(np.zeros((8, 2, 2), np.uint8)), how, brightness, 4))
+
+
+@pytest.mark.parametrize(("count", "fps"), [(1, 0.0), (7, 30.0), (5000, 30.0), (200_000, 60.0)])
+def test_an_ethogram_is_coloured_where_a_class_is(count, fps):
+    """Of few frames and of more than it has columns."""
+    labels = (np.arange(count) >= count // 2).astype(np.int64)
+    picture = draw_ethogram(labels, ["rest", "walk", "rear"], fps, width=400)
+    assert picture.dtype == np.uint8 and picture.shape[2] == 3
+    left = picture.shape[1] - 400 - 24
+    colour = [np.ptp(picture[26 * c + 13, left : left + 400].astype(int), axis=1) > 60 for c in range(3)]
+    change = 400 * (count // 2) // count
+    assert colour[0][: max(0, change - 1)].all() and not colour[0][change + 1 :].any()
+    assert colour[1][change + 1 :].all() and not colour[1][: max(0, change - 1)].any()
+    assert not colour[2].any()

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Write a trained model as one file that runs without this code, and prove it on real batches.
+
+python tools/export.py RUN                        RUN/model.pt2, for torch.export.load
+python tools/export.py RUN --format onnx          RUN/model.onnx; pip install onnx onnxscript onnxruntime
+
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints. What goes in is raw, any number of samples:
+gray clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a robot's observation in recorded
+units, its pictures as uint8 of the size that it was trained on, its command as numbers; normalisation is part of the
+file. Out come logits and probabilities, or actions. The file also holds the names of the classes and what is known of
+its input, as JSON under "lockstep". Real batches of the validation split, of several sizes, go through the file and
+through the model: the largest difference is printed, and beyond --tolerance nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train
+from engine import dist, memory, storage
+from engine.contract import LockstepError
+from tools.evaluate import of_run
+
+Input = Tensor | dict[str, Tensor]
+Run = Callable[[Input], dict[str, Tensor]]
+META = "lockstep"
+"""Under which name the file holds what is known of the model: in a .pt2 as an extra file, in ONNX as metadata."""
+
+
+@dataclass
+class Exported:
+    """The bytes of a file, and how they answer once they are loaded again."""
+
+    data: bytes
+    run: Run
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    add("--format", choices=FORMATS, default="pt2", help="pt2 (torch.export) or onnx")
+    add("--out", type=Path, help="the file (default: model.pt2 or model.onnx in the run's folder)")
+    add("--tolerance", type=float, default=1e-4, help="largest difference, where outputs are about 1 (default: 1e-4)")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    asked, rest = parser.parse_known_args(argv)
+    return train.guarded([asked.run, *rest], lambda about: _export(about.cfg, asked), of_run)
+
+
+def _export(cfg: Any, asked: argparse.Namespace) -> int:
+    launch = dist.environment()
+    if launch and launch.size > 1:
+        error = LockstepError("a model is exported by one process", where="export.py", todo="start it without torchrun")
+        error.everywhere = True
+        raise error
+    run = Path(asked.run)
+    out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
+    cfg.device, cfg.cache, cfg.compile = "cpu", "none", "off"
+    with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
+        prepared = train.prepare(cfg, dist.join(cfg, launch), split="val")
+        job = prepared.job
+        model = memory.lay_out(copy.deepcopy(job.evaluated_model).float().eval(), "contiguous")
+        module, input_of = job.task.deployed(model)
+        module.eval()
+        with torch.no_grad():
+            inputs = list(real_inputs(input_of(batch) for batch in prepared.val_loader))
+            outputs = module(inputs[-1])
+            about = {
+                "task": cfg.task,
+                "checkpoint": prepared.resumed.name if prepared.resumed else "",
+                "step": job.progress.step,
+                "inputs": _described(inputs[-1]),
+                "outputs": _described(outputs),
+                "known": job.task.known(),
+            }
+            exported = FORMATS[asked.format](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
+            found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
+    worst = max(relative for _, _, relative in found)
+    if not worst <= asked.tolerance:  # NaN, too
+        what = f"the exported model is off by {worst:.3g} of its largest output"
+        todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
+        raise LockstepError(what, where=asked.format, todo=todo, exit_code=1)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        storage.write_atomically(out, lambda file: file.write(exported.data))
+    except OSError as error:
+        raise LockstepError(f"cannot write: {error.strerror}", where=str(out), todo="give another --out") from None
+    sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
+    if asked.json:
+        print(json.dumps(about | {"file": str(out), "format": asked.format, "differences": sizes}))
+        return 0
+    print(f"{prepared.resumed}, step {job.progress.step}:")
+    for row in sizes:
+        print(f"  batch of {row['batch']:<4}  largest difference to the model {row['largest_difference']:.3g}")
+    for name in ("inputs", "outputs"):
+        for one in about[name]:
+            print(f"  {name[:-1]:<7} {one['name']}: {one['dtype']} ({', '.join(map(str, one['shape']))})")
+    print(f"Wrote {out} ({len(exported.data) / 1e6:.1f} MB)")
+    return 0
+
+
+# ---- real batches ---------------------------------------------------------------------------------------------------
+
+
+def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
+    """One sample, three, and up to three batches as they are; the first whole one comes last."""
+    first = next(whole)
+    yield _mapped(first, lambda x: x[:1])
+    yield _mapped(first, lambda x: x[:3])
+    yield from (_mapped(batch, Tensor.contiguous) for batch in islice(whole, 2))
+    yield _mapped(first, Tensor.contiguous)
+
+
+def _mapped(x: Input, change: Callable[[Tensor], Tensor]) -> Input:
+    return {name: change(value).contiguous() for name, value in x.items()} if isinstance(x, dict) else change(x)
+
+
+def _size(x: Input) -> int:
+    return len(next(iter(x.values()))) if isinstance(x, dict) else len(x)
+
+
+def _two_at_least(x: Input) -> Input:
+    """What is traced: with a single sample the exporter would take 1 for a size that never changes."""
+    return x if _size(x) > 1 else _mapped(x, lambda value: torch.cat([value, value]))
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
+    """The largest absolute difference over all outputs; and the largest as a share of the output's largest number,
+    or of 1 if that is more."""
+    if ours.keys() != theirs.keys():
+        raise LockstepError(f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}", exit_code=1)
+    pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
+    gaps = [(float((a - b).abs().max()), max(1.0, float(a.abs().max()))) for a, b in pairs]
+    return max(gap for gap, _ in gaps), max(gap / size for gap, size in gaps)
+
+
+def _described(values: Input) -> list[dict[str, Any]]:
+    named = values if isinstance(values, dict) else {"x": values}
+    return [
+        {"name": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": ["batch", *value.shape[1:]]}
+        for name, value in named.items()
+    ]
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def _traced(module: nn.Module, example: Input) -> Any:
+    batch = torch.export.Dim("batch", min=1)
+    shape: Any = {name: {0: batch} for name in example} if isinstance(example, dict) else {0: batch}
+    return torch.export.export(module, (example,), dynamic_shapes=(shape,))
+
+
+def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
+    """torch's own format: `torch.export.load(file).module()(x)`."""
+    file = io.BytesIO()
+    torch.export.save(_traced(module, example), file, extra_files={META: about})
+    data = file.getvalue()
+    return Exported(data, torch.export.load(io.BytesIO(data)).module())
+
+
+def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
+    """ONNX in one file, weights and all."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # nobody was asked, and it leaves a file in /tmp
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401, torch's exporter needs it
+    except ImportError as error:
+        todo = "pip install onnx onnxscript onnxruntime"
+        raise LockstepError(f"the ONNX format needs more packages: {error}", where="--format onnx", todo=todo) from None
+    names = [*example] if isinstance(example, dict) else ["x"]
+    logging.disable(logging.WARNING)  # of packages that are not needed
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about itself
+    program: Any = torch.onnx.export(
+        _traced(module, example), input_names=names, output_names=outputs, dynamo=True, verbose=False
+    )
+    model = program.model_proto
+    model.metadata_props.add(key=META, value=about)
+    data = model.SerializeToString()
+    onnxruntime.set_default_logger_severity(3)
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+
+    def run(x: Input) -> dict[str, Tensor]:
+        given = x if isinstance(x, dict) else {"x": x}
+        found = session.run(outputs, {name: value.numpy() for name, value in given.items()})
+        return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+
+    return Exported(data, run)
+
+
+FORMATS: dict[str, Callable[[nn.Module, Input, list[str], str], Exported]] = {"pt2": pt2, "onnx": onnx}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""What a trained run says of new data: a CSV of labels with the probability of every class.
+
+python tools/predict.py RUN recordings                videos: a row per frame, and predictions/<video>.png, an ethogram
+python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
+python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels need not be there
+
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints; its own data are not needed. A video is cut
+into trials as long as those it was trained on, one every --stride frames, and a frame's probabilities are the mean of
+those of the trials that it is in. It is decoded, cropped and scaled as tools/prepare_clips.py did for the training, and
+read once from its start to its end: how long it is does not matter. key=value changes the run's config (device=cpu).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train
+from engine import dist, status, storage
+from engine.contract import LockstepError
+from formats import videos
+from formats.clips import FRAMES, Clips
+from formats.windows import Windows
+from tasks import har, video
+from tools.evaluate import aligned, of_run
+from tools.prepare_clips import whole_number
+
+Ask = Callable[[Tensor], np.ndarray]
+"""Samples as the model takes them, (B, ...) -> (B, C) float32, their probabilities."""
+
+
+@dataclass
+class Said:
+    """What is said of one file: a row for each of its frames, trials or windows.
+
+    cells          {column: N values}, which tell the rows apart
+    probabilities  (N, C)
+    fps            rows to a second, or 0; of frames alone, which have a picture
+    """
+
+    name: str
+    cells: dict[str, Any]
+    probabilities: np.ndarray
+    fps: float | None = None
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,) class numbers."""
+        return self.probabilities.argmax(1)
+
+
+def main(argv: list[str]) -> int:
+    asked, rest = _parser().parse_known_args(argv)
+    return train.guarded([asked.run, *rest], lambda about: _predict(about.cfg, asked), of_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="predict.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    add("data", metavar="DATA", type=Path, help="a file or a folder")
+    add("--out", type=Path, default=Path("predictions.csv"), help="the table (default: predictions.csv)")
+    add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
+    add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
+    add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _predict(cfg: Any, asked: argparse.Namespace) -> int:
+    launch = dist.environment()
+    if launch and launch.size > 1:
+        error = LockstepError(
+            "predictions are made by one process", where="predict.py", todo="start it without torchrun"
+        )
+        error.everywhere = True
+        raise error
+    if asked.out.suffix != ".csv":
+        raise LockstepError(f"{asked.out} is not the name of a table", where="--out", todo="give one that ends in .csv")
+    trained = train.trained(cfg, dist.join(cfg, launch))
+    task = trained.task
+    found: Iterator[Said | LockstepError]
+    if isinstance(task, har.Task):
+        found = of_windows(task, asked, _asker(trained))
+    elif isinstance(task, video.Task):
+        found = (of_clips if (asked.data / FRAMES).is_file() else of_videos)(task, asked, _asker(trained))
+    else:
+        what = f"task {cfg.task} is not one of sensor windows or of video"
+        raise LockstepError(what, where=asked.run, todo="give a run of har or video")
+    left_out: list[LockstepError] = []
+    summary = _write(asked.out, task.classes, found, left_out)
+    if asked.json:
+        print(json.dumps({"predictions": str(asked.out), "found": summary, "left_out": [*map(str, left_out)]}))
+    else:
+        print(f"{trained.checkpoint}, step {trained.step}:")
+        print(_table(summary, task.classes))
+        print(f"Wrote {asked.out}")
+    for error in left_out:
+        print(f"warning: left out: {error}", file=sys.stderr)
+    return status.leave_code(status.DATA if left_out else status.DONE)
+
+
+def _asker(trained: train.Trained) -> Ask:
+    device = next(trained.model.parameters()).device
+
+    @torch.inference_mode()
+    def ask(x: Tensor) -> np.ndarray:
+        with trained.precision.autocast():
+            logits = trained.model(x.to(device))
+        return logits.float().softmax(1).cpu().numpy()
+
+    return ask
+
+
+def _all_of(dataset: Any, task: Any, ask: Ask) -> np.ndarray:
+    """(N, C) of a dataset's samples."""
+    numbers = range(len(dataset))
+    size = _batch_size(task)
+    return np.concatenate([ask(dataset.__getitems__(list(numbers[n : n + size]))["x"]) for n in numbers[::size]])
+
+
+def _batch_size(task: Any) -> int:
+    return int(task.cfg.eval_batch_size or 2 * task.cfg.batch_size)
+
+
+# ---- sensors and packed clips ---------------------------------------------------------------------------------------
+
+
+def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+    """Each window of a data set, or of each .npz of a folder."""
+    archives = sorted(asked.data.glob("*.npz")) if asked.data.is_dir() else []
+    for path in archives if len(archives) > 1 else [asked.data]:
+        found = task.new(path, asked.stride or task.cfg.dataset.stride, labelled=False)
+        windows = Windows(found, np.ones(len(found), dtype=bool))
+        cells = {"recording": windows.recording, "start": windows.step}
+        if found.rate_hz:
+            cells["time_s"] = np.round(windows.step / found.rate_hz, 6)
+        yield Said(path.name, {"file": [path.name] * len(windows)} | cells, _all_of(windows, task, ask))
+
+
+def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+    """Each trial of a packed folder."""
+    clips = task.fitting(Clips(asked.data, task.about["shape"][0]))
+    yield Said(asked.data.name, {"video": clips.videos, "trial": clips.trials}, _all_of(clips, task, ask))
+
+
+# ---- videos ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """How a video becomes trials of `length` pictures, `every` frames apart; the next one begins `stride` frames later.
+
+    crop, size  as in tools/prepare_clips.py
+    """
+
+    length: int
+    every: int
+    stride: int
+    crop: tuple[int, int, int, int] | None
+    size: int
+
+    @property
+    def span(self) -> int:
+        """Frames of the video from a trial's first to its last one."""
+        return (self.length - 1) * self.every + 1
+
+
+def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
+    """As in the training, but for what the command line says."""
+    length, height, width = task.about["shape"]
+    cutting = task.about["cutting"]
+    if height != width:
+        what = f"the model takes pictures of {height} x {width}, and videos become squares"
+        raise LockstepError(what, where=asked.run, todo="pack the videos as its clips were, and give that folder")
+    if not cutting:
+        words = "note: the run does not know how its clips were cut out of videos: by --crop and --every, or not at all"
+        print(words, file=sys.stderr)
+    every, crop = asked.every or cutting.get("stride", 1), asked.crop or cutting.get("crop")
+    span = (length - 1) * every + 1
+    if asked.stride > span:
+        what = f"--stride {asked.stride} leaves out frames: a trial has {span}"
+        raise LockstepError(what, where="--stride", todo=f"give {span} or less")
+    return Sliding(length, every, asked.stride or -(-span // 4), tuple(crop) if crop else None, height)
+
+
+def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+    """Each frame of each video; an error in the place of one that cannot be read, or is shorter than a trial."""
+    videos.import_av()
+    how = sliding(task, asked)
+    paths = [asked.data]
+    if asked.data.is_dir():
+        paths = sorted(path for path in asked.data.rglob("*") if path.suffix.lower() in videos.SUFFIXES)
+    if not paths:
+        what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
+        raise LockstepError(what, where=str(asked.data), todo=todo)
+    for path in paths:
+        name = str(path.relative_to(asked.data)) if asked.data.is_dir() else path.name
+        try:
+            with videos.opened(path) as (decoded, fps):
+                pictures = (videos.gray_square(frame, how.crop, how.size, path) for frame in decoded)
+                probabilities = slide(tqdm(pictures, name, unit="frame", disable=None), how, ask, _batch_size(task))
+            if not len(probabilities):
+                what = f"it has fewer frames than a trial, which has {how.span}"
+                raise videos.BrokenVideo(what, where=str(path), todo="leave it out")
+        except videos.BrokenVideo as error:
+            yield error
+            continue
+        frames = np.arange(len(probabilities))
+        times = np.round(frames / fps, 6) if fps else [""] * len(frames)
+        yield Said(name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps)
+
+
+def slide(pictures: Iterable[np.ndarray], how: Sliding, ask: Ask, batch_size: int) -> np.ndarray:
+    """The frames of a video, as they come -> (N, C): of each frame the mean of the trials that it is in, the last of
+    which ends with the video. Empty if there are too few. No more frames are kept than a trial and a batch need."""
+    recent: deque[np.ndarray] = deque(maxlen=how.span)
+    waiting: list[np.ndarray] = []
+    starts: list[int] = []
+    answers: list[np.ndarray] = []
+
+    def take(first: int) -> None:
+        starts.append(first)
+        waiting.append(np.stack([*recent][:: how.every]))
+        if len(waiting) == batch_size:
+            answer()
+
+    def answer() -> None:
+        if waiting:
+            answers.append(ask(torch.from_numpy(np.stack(waiting))))
+            waiting.clear()
+
+    count = 0
+    for picture in pictures:
+        recent.append(picture)
+        count += 1
+        if count >= how.span and (count - how.span) % how.stride == 0:
+            take(count - how.span)
+    if count < how.span:
+        return np.empty((0, 0))
+    if starts[-1] + how.span < count:
+        take(count - how.span)
+    answer()
+    probabilities = np.concatenate(answers)  # (trials, C)
+    total, trials = np.zeros((count, probabilities.shape[1])), np.zeros((count, 1))
+    for first, probability in zip(starts, probabilities, strict=True):
+        total[first : first + how.span] += probability
+        trials[first : first + how.span] += 1
+    return total / trials
+
+
+# ---- what is left to read -------------------------------------------------------------------------------------------
+
+
+def _write(
+    out: Path, classes: list[str], found: Iterator[Said | LockstepError], left_out: list[LockstepError]
+) -> list[dict[str, Any]]:
+    """The table, whole or not at all, and a picture of each video; returns what is in them, file by file."""
+    summary: list[dict[str, Any]] = []
+
+    def fill(file: Any) -> None:
+        for said in found:
+            if isinstance(said, LockstepError):
+                left_out.append(said)
+                continue
+            text = io.StringIO()
+            table = csv.writer(text, lineterminator="\n")
+            if not summary:
+                table.writerow([*said.cells, "label", *(f"p_{name}" for name in classes)])
+            names = [classes[c] for c in said.labels]
+            shares = [[f"{share:.6f}" for share in row] for row in said.probabilities.tolist()]
+            rows = zip(*said.cells.values(), names, shares, strict=True)
+            table.writerows([*cells, *share] for *cells, share in rows)
+            file.write(text.getvalue().encode())
+            summary.append(_about(said, classes, out))
+        if not summary:
+            raise LockstepError(f"not one video could be read: {left_out[0]}", exit_code=status.DATA)
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        storage.write_atomically(out, fill)
+    except OSError as error:
+        what = f"cannot write: {error.strerror or error}"
+        raise LockstepError(what, where=str(error.filename or out), todo="give another --out") from None
+    return summary
+
+
+def _about(said: Said, classes: list[str], out: Path) -> dict[str, Any]:
+    counts = np.bincount(said.labels, minlength=len(classes)).tolist()
+    about: dict[str, Any] = {
+        "name": said.name,
+        "rows": len(said.labels),
+        "labels": dict(zip(classes, counts, strict=True)),
+    }
+    if said.fps is None:
+        return about
+    path = out.with_suffix("") / f"{said.name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    storage.write_atomically(
+        path, lambda file: file.write(_png(video.draw_ethogram(said.labels, classes, said.fps or 0.0)))
+    )
+    return about | {"fps": said.fps, "ethogram": str(path)}
+
+
+def _png(picture: np.ndarray) -> bytes:
+    from PIL import Image  # comes with tensorboard
+
+    data = io.BytesIO()
+    Image.fromarray(picture).save(data, "PNG")
+    return data.getvalue()
+
+
+def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
+    rows = [["", "rows", *classes]]
+    for about in summary:
+        shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]
+        rows.append([about["name"], str(about["rows"]), *shares])
+    return "\n".join(aligned(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
