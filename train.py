@@ -112,6 +112,8 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     if restarts != "0":
         say(f"Started again by torchrun: restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     say(("Distributed training: " if world.grouped else "") + _processes(world))
+    if world.network:
+        say(f"Network: {world.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     say(f"Using device: {world.device}")
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
