@@ -66,6 +66,9 @@ def main(argv: list[str]) -> int:
         except Exception as error:  # of the agent: the rendezvous, mostly
             said = _said(path)  # then a process has said why, too
             return _not_started(error, args) if said is None else said
+        finally:  # torch's handlers would raise an error from whatever is left to do
+            for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def way_to(host: str) -> tuple[str, str]:

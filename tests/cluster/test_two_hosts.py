@@ -16,12 +16,12 @@ from hosts import CABLE, two_hosts
 from test_resume import logged
 
 RUN = [FAULTY, "model.double=true", "global_batch=12", "optim.ema_decay=0.9", "epochs=10", "save_every=1"]
-RUN += ["log_every=1", "ddp.timeout_s=8", "ddp.init_timeout_s=60"]
+RUN += ["log_every=1", "ddp.init_timeout_s=60"]
 
 
 def slowly(seconds):
     """Each step of one rank, so that there is time to interrupt them."""
-    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}"]
+    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=8"]
 
 
 pytestmark = pytest.mark.slow
