@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
 def way_to(host: str) -> tuple[str, str]:
     """(this machine's own address, its network interface) on the way to `host`, by its routes: nothing is sent.
 
-    Empty where there is no way, or no name. To itself a machine goes by 127.0.0.1 where its own name stands for that, as
-    it does on many.
+    Empty where there is no way, or no name. A machine's own name leads to 127.0.0.1 on many.
     """
     with contextlib.suppress(OSError):
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

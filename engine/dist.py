@@ -460,11 +460,14 @@ def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
             where=where,
             todo="start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
         )
+    todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+    if "connectFullMesh" in text:
+        todo = (
+            "they reach that address, but not each other: let the firewall pass all ports between the machines; "
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
+        )
     return LockstepError(
-        f"rank {launch.rank} of {launch.size} could not join the others: {text}",
-        where=where,
-        todo="check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them",
-        exit_code=6,
+        f"rank {launch.rank} of {launch.size} could not join the others: {text}", where=where, todo=todo, exit_code=6
     )
 
 

@@ -94,7 +94,11 @@ class Slurm:
 def slurm(launch):
     missing = [tool for tool in ("slurmctld", "slurmd", "munged") if not shutil.which(tool)]
     if missing or os.geteuid():
-        why = f"{missing[0]} is not installed: apt-get install slurm-wlm munge" if missing else "Slurm's daemons need root"
+        why = (
+            f"{missing[0]} is not installed: apt-get install slurm-wlm munge"
+            if missing
+            else "Slurm's daemons need root"
+        )
         pytest.skip(why)
     # Munge wants folders that everybody may pass through, which pytest's are not.
     with tempfile.TemporaryDirectory(prefix="slurm_") as folder, two_hosts() as hosts:
@@ -116,7 +120,7 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(launch, slurm, tmp_pat
         assert not re.search("JobState=(FAILED|TIMEOUT|NODE_FAIL|CANCELLED)", state), output.read_text()
         return "JobState=COMPLETED" in state
 
-    slurm.wait(lambda: output.exists() and "Stopped after" in output.read_text() or is_done(), "the run has stopped")
+    slurm.wait(lambda: (output.exists() and "Stopped after" in output.read_text()) or is_done(), "the run has stopped")
     assert not slurm("scontrol", "update", f"jobid={job}", "timelimit=60")
     slurm.wait(is_done, "the job is done")
     said = output.read_text()
