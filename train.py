@@ -9,6 +9,7 @@ torchrun --standalone --nproc_per_node=2 train.py har        two processes, the 
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import signal
 import sys
@@ -146,6 +147,8 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     if restarts != "0":
         say(f"Started again by torchrun: restart {restarts} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}")
     say(("Distributed training: " if world.grouped else "") + _processes(world))
+    if world.network:
+        say(f"Network: {world.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     say(f"Using device: {world.device}")
     if cfg.wandb.enable:
         world.on_main(log.require_wandb)
@@ -159,10 +162,21 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     found, warnings = world.on_main(lambda: folder.look(cfg))
     for warning in warnings:
         say(f"warning: {warning}")
-    state = world.together(lambda: storage.read(found)) if found else None
+    state = world.together(lambda: _read(found, world)) if found else None
     if found and state:
         world.together(lambda: checkpoint.check_format(state, found))
     return found, state
+
+
+def _read(found: Path, world: dist.World) -> dict[str, Any]:
+    """Rank 0 has found it: whoever doesn't sees another folder."""
+    if not found.exists():
+        raise LockstepError(
+            f"{platform.node()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
+            where=str(found),
+            todo="give a save_dir that all machines share",
+        )
+    return storage.read(found)
 
 
 def _precision(cfg: Any, world: dist.World, state: dict[str, Any] | None, strict: bool = False) -> precision.Precision:

@@ -12,9 +12,11 @@
 #
 # Several nodes, the same line on each:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har    (NODE_RANK=1 on the other)
-#   srun --ntasks-per-node=1 ./train_multigpu.sh har                     (Slurm: all three are known)
-# They meet at MASTER_PORT, 29500 if unset; one node alone takes a free port. Where a node's own name resolves to
-# 127.0.0.1, name its network interface: GLOO_SOCKET_IFNAME=eth0 (CPU), NCCL_SOCKET_IFNAME=eth0 (GPU).
+#   RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har    (no NODE_RANK)
+#   srun --ntasks-per-node=1 ./train_multigpu.sh har                     (Slurm: all are known; tools/slurm.sbatch)
+# They share the run's folder and meet at MASTER_PORT; if unset, at 29500, under Slurm at 10000 + job number; one node
+# alone takes a free port. With RDZV=c10d and TORCHRUN_ARGS=--max-restarts=3 a lost node may be started again, alone.
+# GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; if unset, the one that leads to MASTER_ADDR.
 #
 # Environment:
 #   CUDA_VISIBLE_DEVICES   the GPUs to use, indices or UUIDs; empty = none
@@ -86,7 +88,7 @@ print(b"signals_to_handle" in (torch / "distributed" / "run.py").read_bytes())'
 # Sets `rendezvous` and `place`: this node alone, or its share of several.
 find_nodes() {
     local slurm_nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}} hosts=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
-    local nodes=${NNODES:-$slurm_nodes} node=${NODE_RANK:-} master=${MASTER_ADDR:-} port=${MASTER_PORT:-29500}
+    local nodes=${NNODES:-$slurm_nodes} node=${NODE_RANK:-} master=${MASTER_ADDR:-} port=${MASTER_PORT:-}
     local once="start one launcher per node, \`srun --ntasks-per-node=1 ./train_multigpu.sh\`"
     [[ ${SLURM_LOCALID:-0} == 0 ]] || fail "Slurm started several tasks on this node: $once"
     whole NNODES "$nodes" 1 100000
@@ -104,12 +106,23 @@ find_nodes() {
             master=${BASH_REMATCH[1]}${BASH_REMATCH[3]}
         fi
     fi
-    [[ -n $node ]] || fail "NNODES=$nodes but NODE_RANK is not set: give 0 on the first node, 1 on the next, ..."
     [[ -n $master ]] || fail "NNODES=$nodes but MASTER_ADDR is not set: give node 0's address, the same on every node"
-    whole NODE_RANK "$node" 0 $((10#$nodes - 1))
+    # Jobs that share a node take other ports, below those that the kernel gives away.
+    [[ -n $port || -z ${SLURM_JOB_ID:-} ]] || port=$((10000 + SLURM_JOB_ID % 20000))
+    port=${port:-29500}
     whole MASTER_PORT "$port" 1 65535
-    rendezvous=("--nnodes=$nodes" "--node_rank=$node" "--master_addr=$master" "--master_port=$port")
-    place="Node $node of $nodes, meeting at $master:$port"
+    case ${RDZV:-static} in
+        static)
+            [[ -n $node ]] || fail "NNODES=$nodes but NODE_RANK is not set: give 0 on the first node, 1 on the next"
+            whole NODE_RANK "$node" 0 $((10#$nodes - 1))
+            rendezvous=("--nnodes=$nodes" "--node_rank=$node" "--master_addr=$master" "--master_port=$port")
+            place="Node $node of $nodes" ;;
+        c10d)
+            rendezvous=("--nnodes=$nodes" --rdzv_backend=c10d "--rdzv_endpoint=$master:$port")
+            place="One of $nodes nodes" ;;
+        *) fail "RDZV=$RDZV: give static or c10d" ;;
+    esac
+    place+=", meeting at $master:$port"
     [[ -n ${MASTER_PORT:-} ]] || place+=" (the default port; MASTER_PORT sets another)"
 }
 

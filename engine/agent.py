@@ -9,9 +9,14 @@ torchrun ends with 1 whatever its processes ended with, and with a table of fort
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 import tempfile
 from typing import Any
@@ -31,14 +36,15 @@ STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 
 
 def main(argv: list[str]) -> int:
+    # Warnings of a store whose server is gone, each with a C++ stack, and of a machine that has no name; errors are
+    # still shown. Torch reads it as it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes speak for themselves
-    # Warnings of a store whose server is gone, each with a C++ stack; errors are still shown.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
@@ -48,6 +54,8 @@ def main(argv: list[str]) -> int:
         os.environ[SCRATCH], path = scratch, os.path.join(scratch, EXIT_CODE)
         args.log_dir = args.log_dir or scratch  # torchrun's own would stay
         try:
+            if args.rdzv_backend == "c10d" and not args.standalone:
+                _arrange_c10d(args)
             torchrun.run(args)
             return _said(path) or 0
         except SignalException as error:
@@ -56,7 +64,59 @@ def main(argv: list[str]) -> int:
         except ChildFailedError as error:
             return _failed(error.failures, _said(path))
         except Exception as error:  # of the agent: the rendezvous, mostly
-            return _not_started(error, args)
+            said = _said(path)  # then a process has said why, too
+            return _not_started(error, args) if said is None else said
+        finally:  # torch's handlers would raise an error from whatever is left to do
+            for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def way_to(host: str) -> tuple[str, str]:
+    """(this machine's own address, its network interface) on the way to `host`, by its routes: nothing is sent.
+
+    Empty where there is no way, or no name. A machine's own name leads to 127.0.0.1 on many.
+    """
+    with contextlib.suppress(OSError):
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            here = probe.getsockname()[0].partition("%")[0]
+            return here, _interface_of(here, probe)
+    return "", ""
+
+
+def _interface_of(address: str, probe: socket.socket) -> str:
+    """Linux only; elsewhere, and for an address that is not its interface's first, empty."""
+    packed = ipaddress.ip_address(address).packed
+    with contextlib.suppress(OSError):
+        if len(packed) == 16:
+            with open("/proc/net/if_inet6", encoding="ascii") as file:
+                return next((row.split()[-1] for row in file if row.startswith(packed.hex())), "")
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if found[20:24] == packed:
+                    return name
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    return not address or ipaddress.ip_address(address).is_loopback
+
+
+def _arrange_c10d(args: Any) -> None:
+    """What torchrun needs for a dynamic rendezvous of several machines, and leaves to the person: which of them keeps
+    the store (it asks this machine's name, which may stand for 127.0.0.1), and by which address the others find it."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
+    here, _ = way_to(host)
+    hosts = here != "" and (is_loopback(here) or here in {found[4][0] for found in socket.getaddrinfo(host, None)})
+    if "is_host" not in args.rdzv_conf:
+        args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), f"is_host={int(hosts)}"])
+    args.local_addr = args.local_addr or (host if hosts else here) or None
+    # Else the store's part of one attempt is read by the next, see CONTRIBUTING.md.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _said(path: str) -> int | None:
@@ -81,7 +141,9 @@ def _failed(failures: dict[int, Any], said: int | None) -> int:
     return next((128 - code if code < 0 else code for code in codes if code), 1)
 
 
-def _not_started(error: Exception, args: object) -> int:
+def _not_started(error: BaseException, args: object) -> int:
+    while error.__cause__ is not None:  # the outer one says "see inner exception"
+        error = error.__cause__
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     port = getattr(args, "master_port", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():

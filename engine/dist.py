@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class World:
     shared   sums through shared memory, where all ranks are CPU processes of one machine
     place    the part of the machine whose cores it keeps to, in words; empty: all of it
     local_size  processes on this machine, 1 where the launcher doesn't say
+    network  how this machine and the others find each other, in words, where `join` has chosen it
     pulse    what this rank is doing
     """
 
@@ -63,6 +65,7 @@ class World:
     shared: Shared | None = None
     place: str = ""
     local_size: int = 1
+    network: str = ""
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
@@ -376,6 +379,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     try:
         lasting = dist.HashStore() if alone else _meet(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
         store = lasting if alone else _of_this_attempt(lasting, launch, timedelta(seconds=cfg.ddp.init_timeout_s))
+        network = "" if launch.size == local_size or alone else _choose_network(store, launch)
         dist.init_process_group(
             backend,
             store=store,
@@ -393,7 +397,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     _joined = World(
         launch.rank, launch.local_rank, launch.size, device,
         grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device), place=place,
-        local_size=max(1, local_size),
+        local_size=max(1, local_size), network=network,
     )  # fmt: skip
     return _joined
 
@@ -426,9 +430,26 @@ def _of_this_attempt(store: dist.Store, launch: Launch, timeout: timedelta) -> d
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{oom.times()}", store)
     # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
-    store.set(f"rank{launch.rank}_is_here", "yes")
-    store.wait([f"rank{rank}_is_here" for rank in range(launch.size)], timeout)
+    store.set(f"rank{launch.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
+    store.wait([f"rank{rank}_is_at" for rank in range(launch.size)], timeout)
     return store
+
+
+def _choose_network(store: dist.Store, launch: Launch) -> str:
+    """Name to gloo and NCCL, unless the person has, the network interface by which this machine and the others find
+    each other; returns it in words. Gloo would take the one that this machine's own name stands for, on many 127.0.0.1;
+    NCCL the first it finds, which may be a bridge that leads nowhere.
+    """
+    if {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys():
+        return ""
+    # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there the way to somebody else counts.
+    others = (store.get(f"rank{rank}_is_at").decode() for rank in range(launch.size))
+    for there in itertools.chain([os.environ.get("MASTER_ADDR", "")], others):
+        address, interface = agent.way_to(there) if there else ("", "")
+        if interface and not agent.is_loopback(address):
+            os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+            return f"{interface} ({address})"
+    return ""  # all on one machine, or no Linux
 
 
 def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
@@ -440,11 +461,14 @@ def _cannot_join(error: Exception, launch: Launch) -> LockstepError:
             where=where,
             todo="start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
         )
+    todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+    if "connectFullMesh" in text:
+        todo = (
+            "they reach that address, but not each other: let the firewall pass all ports between the machines; "
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
+        )
     return LockstepError(
-        f"rank {launch.rank} of {launch.size} could not join the others: {text}",
-        where=where,
-        todo="check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them",
-        exit_code=6,
+        f"rank {launch.rank} of {launch.size} could not join the others: {text}", where=where, todo=todo, exit_code=6
     )
 
 

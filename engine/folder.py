@@ -28,6 +28,13 @@ def look(cfg: Any) -> tuple[Path | None, list[str]]:
         why = "is not a folder" if not there.is_dir() else "is not writable"
         raise LockstepError(f"{there} {why}", where=f"save_dir={folder}", todo="give another save_dir")
     if not cfg.save_dir:
+        own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+        if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            raise LockstepError(
+                "torchrun may start this run again, and with this rendezvous nothing tells it then where it was",
+                where="--rdzv_backend=c10d",
+                todo="give save_dir, the same on every machine",
+            )
         return storage.find(cfg.resume, None)
     storage.lock(folder, only_look=True)
     found, warnings = storage.find(cfg.resume, folder)

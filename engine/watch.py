@@ -15,15 +15,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine import oom, status, storage
 from engine.contract import LockstepError
-from engine.dist import World
+from engine.dist import World, speaks
 from engine.shared import machine
 from engine.stop import Stop, leave_nothing
+
+STORE_GONE = (
+    "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
+    "machine to go on from the last checkpoint"
+)
 
 BEAT_S = 1.0
 GRACE_S = 4.0
@@ -52,7 +57,7 @@ class Watch:
 
     def __init__(self, world: World, stop: Stop, timeout_s: float):
         self.world, self.stop, self.timeout_s = world, stop, timeout_s
-        self.notes = _Notes(world)
+        self.notes = _Notes(world, timeout_s)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.orphaned = self.heard = self.lost = self.bereft = 0.0
         self.beats = 0
@@ -135,7 +140,9 @@ class Watch:
             return
         self.lost = self.lost or time.monotonic()
         if time.monotonic() - self.lost > GRACE_S:
-            self._end(Cause(self.world.rank, "rank 0, or the torchrun beside it, is gone", status.DISTRIBUTED))
+            if speaks():
+                say_error(STORE_GONE)
+            self._end(Cause(0, STORE_GONE, status.DISTRIBUTED), claimed=True)
 
     def _mind_the_dead(self) -> None:
         """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
@@ -161,11 +168,11 @@ class Watch:
             if self.notes.put_first(f"dump{pulse.step}", True):
                 self.notes.put("dump", pulse.step)
                 _, text, _ = self._verdict()
-                if pulse.now[2] == since:  # else it went on meanwhile
+                if pulse.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
                     self._say(text, self._stacks_of_all())
         if took > max(self.timeout_s - 3 * BEAT_S, self.timeout_s / 2):
             blamed, text, silent = self._verdict()
-            if pulse.now[2] != since or self.over.is_set():
+            if pulse.now[2] != since or self.over.is_set() or self.notes.store is None:
                 return
             folder = status.current.folder
             error = LockstepError(
@@ -260,44 +267,49 @@ def stacks() -> str:
 
 
 class _Notes:
-    """What the ranks leave for each other in the store; a store that is gone answers nothing."""
+    """What the ranks leave for each other in the store; a store that is gone answers nothing.
 
-    def __init__(self, world: World):
-        self.world, self.store, self.failures = world, world.store, 0
+    patience_s  after which a store that doesn't answer is taken for gone
+    """
 
-    @contextlib.contextmanager
-    def _reachable(self) -> Iterator[None]:
+    def __init__(self, world: World, patience_s: float):
+        self.world, self.store, self.failures, self.patience_s = world, world.store, 0, patience_s
+        self.asking = ThreadPoolExecutor(1, "notes")
+
+    def _ask(self, operation: str, *words: Any) -> Any:
+        """None where there is no answer. From a thread of its own: where the machine of the store has lost its power or
+        its cable, the kernel waits a quarter of an hour for it."""
+        if self.store is None:
+            return None
         try:
-            yield
-            self.failures = 0
+            answer = self.asking.submit(getattr(self.store, operation), *words).result(self.patience_s)
+        except TimeoutError:
+            self.store = None
         except Exception:  # its server lives in torchrun or in rank 0, and may be dead
             self.failures += 1
             if self.failures > 3:
                 self.store = None
-
-    def has(self, key: str) -> bool:
-        with self._reachable():
-            return bool(self.store is not None and self.store.check([key]))
-        return False
-
-    def get(self, key: str) -> Any:
-        if self.has(key):
-            with self._reachable():
-                return json.loads(self.store.get(key))
+        else:
+            self.failures = 0
+            return answer
         return None
 
+    def has(self, key: str) -> bool:
+        return bool(self._ask("check", [key]))
+
+    def get(self, key: str) -> Any:
+        note = self._ask("get", key) if self.has(key) else None
+        return None if note is None else json.loads(note)
+
     def put(self, key: str, value: Any) -> None:
-        with self._reachable():
-            if self.store is not None:
-                self.store.set(key, json.dumps(value))
+        self._ask("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> bool:
         """Whether this call was the first for this key on any rank; `get_first` gives its value. In one message to the
         store: whoever comes second reads it at once."""
         mine = json.dumps([self.world.rank, value])
-        with self._reachable():
-            return bool(self.store is not None and self.store.compare_set(key, "", mine).decode() == mine)
-        return False
+        there = self._ask("compare_set", key, "", mine)
+        return there is not None and there.decode() == mine
 
     def get_first(self, key: str) -> Any:
         note = self.get(key)
@@ -322,8 +334,9 @@ def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, boo
 
     secondary  this rank only lost its connection: somebody else's failure is the cause, or somebody was killed
     """
-    notes = _Notes(world)
+    notes = _Notes(world, 20.0)
     if secondary:
+        before = notes.beats()
         for _ in range(
             30
         ):  # a peer that fails has said so, or is about to; one that was killed is gone from the machine
@@ -333,9 +346,28 @@ def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, boo
                 cause = dead
                 break
             time.sleep(0.1)
+        else:
+            cause = _lost_peer(notes, before) or cause
     if notes.claim(cause):
         return cause, True
     return notes.cause() or cause, False
+
+
+def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Cause | None:
+    """One on another machine whose heart has stopped: nobody here can ask whether its process is there."""
+    now = notes.beats()
+    if notes.store is None:
+        return Cause(0, STORE_GONE, status.DISTRIBUTED)
+    silent = [rank for rank, beat in now.items() if beat["machine"] != MACHINE and beat == before.get(rank)]
+    if not silent:
+        return None
+    last = now[silent[0]]
+    text = (
+        f"{_ranks(silent)} on {last['host']} {'is' if len(silent) == 1 else 'are'} gone (last seen in {last['phase']} "
+        f"at step {last['step']}): see what that machine says; start the same command again on every machine to go on "
+        "from the last checkpoint"
+    )
+    return Cause(silent[0], text, status.DISTRIBUTED)
 
 
 def _dead_peer(notes: _Notes, world: World) -> Cause | None:

@@ -1,0 +1,138 @@
+"""One run on two hosts: two ways to meet, and what happens when one of them is gone.
+
+The hosts are those of tests/hosts.py: other processes, another name that stands for 127.0.1.1, one cable.
+"""
+
+import json
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from conftest import FAULTY, launching, succeed
+from hosts import CABLE, two_hosts
+from test_resume import logged
+
+RUN = [FAULTY, "model.double=true", "global_batch=12", "optim.ema_decay=0.9", "epochs=10", "save_every=1"]
+RUN += ["log_every=1", "ddp.init_timeout_s=60"]
+
+
+def slowly(seconds):
+    """Each step of one rank, so that there is time to interrupt them."""
+    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=8"]
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    with launching() as launch:
+        return train_straight(launch, tmp_path_factory.mktemp("straight") / "run")
+
+
+def train_straight(launch, run):
+    """The same run on one process of one host, to which nothing happens."""
+    succeed(launch.python("train.py", *RUN, f"save_dir={run}"))
+    return run
+
+
+@pytest.fixture
+def hosts(launch):
+    with two_hosts() as hosts:
+        yield hosts
+
+
+def start(launch, host, node, *words, **env):
+    """The launcher on one of the hosts; the other names it by its name."""
+    together = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "one", "PYTHON": sys.executable}
+    chosen = {"GLOO_SOCKET_IFNAME": None, "NCCL_SOCKET_IFNAME": None, "CUDA_VISIBLE_DEVICES": ""}
+    return launch.start(*host.enter, "./train_multigpu.sh", "1", *RUN, *words, **together | chosen | env)
+
+
+def start_both(launch, hosts, *words, **env):
+    return [start(launch, host, node, *words, **env) for node, host in enumerate(hosts)]
+
+
+def assert_the_same(run, straight):
+    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (run, straight))
+    assert ours["progress"]["step"] == theirs["progress"]["step"] == 60
+    for part in ("model", "ema"):
+        assert ours[part].keys() == theirs[part].keys()
+        for name, value in ours[part].items():
+            torch.testing.assert_close(value, theirs[part][name], rtol=1e-9, atol=1e-9)
+    both = [logged(folder) for folder in (run, straight)]
+    assert len(both[0]) == len(both[1]) > 60
+    for line, other in zip(*both, strict=True):
+        assert line.pop("event") == other.pop("event")
+        assert line == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_hosts_take_the_steps_of_one_process(launch, hosts, tmp_path, straight, rendezvous):
+    runs = start_both(launch, hosts, f"save_dir={tmp_path / 'run'}", RDZV=rendezvous)
+    first, second = [succeed(run.wait(60)) for run in runs]
+    said = first.out + second.out
+    assert said.count("Distributed training: 2 CPU process(es)") == 1
+    assert f"Network: {CABLE} (10.93.0." in said, "both names stand for 127.0.1.1 at home"
+    assert "sums through shared memory" not in said
+    assert_the_same(tmp_path / "run", straight)
+    if rendezvous == "static":  # the same line once more, where one of them sees another folder
+        hosts[1].run("mount", "-t", "tmpfs", "none", str(tmp_path))
+        first, second = [run.wait(60) for run in start_both(launch, hosts, f"save_dir={tmp_path / 'run'}")]
+        assert first.code == second.code == 2 and len(first.errors + second.errors) == 1
+        assert "two doesn't see the checkpoint that rank 0 goes on from (rank 1)" in first.err + second.err
+
+
+GONE = {
+    # (how it is lost, which host): what the other one says of it in one line
+    ("killed", 1): r"rank 1 on two is gone \(last seen in [a-z_ ]+ at step \d+\): see what that machine says",
+    ("killed", 0): r"rank 0, or the torchrun beside it, is gone: see what its machine says",
+    ("unplugged", 1): r"rank 1 gives no sign of life \(process \d+ on two, .*waiting: rank 0 in (all_|back)",
+    ("unplugged", 0): r"rank 0, or the torchrun beside it, is gone: see what its machine says",
+}
+
+
+@pytest.mark.parametrize(("how", "lost"), GONE)
+def test_a_host_is_lost_and_the_same_commands_go_on(launch, tmp_path, straight, how, lost):
+    """The survivor ends by itself, in words; then both start again (once: the folder is the same whoever is lost)."""
+    launch.may_stay.append("lockstep_")  # a machine that is killed removes nothing
+    run, words = tmp_path / "run", [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
+    with two_hosts() as hosts:
+        runs = start_both(launch, hosts, *words)
+        runs[0].wait_for("step 10/")
+        hosts[lost].kill_all() if how == "killed" else hosts[lost].unplug()
+        survivor = runs[1 - lost].wait(30)
+        if how == "killed":
+            assert runs[lost].wait(10).code == -signal.SIGKILL
+        else:
+            assert runs[lost].wait(30).code == 6
+    assert survivor.code == 6 and len(survivor.errors) == 1, survivor.err
+    assert re.search(GONE[how, lost], survivor.errors[0]) and "Traceback" not in survivor.err, survivor.err
+    now = json.loads((run / "status.json").read_text())
+    assert now["state"] == "failed" and 5 <= now["step"] < 60
+    if (how, lost) == ("killed", 1):
+        with two_hosts() as hosts:
+            again = [succeed(process.wait(60)) for process in start_both(launch, hosts, *words)]
+        assert f"Resuming {run}/" in again[0].out
+        assert_the_same(run, straight)
+
+
+def test_a_killed_host_comes_back_alone(launch, hosts, tmp_path, straight):
+    """With c10d and restarts: the other one waits for it and goes on."""
+    launch.may_stay.append("lockstep_")
+    words = [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
+    # Torch takes a silent node for dead after three times as long.
+    env = {"RDZV": "c10d", "NODE_RANK": None, "TORCHRUN_ARGS": "--max-restarts=2 --rdzv_conf=keep_alive_interval=1"}
+    stays, dies = start_both(launch, hosts, *words, **env)
+    while "step 10/" not in stays.said() + dies.said():  # either may have rank 0
+        assert stays.process.poll() is None, stays.said()
+        time.sleep(0.05)  # polling
+    hosts[1].kill_all()
+    assert dies.wait(10).code == -signal.SIGKILL
+    returns = start(launch, hosts[1], 1, *words, **env)
+    done = [succeed(run.wait(90)) for run in (stays, returns)]
+    assert "Resuming" in done[0].out + done[1].out
+    assert_the_same(tmp_path / "run", straight)
