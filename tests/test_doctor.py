@@ -269,6 +269,13 @@ def test_what_the_ranks_have_different_is_said():
     assert found[0].text == "rank 2 has NCCL 2.26.2, rank 0 has 2.27.5"
 
 
+def test_other_machines_complain():
+    full, fine = machine.failure("/dev/shm is full", "more"), machine.ok("port 29500 is free")
+    assert doctor.complaints([("one", [full, fine]), ("one", []), ("two", [fine, full])]) == [
+        machine.failure("two: /dev/shm is full", "more")
+    ]
+
+
 def test_old_packages_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "installed", lambda name: {"torch": "2.6.1", "numpy": "2.0"}.get(name, "99"))
     failures = [line for line in machine.versions() if line.level == "failure"]

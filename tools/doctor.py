@@ -181,11 +181,19 @@ def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: in
     say("loader", loader(ready, workers, everyone, cores) if ready else [])
     gradients = sum(p.nbytes for p in ready.job.model.parameters() if p.requires_grad) if ready else 0
     say("sums", sums(cfg, world, gradients))
-    elsewhere = world.gather((socket.gethostname(), report.lines if dist.speaks() else []))
-    for host, theirs in elsewhere:
-        if host != elsewhere[0][0]:
-            bad = [line._replace(text=f"{host}: {line.text}") for _, line in theirs if line.level != "ok"]
-            say("machine", bad)
+    own = [line for _, line in report.lines] if dist.speaks() else []
+    say("machine", complaints(world.gather((socket.gethostname(), own))))
+
+
+def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
+    """What is not well on other machines than rank 0's; each rank gives its host and what it has seen there."""
+    here = everyones[0][0]
+    return [
+        line._replace(text=f"{host}: {line.text}")
+        for host, lines in everyones
+        for line in lines
+        if host != here and line.level != "ok"
+    ]
 
 
 def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
