@@ -53,9 +53,7 @@ def attempt(check: Callable[..., list[Line]], *given: Any) -> list[Line]:
         return check(*given)
     except LockstepError as error:
         return [failure(str(error))]
-    except (
-        Exception
-    ) as error:  # a driver's words, a file of another kernel: the other checks still have something to say
+    except Exception as error:  # a driver's words, a file of another kernel: the others have something to say
         said = (str(error).splitlines() or [""])[0]
         name = check.__name__.replace("_", " ")
         return [warning(f"{name}: could not be checked: {type(error).__name__}: {said}", "look for yourself")]
