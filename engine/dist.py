@@ -10,6 +10,8 @@ import gc
 import inspect
 import itertools
 import os
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,6 +94,22 @@ class World:
             return self.shared.begin_sum(tensor)
         work = dist.all_reduce(tensor, async_op=True)
         return lambda: work.wait()
+
+    def time_sum(self, count: int, rounds: int = 8) -> float:
+        """(all ranks) Seconds that a `sum` of so many bytes takes, in the median; 0 in a world of one."""
+        if self.size == 1:
+            return 0.0
+        numbers, start = torch.zeros(max(1, count // 4), device=self.device), torch.zeros(1, device=self.device)
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda device: None
+        times = []
+        for _ in range(rounds + 1):  # the first one connects
+            self.sum(start)  # all begin together
+            wait(self.device)
+            began = time.perf_counter()
+            self.sum(numbers)
+            wait(self.device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
@@ -295,6 +313,7 @@ class Launch:
     rank: int
     local_rank: int
     size: int
+    local_size: int = 0  # processes on this machine; 0 where the launcher doesn't say
 
 
 def environment() -> Launch | None:
@@ -324,7 +343,7 @@ def environment() -> Launch | None:
             where="environment",
             todo="start with torchrun, which sets them all",
         )
-    return Launch(rank, _number("LOCAL_RANK", "0"), size)
+    return Launch(rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"))
 
 
 def _number(name: str, default: str) -> int:
@@ -369,9 +388,9 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
         _joined = World(0, 0, 1, device, devices)
         return _joined
     alone = launch is None  # a group of one needs no address
-    place, local_size = "", 0 if alone else _number("LOCAL_WORLD_SIZE", "0")
+    place = ""
     if launch is not None and cfg.ddp.bind_cores:  # before most threads, which stay where they are
-        place = cores.bind(device, launch.local_rank, local_size)
+        place = cores.bind(device, launch.local_rank, launch.local_size)
     launch = launch or Launch(0, 0, 1)
     backend = cfg.ddp.backend
     if backend == "auto":
@@ -379,7 +398,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     try:
         lasting = dist.HashStore() if alone else _meet(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
         store = lasting if alone else _of_this_attempt(lasting, launch, timedelta(seconds=cfg.ddp.init_timeout_s))
-        network = "" if launch.size == local_size or alone else _choose_network(store, launch)
+        network = "" if launch.size == launch.local_size or alone else _choose_network(store, launch)
         dist.init_process_group(
             backend,
             store=store,
@@ -397,7 +416,7 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     _joined = World(
         launch.rank, launch.local_rank, launch.size, device,
         grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device), place=place,
-        local_size=max(1, local_size), network=network,
+        local_size=max(1, launch.local_size), network=network,
     )  # fmt: skip
     return _joined
 

@@ -158,6 +158,13 @@ class Launcher:
         run = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
         return self(sys.executable, *run, *words, **how)
 
+    def on_a_small_disk(self, place: Path | str, size: str, *words: str) -> Done:
+        """Python with these words, for which `place` is a disk of `size`."""
+        script = f'mount -t tmpfs -o size={size} none "{place}" && exec "$@"'
+        if self("unshare", "-rm", "sh", "-c", script, "sh", "true").code:
+            pytest.skip("this kernel lets no user mount a file system")
+        return self("unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *words)
+
     def signal_all(self, number: int) -> None:
         """To each process by itself: torchrun puts every rank into a session of its own."""
         for pid in self.left_behind():

@@ -99,7 +99,9 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
         "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
         "bucket_cap_mb": cfg.ddp.bucket_cap_mb,
-        "sum_ms": sums_ms(world, [1 << power for power in range(10, 25, 2)]) if world.size > 1 else {},
+        "sum_ms": {1 << power: 1e3 * world.time_sum(1 << power) for power in range(10, 25, 2)}
+        if world.size > 1
+        else {},
         "precision": job.precision.name,
         "memory_format": cfg.memory_format,
         "compile": cfg.compile,
@@ -124,21 +126,6 @@ def peak_memory_mb(world: dist.World) -> float:
     if world.device.type == "cuda":
         return max(torch.cuda.max_memory_reserved(gpu) for gpu in world.devices or [world.device]) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
-def sums_ms(world: dist.World, sizes: list[int]) -> dict[int, float]:
-    """(all ranks) Milliseconds of an all-reduce, by its bytes: the median of some."""
-    found = {}
-    for size in sizes:
-        tensor, times = torch.zeros(size // 4, device=world.device), []
-        for _ in range(12):
-            _wait_for(world.device)
-            began = time.perf_counter()
-            world.sum(tensor)
-            _wait_for(world.device)
-            times.append(1e3 * (time.perf_counter() - began))
-        found[size] = statistics.median(times[2:])
-    return found
 
 
 def _wait_for(device: torch.device) -> None:

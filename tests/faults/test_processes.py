@@ -447,21 +447,13 @@ def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path):
 # ---- full disks ----
 
 
-def on_a_small_disk(launch, place, size, *command):
-    """The command, for which `place` is a disk of `size`."""
-    script = f'mount -t tmpfs -o size={size} none "{place}" && exec "$@"'
-    if launch("unshare", "-rm", "sh", "-c", script, "sh", "true").code:
-        pytest.skip("this kernel lets no user mount a file system")
-    return launch("unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *command)
-
-
 def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
     """metrics.jsonl on a disk of one page; the training ends well, its checkpoints are there."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     run.mkdir()
     disk.mkdir()
     (run / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
-    done = succeed(on_a_small_disk(launch, disk, "4k", "train.py", TOY, "log_every=1", f"save_dir={run}"))
+    done = succeed(launch.on_a_small_disk(disk, "4k", "train.py", TOY, "log_every=1", f"save_dir={run}"))
     assert done.err.count("warning: metrics.jsonl cannot be written") == 1 and "No space left" in done.err
     assert status(run)["state"] == "done" and weights(run)
 
@@ -469,7 +461,7 @@ def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
 @pytest.mark.parametrize("size", ["4k", "64k"])  # room for nothing; for the loader's semaphores, but for no batch
 def test_no_room_in_dev_shm_is_said_at_once(launch, tmp_path, size):
     words = ["train.py", TOY, "batch_size=60", "num_workers=2", f"save_dir={tmp_path / 'run'}"]
-    done = on_a_small_disk(launch, "/dev/shm", size, *words)
+    done = launch.on_a_small_disk("/dev/shm", size, *words)
     assert done.code == 5 and done.err.splitlines() == done.errors, done.err
     assert "/dev/shm is full (the loader's processes): give it more (docker run --shm-size=8g)" in done.errors[0]
 

@@ -1,0 +1,545 @@
+"""The doctor: that each thing it looks for is found where it is made to be there, and nothing where all is well."""
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import FAULTY, TOY, launching, succeed
+
+from engine import config, dist
+from engine.contract import LockstepError
+from tools import doctor, machine, nvidia
+from tools.doctor import Speed
+
+DOCTOR = "tools/doctor.py"
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+GIVEN = ("CUDA_VISIBLE_DEVICES", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_DISTRIBUTED_DEBUG")
+
+
+@pytest.fixture(autouse=True)
+def nobodys_environment(monkeypatch):
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines_of(done, level):
+    return [line for line in done.out.splitlines() if line.startswith(level)]
+
+
+def only(lines):
+    (line,) = lines
+    return line
+
+
+# ---- the whole of it -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """A run of one step, what the doctor says to its continuation as a table and as JSON, and the run."""
+    run = tmp_path_factory.mktemp("doctor") / "run"
+    words = [TOY, "model.width=3000", "optim.ema_decay=0.9", f"save_dir={run}", "epochs=0"]
+    with launching() as launch:
+        succeed(launch.python("train.py", *words, "steps=1", **CPU))
+        before = sorted(run.iterdir())
+        table = succeed(launch.python(DOCTOR, *words, "steps=2", **CPU))
+        as_json = succeed(launch.python(DOCTOR, "--json", *words, "steps=2", **CPU))
+        assert sorted(run.iterdir()) == before, "it writes nothing there"
+    return table, as_json, run
+
+
+def test_where_all_is_well_nothing_fails(healthy):
+    table, _, run = healthy
+    assert not lines_of(table, "failure") and not table.err
+    for words in (
+        r"ok +torch \d+\.\d+\S* \(.* build\), Python \d+\.\d+\.\d+, NumPy \d",
+        r"ok +CUDA_VISIBLE_DEVICES=: no GPU is looked at",
+        r"ok +one process, as plain python starts it",
+        r"(ok|warning) +port 29500 is ",
+        rf"ok +task {re.escape(TOY)}: 61 training and 23 validation samples can be read; goes on from {run}/best_",
+        r"ok +1 process\(es\) x \(1 thread\(s\)\) on \d+ core",
+        r"ok +ulimit -n is ",
+        r"ok +/dev/shm has \d+ MB free; no loader process needs it",
+        r"ok +\d+ MB free at .*, the run keeps up to 4 checkpoints of ",
+        r"(ok|warning) +the loader gives \d+ samples/s \(num_workers=0\), forward and backward take \d+: ",
+        r"ok +one process: nothing to sum",
+        r"0 failure\(s\), \d warning",
+    ):
+        assert re.search(f"^{words}", table.out, re.M), (words, table.out)
+
+
+def test_json_and_the_table_say_the_same(healthy):
+    table, as_json, _ = healthy
+    told = json.loads(as_json.out)
+    assert told["exit_code"] == told["failures"] == 0
+
+    def form(level, text):  # what is measured differs a little; so may the advice about it
+        return level if "samples/s" in text else f"{level} {re.sub(r'[0-9.]+', 'N', text)}"
+
+    rows = [line for line in table.out.splitlines() if re.match("ok|warning|failure", line)]
+    whole = [f"{line['text']}: {line['remedy']}" if line["remedy"] else line["text"] for line in told["lines"]]
+    measured = [n for n, text in enumerate(whole) if "samples/s" in text]
+    assert len(measured) == 1
+    assert [form(row.split()[0], row[9:]) for n, row in enumerate(rows) if n not in measured] == [
+        form(line["level"], whole[n]) for n, line in enumerate(told["lines"]) if n not in measured
+    ]
+
+
+def test_a_checkpoint_is_as_large_as_it_says(healthy):
+    _, as_json, run = healthy
+    text = only([line["text"] for line in json.loads(as_json.out)["lines"] if line["check"] == "disk"])
+    told = float(re.search(r"checkpoints of ([\d.e+]+) MB", text)[1]) * 1e6
+    (written,) = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    assert 0.9 < told / written["bytes"] <= 1.0, "the rest are names, config and random state"
+
+
+@pytest.mark.slow
+def test_two_processes_are_started_compared_and_timed(launch):
+    done = launch.python(DOCTOR, "--launch", "2", "--json", TOY, OMP_NUM_THREADS=None, **CPU)
+    told = json.loads(succeed(done).out)
+    lines = {line["check"]: line["text"] for line in told["lines"]}
+    assert lines["launch"] == "2 process(es), 2 on this machine"
+    assert "2 ranks agree on config, code, data and weights" in lines["data"]
+    speeds = [float(text) for text in re.findall(r"([\d.e+]+) GB/s", lines["sums"])]
+    assert speeds and min(speeds) > 0 and "through gloo" in lines["sums"] and "the gradients" in lines["sums"]
+    assert "port" not in lines, "they have met at one"
+
+
+@pytest.mark.slow
+def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
+    done = launch.python(DOCTOR, "--launch", "2", "har", f"dataset.root={tmp_path / 'gone'}", **CPU)
+    assert done.code == 1 and not done.err, done.err
+    assert "gone" in only(lines_of(done, "failure"))
+    assert "not checked for that reason" in done.out and "bus bandwidth" in done.out, "the rest is"
+
+
+@pytest.mark.slow
+def test_a_rank_that_breaks_is_named(launch):
+    done = launch.python(DOCTOR, "--launch", "2", FAULTY, "fault.kind=raise in data", "fault.rank=1", **CPU)
+    assert done.code == 1 and "RuntimeError: the disk is on fire" in only(done.errors), done.err
+    assert "rank 1" in done.errors[0] and "2 process(es), 2 on this machine" in done.out
+
+
+def test_missing_data_and_a_sample_that_cannot_be_read(launch, tmp_path):
+    done = launch.python(DOCTOR, "har", f"dataset.root={tmp_path / 'gone'}", **CPU)
+    assert done.code == 1 and not done.err
+    assert f"{tmp_path / 'gone'}" in only(lines_of(done, "failure"))
+    assert "not checked for that reason: /dev/shm, disk, speed of the loader" in done.out
+
+    # The middle one is looked at as the data are read; this one only when batches are.
+    done = launch.python(DOCTOR, FAULTY, "fault.kind=corrupt sample", "fault.rank=0", **CPU)
+    assert done.code == 1 and not done.err
+    assert "sample 7 cannot be loaded: ValueError: corrupt recording" in only(lines_of(done, "failure"))
+
+
+def test_words_that_no_training_takes(launch, capsys):
+    done = launch.python(DOCTOR, TOY, "epoch=3")
+    assert done.code == 2 and not done.out and "did you mean 'epochs'?" in only(done.errors)
+    for count in ("0", "two"):
+        with pytest.raises(SystemExit, match="2"):
+            doctor.main(["--launch", count])
+        assert count in capsys.readouterr().err
+
+
+def test_a_half_set_environment(launch):
+    done = launch.python(DOCTOR, TOY, RANK="0", **CPU)
+    assert done.code == 1 and not done.err
+    assert "RANK=0 is set but WORLD_SIZE is not" in only(lines_of(done, "failure"))
+
+
+def test_a_missing_package(launch):
+    program = "import runpy, sys; sys.modules['yaml'] = None; runpy.run_path('tools/doctor.py', run_name='x')"
+    done = launch.python("-c", program)
+    assert done.code == 1 and not done.out
+    assert re.fullmatch(r"failure  yaml is not installed: .* -m pip install -r .*requirements.txt\n", done.err)
+
+
+def test_little_of_everything(launch, tmp_path):
+    """Few open files, more workers than cores, more checkpoints than any disk holds."""
+    words = [TOY, "num_workers=100", "keep_checkpoints=1e15", f"save_dir={tmp_path / 'run'}"]
+    limited = ("sh", "-c", 'ulimit -S -n 100 && exec "$@"', "sh", sys.executable, DOCTOR, *words)
+    done = launch(*limited, **CPU)
+    assert done.code == 1, done.out + done.err
+    failures = lines_of(done, "failure")
+    files, disk, loader = failures
+    assert "ulimit -n is 100, and a process of this run opens up to" in files
+    assert re.search(r": (ulimit -n 4096|the hard limit is \d+: raise it .*)$", files)
+    assert "keeps up to 1000000000000003 checkpoints" in disk and "a smaller keep_checkpoints" in disk
+    assert "Too many open files" in loader
+    cores = len(os.sched_getaffinity(0))
+    assert f"warning  1 process(es) x 100 workers = 100 on {cores} core(s): num_workers=" in done.out
+
+
+def test_a_small_disk_and_little_shared_memory(launch):
+    """One disk is both."""
+    words = [TOY, "model.width=20000", "batch_size=60", "num_workers=2", "save_dir=/dev/shm/run"]
+    done = launch.on_a_small_disk("/dev/shm", "24k", DOCTOR, *words)
+    assert done.code == 1, done.out + done.err
+    failures = "\n".join(lines_of(done, "failure"))
+    assert re.search(
+        r"/dev/shm has 0 MB free, loader processes need up to [\d.]+ MB .*docker run --shm-size=1g", failures
+    )
+    assert re.search(r"0 MB free at /dev/shm, the run keeps up to 4 checkpoints of [\d.]+ MB: free some", failures)
+
+
+SLOW_DATA = """
+import time
+from tests.tasks import toy
+
+class Slow(toy.Waves):
+    def __getitems__(self, indices):
+        time.sleep(0.3)
+        return super().__getitems__(indices)
+
+class Task(toy.Task):
+    def datasets(self):
+        return Slow(61, 0), Slow(23, 1)
+"""
+
+
+def test_slow_data_are_said_with_what_helps(launch, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_DATA)
+    done = succeed(launch.python(DOCTOR, str(tmp_path / "slow.py"), **CPU))
+    line = only([line for line in lines_of(done, "warning") if "waiting for data" in line])
+    share = int(re.search(r"(\d+) % of the time is waiting", line)[1])
+    # It sleeps, and needs no core for that.
+    assert share > 50 and int(re.search(r": num_workers=(\d+)$", line)[1]) >= 2
+
+
+# ---- ports and processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_busy_port_names_its_process_and_a_free_one(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(number))
+        line = only(machine.port())
+        assert line.level == "failure" and line.text.startswith(f"port {number} is in use by process {os.getpid()} (")
+        other = int(re.search(r"MASTER_PORT=(\d+)", line.remedy)[1])
+        assert other != number and not machine._taken(other)
+        monkeypatch.delenv("MASTER_PORT")  # nobody asks for this one, and --standalone does without
+        monkeypatch.setattr(machine, "DEFAULT_PORT", number)
+        assert only(machine.port()).level == "warning"
+    assert only(machine.port()) == machine.ok(f"port {number} is free")
+    for wrong in ("0", "70000", "http"):
+        monkeypatch.setenv("MASTER_PORT", wrong)
+        assert only(machine.port()).text == f"MASTER_PORT={wrong} is no port"
+
+
+def world(**about):
+    return dist.World(0, 0, 1, torch.device("cpu"), **about)
+
+
+def test_cores_are_counted_against_threads_and_workers(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    several = world(local_size=2)
+    assert only(doctor.threads(config.Config(), several, 4)).level == "ok"
+    line = only(doctor.threads(config.Config(), several, 3))
+    assert line.level == "warning" and "2 process(es) x 2 threads = 4 on 3" in line.text
+    assert line.remedy == "OMP_NUM_THREADS=1"
+    line = only(doctor.threads(config.Config(num_workers=4), several, 6))
+    assert line.level == "warning" and "2 process(es) x 4 workers = 8 on 6" in line.text
+    assert line.remedy == "num_workers=2"
+    line = only(doctor.threads(config.Config(), several, 1))
+    assert line.level == "warning" and line.remedy == "start at most 1"
+
+
+def test_a_containers_share_of_the_cores_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CPU_QUOTA", tmp_path / "cpu.max")
+    all_of_them = len(os.sched_getaffinity(0))
+    for text, count in (("max 100000\n", all_of_them), ("100000 100000\n", 1), ("50000 100000\n", 1)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert machine.cores() == count
+
+
+def test_what_the_ranks_have_different_is_said():
+    same = {"torch": "2.13.0", "NCCL": "2.27.5", "GPU": "H200"}
+    assert machine.differences([same, dict(same)]) == []
+    found = machine.differences([same, same, same | {"NCCL": "2.26.2", "GPU": "A100"}])
+    assert [line.level for line in found] == ["failure", "warning"]
+    assert found[0].text == "rank 2 has NCCL 2.26.2, rank 0 has 2.27.5"
+
+
+def test_other_machines_complain():
+    full, fine = machine.failure("/dev/shm is full", "more"), machine.ok("port 29500 is free")
+    assert doctor.complaints([("one", [full, fine]), ("one", []), ("two", [fine, full])]) == [
+        machine.failure("two: /dev/shm is full", "more")
+    ]
+
+
+def test_old_packages_are_refused(monkeypatch):
+    monkeypatch.setattr(machine, "installed", lambda name: {"torch": "2.6.1", "numpy": "2.0"}.get(name, "99"))
+    failures = [line for line in machine.versions() if line.level == "failure"]
+    assert only(failures).text == "torch 2.6.1, and 2.7 is the least"
+
+
+def test_a_check_that_breaks_is_a_warning():
+    def open_files():
+        return {}["what a driver said"]
+
+    line = only(machine.attempt(open_files))
+    assert line.level == "warning" and line.text.startswith("open files: could not be checked: KeyError")
+
+
+@pytest.mark.parametrize(
+    "speed, spare, on_gpu, expected",
+    [
+        (Speed(0.01, 0.01, 0.01, 1.0), 8, False, 0),  # a small part of a step
+        (Speed(0.5, 0.5, 0.5, 1.0), 8, False, 1),  # a CPU fetches in between
+        (Speed(0.5, 0.5, 0.5, 1.0), 8, True, 0),  # a GPU's thread fetches meanwhile
+        (Speed(3.5, 3.5, 3.5, 1.0), 8, True, 4),
+        (Speed(3.5, 3.5, 3.5, 1.0), 2, True, 2),  # as many as there are cores for
+        (Speed(3.5, 3.5, 3.5, 1.0), 0, False, 0),
+        (Speed(3.5, 0.1, 3.5, 1.0), 0, False, 2),  # who waits for a disk needs no core
+        (Speed(1e-3, 1e-3, 1e-3, 1e-4), 8, True, 0),  # to hand it over takes as long
+    ],
+)
+def test_how_many_workers(speed, spare, on_gpu, expected):
+    assert doctor.recommend(speed, spare, on_gpu) == expected
+
+
+def test_how_long_a_training_waits_for_data():
+    assert doctor.waiting(1.0, 1.0, meanwhile=False) == 0.5
+    assert doctor.waiting(1.0, 1.0, meanwhile=True) == doctor.waiting(0.25, 1.0, meanwhile=True) == 0.0
+    assert doctor.waiting(4.0, 1.0, meanwhile=True) == 0.75
+
+
+# ---- GPUs: what nvidia-smi and torch would say -----------------------------------------------------------------------
+
+CARDS = """\
+0, GPU-aaaa-1, NVIDIA H200, 580.65.06, 143771, 4, 5, 16, 16
+1, GPU-aabb-2, NVIDIA H200, 580.65.06, 143771, 4, 5, 16, 16
+2, GPU-cccc-3, NVIDIA L40S, 580.65.06, 46068, 40000, 4, 8, 16
+3, GPU-dddd-4, NVIDIA H200, 580.65.06, 143771, 30000, [N/A], [N/A], [N/A]
+"""
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNODE\tSYS\tPXB\t0-15\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tSYS\tPXB\t0-15\t0\t\tN/A
+GPU2\tNODE\tNODE\t X \tSYS\tPXB\t0-15\t0\t\tN/A
+GPU3\tSYS\tSYS\tSYS\t X \tSYS\t16-31\t1\t\tN/A
+NIC0\tPXB\tPXB\tPXB\tSYS\t X \t
+
+Legend:
+
+  X    = Self
+"""
+NVLINK = (
+    "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
+)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """A stand-in for nvidia-smi that is the first on the PATH; give it another text, or an exit code."""
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{shutil.which('sh')}\n"
+        'case "$*" in *query-gpu*) what=cards;; *query-comp*) what=users;; topo*) what=paths;; *) what=links;; esac\n'
+        f'cat "{answers}/$what"\n'
+        f'test ! -e "{answers}/broken"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+    def say(cards=CARDS, users="", paths=TOPOLOGY, links=NVLINK, broken=False):
+        for name, text in (("cards", cards), ("users", users), ("paths", paths), ("links", links)):
+            (answers / name).write_text(text)
+        if broken:
+            (answers / "broken").touch()
+        nvidia.cards.cache_clear()
+        nvidia.users.cache_clear()
+
+    say()
+    yield say
+    nvidia.cards.cache_clear()
+    nvidia.users.cache_clear()
+
+
+@pytest.fixture
+def cpu_build(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def levels(lines):
+    return [line.level for line in lines]
+
+
+def test_gpus_that_this_torch_cannot_use(smi, cpu_build, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    lines = machine.cards(config.Config())
+    assert levels(lines) == ["ok", "ok", "failure"]
+    assert lines[0].text == "GPU 0 (NVIDIA H200): 0.0 of 140 GiB in use, driver 580.65.06"
+    assert lines[2].text == "nvidia-smi lists 4 GPU(s), but this torch is built for the CPU"
+    assert only(machine.cards(config.Config(device="cpu"))).level == "ok", "that is what was asked for"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert only(machine.cards(config.Config())).level == "ok"
+
+
+def test_a_driver_too_old_for_torch(smi, monkeypatch):
+    def unavailable():
+        import warnings
+
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", unavailable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    failed = machine.cards(config.Config())[-1]
+    assert failed.level == "failure" and "a newer driver" in failed.remedy
+    assert failed.text.endswith("can use no GPU: CUDA initialization: The NVIDIA driver on your system is too old")
+
+
+def test_a_driver_that_fails(smi, cpu_build):
+    smi(cards="Failed to initialize NVML: Driver/library version mismatch\n", broken=True)
+    line = only(machine.attempt(machine.cards, config.Config()))
+    assert line.level == "failure" and "Driver/library version mismatch" in line.text
+
+
+def test_who_else_is_using_a_gpu(smi, cpu_build, monkeypatch):
+    smi(users=f"GPU-aaaa-1, 4242, /usr/bin/python, other, 1200\nGPU-aabb-2, {os.getpid()}, python, 300\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
+    first, mine, hidden, _ = machine.cards(config.Config())
+    assert first.level == "warning" and "used by process 4242 (python, other, 1200 MiB)" in first.text
+    assert mine.level == "ok"
+    assert hidden.level == "warning" and "cannot be seen from here" in hidden.text
+
+
+def test_gpus_of_different_kinds_and_a_narrow_slot(smi, cpu_build, monkeypatch):
+    smi(users="GPU-cccc-3, 1, python, 39000\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-cccc")
+    texts = [line.text for line in machine.cards(config.Config()) if line.level == "warning"]
+    assert any("has 8 of 16 PCIe lanes" in text for text in texts)
+    assert any("GPUs of different kinds: NVIDIA H200, NVIDIA L40S" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "asked, shown, invalid",
+    [
+        (None, [0, 1, 2, 3], ""),
+        ("2, 0", [2, 0], ""),
+        ("0,7,1", [0], "7"),  # CUDA ends the list there
+        ("1,1", [], "1"),
+        ("GPU-aa", [], "GPU-aa"),  # of two cards
+        ("GPU-aabb,0", [1, 0], ""),
+        ("", [], ""),
+    ],
+)
+def test_the_rules_of_cuda_visible_devices(smi, cpu_build, monkeypatch, asked, shown, invalid):
+    cards, wrong = nvidia.visible(asked)
+    assert [card.index for card in cards] == shown and wrong == invalid
+    if invalid:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+        first = machine.cards(config.Config())[0]
+        assert first.level == "failure" and f"{invalid!r} is none of the 4 GPU(s)" in first.text
+
+
+def test_more_processes_than_gpus(smi, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    launch, lines = machine.launch_of(config.Config())
+    assert launch.local_size == 3 and only(lines).level == "failure"
+    assert only(lines).text == "3 processes on this machine, but 2 GPU(s) are visible (CUDA_VISIBLE_DEVICES=0,1)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert levels(machine.launch_of(config.Config())[1]) == ["ok"]
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert levels(machine.launch_of(config.Config())[1]) == ["ok"]
+    assert "segmentation fault" in only(machine.launch_of(config.Config(device="cpu"))[1]).text
+
+
+@pytest.mark.slow
+def test_more_processes_than_gpus_under_torchrun(smi, launch):
+    done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES="0,1", PATH=os.environ["PATH"])
+    assert done.code == 1, done.out + done.err
+    assert any("3 processes on this machine, but 2 GPU(s) are visible" in line for line in lines_of(done, "failure"))
+
+
+def test_how_gpus_are_joined(smi, monkeypatch):
+    assert nvidia.paths()[0, 1] == nvidia.paths()[1, 0] == "NV18" and nvidia.paths()[1, 3] == "SYS"
+    assert nvidia.nvlink_gb_s(0) == pytest.approx(53.124)
+    gpus = world(local_size=2)
+    object.__setattr__(gpus, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
+    assert only(machine.peers(gpus)) == machine.ok("2 GPUs, joined by NV18; each reaches the others' memory")
+    object.__setattr__(gpus, "local_size", 4)
+    far, numa = machine.peers(gpus)
+    assert far.level == numa.level == "warning"
+    assert far.text.startswith("4 GPUs, joined by NODE, NV18, SYS; no direct access between 0 and 2: ")
+
+
+def test_bandwidth_is_compared_with_the_link(smi):
+    cards = nvidia.cards()
+    assert doctor._against_the_link("t", 40.0, cards[:2]) == machine.ok("t; NVLink carries 53.1 GB/s")
+    assert doctor._against_the_link("t", 20.0, cards[:2]).level == "warning"
+    slow = doctor._against_the_link("t", 3.0, cards[:3])  # by way of the L40S, 8 lanes of PCIe 4
+    assert slow.level == "warning" and slow.text == "t; PCIe carries 15.8 GB/s"
+    assert "is not known" in doctor._against_the_link("t", 3.0, cards).text, "one does not say"
+    smi(paths="", cards="")
+    assert "is not known" in doctor._against_the_link("t", 3.0, nvidia.cards()).text
+    assert math.isnan(cards[3].pcie_gb_s)
+
+
+def test_a_gpu_that_does_not_compute(monkeypatch):
+    about = SimpleNamespace(name="NVIDIA Tesla P4", major=6, minor=1)
+    for name, value in {
+        "get_device_properties": lambda device: about,
+        "mem_get_info": lambda device: (7 << 30, 8 << 30),
+        "is_bf16_supported": lambda including_emulation: False,
+        "device": lambda device: torch.no_grad(),
+        "get_arch_list": lambda: ["sm_75", "sm_90"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def no_kernel(*shape, device):
+        raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
+
+    gpu = world()
+    object.__setattr__(gpu, "device", torch.device("cuda:1"))
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", no_kernel)
+    line = only(machine.device(config.Config(), gpu))
+    assert (
+        line.level == "failure" and "compute capability 6.1) cannot compute: CUDA error: no kernel image" in line.text
+    )
+    assert "made for sm_75 sm_90" in line.remedy
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    line = only(machine.device(config.Config(), gpu))
+    assert line.level == "ok" and line.text.endswith("computes: 7.0 of 8.0 GiB free, no bf16")
+    assert only(machine.device(config.Config(amp="bf16"), gpu)).level == "warning"
+
+
+def test_variables_that_make_gpus_slow(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert only(machine.variables()).remedy == "unset NCCL_P2P_DISABLE, if nothing needs it"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine.variables() == []
+
+
+def test_a_world_that_cannot_be_joined_is_a_failure(monkeypatch, capsys):
+    def refuse(cfg, launch):
+        raise LockstepError("port 1 is in use", todo="take another")
+
+    monkeypatch.setattr(dist, "join", refuse)
+    assert doctor.examine(config.Config(device="cpu"), as_json=False) == 1
+    assert "failure  port 1 is in use: take another" in capsys.readouterr().out

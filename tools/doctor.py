@@ -1,0 +1,484 @@
+#!/usr/bin/env python3
+"""Check whether this machine is fit for a training, before it starts: a line for each thing, ok, warning or failure,
+with what to do about it.
+
+python tools/doctor.py                                       the default task, in one process
+python tools/doctor.py --launch 2 har num_workers=4          as two processes of torchrun, and what they sum
+python tools/doctor.py --json --config configs/video.yaml    for programs
+torchrun --nnodes=2 ... tools/doctor.py har                  on several machines, started as the training will be
+
+What follows are the words of the training: its data, batch, workers and save_dir are what is checked. Trains nothing,
+and writes nothing into save_dir. Exit code 0: no failure, warnings perhaps; 1: a failure; 2: words no training takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import itertools
+import json
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+try:
+    import torch
+
+    import train
+    from data_loader import TrainLoader, create_data_loaders
+    from engine import agent, dist, faults, loop, status
+    from engine.cache import Held
+    from engine.contract import LockstepError
+    from engine.stop import Stop
+    from engine.watch import Watch
+    from tools import machine, nvidia
+    from tools.machine import Line, attempt, failure, ok, warning
+except ModuleNotFoundError as error:  # the one thing that keeps the doctor itself from working
+    sys.exit(f"failure  {error.name} is not installed: {sys.executable} -m pip install -r {ROOT / 'requirements.txt'}")
+
+SHM = Path("/dev/shm")
+MB = 1e6
+
+BUDGET_S = 1.0
+"""How long each of the loader's and the model's speeds is measured."""
+
+WAITS = 0.1
+"""Share of its time that a training may wait for data before this says so."""
+
+SHARE_OF_LINK = {"NVLink": 0.5, "PCIe": 0.25}
+"""Of what a link carries in one direction: a bus bandwidth below that is worth a look."""
+
+TINY_S = 1.5e-3
+"""Seconds for a batch, below which loader processes make nothing faster: to take one over from them costs as much."""
+
+FILES, FILES_PER_WORKER = 10, 3
+"""Log, TensorBoard, lock, checkpoint and sockets that a training opens beside; pipes of a loader process."""
+
+
+class Report:
+    """The lines so far. As a table each is printed as it comes; as JSON all at the end."""
+
+    def __init__(self, main: bool, as_json: bool):
+        self.table, self.json = main and not as_json, main and as_json
+        self.out = sys.stdout  # what a training prints is kept away from it
+        self.lines: list[tuple[str, Line]] = []
+
+    def add(self, check: str, lines: list[Line]) -> None:
+        for line in lines:
+            self.lines.append((check, line))
+            if self.table:
+                remedy = f": {line.remedy}" if line.remedy else ""
+                print(f"{line.level:<8} {line.text}{remedy}", file=self.out, flush=True)
+
+    def run(self, check: Callable[..., list[Line]], *given: Any) -> None:
+        """A check of this process alone."""
+        self.add(check.__name__, attempt(check, *given))
+
+    def close(self) -> int:
+        """Returns the exit code."""
+        failures, warned = (sum(line.level == level for _, line in self.lines) for level in ("failure", "warning"))
+        code = int(failures > 0)
+        if self.table:
+            print(f"\n{failures} failure(s), {warned} warning(s)", file=self.out, flush=True)
+        if self.json:
+            lines = [{"check": check, **line._asdict()} for check, line in self.lines]
+            whole = {"exit_code": code, "failures": failures, "warnings": warned, "lines": lines}
+            print(json.dumps(whole, indent=1), file=self.out, flush=True)
+        return code
+
+
+# ---- the story -------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        usage="doctor.py [--launch N] [--json] [TASK] [--config FILE] [key=value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--launch", type=int, metavar="N", help="start so many processes, as torchrun does")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    own, words = parser.parse_known_args(argv)
+    if own.launch is not None:
+        if not 1 <= own.launch <= 9999:
+            parser.error(f"--launch {own.launch}: give 1 or more")
+        _launch(own.launch, [*(["--json"] if own.json else []), *words])
+    return train.guarded(words, lambda asked: examine(asked.cfg, own.json))
+
+
+def _launch(processes: int, words: list[str]) -> None:
+    """Become torchrun, with as many threads per process as ./train_multigpu.sh gives. Doesn't return."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // processes)))
+    command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *words]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def examine(cfg: Any, as_json: bool) -> int:
+    """(all ranks) Every check, in the order in which a training would meet them. Returns the exit code."""
+    cores = machine.cores()  # before this process is bound to some of them
+    launch, started = machine.launch_of(cfg)
+    main = launch is None or launch.rank == 0
+    report = Report(main, as_json)
+    if dist.speaks():  # one process of each machine
+        report.run(machine.versions)
+        report.run(machine.cards, cfg)
+        report.add("launch", started)
+        report.run(machine.variables)
+        if launch is None:  # else they have met already
+            report.run(machine.port)
+    if any(line.level == "failure" for line in started):
+        report.add("launch", [warning("not checked for that reason: data, loader, sums", "mend it first")])
+        report.close()
+        return status.leave_code(1)
+    try:
+        world = dist.join(cfg, launch)
+    except LockstepError as error:
+        if not main:
+            raise
+        report.add("join", [failure(str(error))])
+        return status.leave_code(report.close())
+    stop = Stop()
+    with Watch(world, stop, cfg.ddp.timeout_s), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # `threads` says so, and what would do
+        _together(cfg, world, stop, report, cores)
+        code = world.broadcast(report.close())
+    world.leave()
+    return status.leave_code(code)
+
+
+def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: int) -> None:
+    """(all ranks) What takes all of them. Of what each sees for itself, rank 0 adds what other machines complain of."""
+    say = report.add if world.main else (lambda check, lines: None)
+    for lines in world.gather(attempt(machine.device, cfg, world)):
+        say("device", lines)
+    say("ranks", machine.differences(world.gather(machine.facts(world))))
+    say("peers", attempt(machine.peers, world) if world.main else [])
+    lines, ready = prepare(cfg, world, stop)
+    say("data", lines)
+    report.run(threads, cfg, world, cores)
+    batch = _fetched(ready) if ready else {}
+    workers = 0 if ready and isinstance(ready.train_loader.dataset, Held) else cfg.num_workers
+    report.run(open_files, workers, len(batch) or 4)
+    if ready:
+        report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch.values()))
+        say("disk", attempt(disk, ready))
+    everyone = world.gather(measure(ready, workers)) if ready else []
+    say("loader", loader(ready, workers, everyone, cores) if ready else [])
+    gradients = sum(p.nbytes for p in ready.job.model.parameters() if p.requires_grad) if ready else 0
+    say("sums", sums(cfg, world, gradients))
+    own = [line for _, line in report.lines] if dist.speaks() else []
+    say("machine", complaints(world.gather((socket.gethostname(), own))))
+
+
+def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
+    """What is not well on other machines than rank 0's; each rank gives its host and what it has seen there."""
+    here = everyones[0][0]
+    return [
+        line._replace(text=f"{host}: {line.text}")
+        for host, lines in everyones
+        for line in lines
+        if host != here and line.level != "ok"
+    ]
+
+
+def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
+    """A batch as the dataset gives it, without what the loader adds."""
+    added = ("index", "position", "seed", "mean_weight")
+    return {name: values for name, values in ready.train_loader.example().items() if name not in added}
+
+
+# ---- what the run needs ----------------------------------------------------------------------------------------------
+
+
+def prepare(cfg: Any, world: dist.World, stop: Stop) -> tuple[list[Line], train.Prepared | None]:
+    """(all ranks) All that a training does before its first step: it reads the data, builds the model, looks into the
+    run's folder and its checkpoint, and compares the ranks. But for the loader's processes, which may not have room."""
+    said, alone = io.StringIO(), copy.copy(cfg)
+    alone.num_workers, alone.cache = 0, "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache
+    try:
+        with contextlib.redirect_stdout(said):
+            ready = train.prepare(alone, world, stop)
+    except Exception as error:
+        if world.size > 1 and not getattr(error, "everywhere", False):
+            raise  # the other ranks wait for this one: the end of all
+        left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "mend it first")
+        return [failure(str(faults.explain(error, world))), left_out], None
+    warned = [line.split(": ", 1)[1] for line in said.getvalue().splitlines() if line.startswith("warning: ")]
+    read = f"{ready.job.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
+    agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
+    resumed = f"; goes on from {ready.resumed}" if ready.resumed else ""
+    lines = [warning(text, "a training would say so, too") for text in warned]
+    return [*lines, ok(f"task {cfg.task}: {read}{agree}{resumed}")], ready
+
+
+def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
+    """Cores against processes x (threads + loader processes)."""
+    processes, own, workers = world.local_size, torch.get_num_threads(), cfg.num_workers
+    lines = []
+    if processes > cores:
+        lines.append(warning(f"{processes} processes on {cores} core(s): they take turns", f"start at most {cores}"))
+    elif world.device.type == "cpu" and processes * own > cores:
+        what = f"{processes} process(es) x {own} threads = {processes * own} on {cores} core(s): they spin, waiting"
+        lines.append(warning(what, f"OMP_NUM_THREADS={cores // processes}"))
+    if workers and processes * workers > cores:
+        what = f"{processes} process(es) x {workers} workers = {processes * workers} on {cores} core(s)"
+        lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
+    each = f"{own} thread(s)" + (f" + {workers} workers" if workers else "")
+    place = f", this one on {world.place}" if world.place else ""
+    return lines or [ok(f"{processes} process(es) x ({each}) on {cores} core(s){place}")]
+
+
+def open_files(workers: int, tensors: int) -> list[Line]:
+    """`ulimit -n` against the pipes of loader processes, and a handle for each tensor that they have under way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 64
+    needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)  # to train, and to validate
+    if soft == resource.RLIM_INFINITY:
+        return [ok("ulimit -n is unlimited")]
+    text = f"ulimit -n is {soft}, and a process of this run opens up to {needed} files"
+    wanted = max(4096, 2 * needed)
+    todo = f"ulimit -n {wanted}"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        todo = (
+            f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or docker run --ulimit nofile={wanted}"
+        )
+    return [_compared(needed, soft, text, todo)]
+
+
+def _compared(needed: float, there: float, text: str, todo: str) -> Line:
+    """Too little is a failure; less than twice as much a warning, for it is an estimate, and others take, too."""
+    return failure(text, todo) if needed > there else warning(text, todo) if 2 * needed > there else ok(text)
+
+
+def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list[Line]:
+    """/dev/shm against what loader processes have under way there."""
+    if not SHM.is_dir():
+        return []
+    free, processes = shutil.disk_usage(SHM).free, ready.job.world.local_size
+    if not workers:
+        return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
+    scored_bytes = batch_bytes * ready.val_loader.sampler.batch_size // ready.job.plan.micro_batch
+    amid_an_epoch = ready.job.cfg.eval_every > 0  # then both loaders have some under way
+    together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
+    ahead = 2 * workers + 1  # torch's prefetch_factor, and the one that is worked on
+    needed = processes * ahead * together
+    each = f"{processes} process(es) x {ahead} batches of {together / MB:.3g} MB"
+    text = f"/dev/shm has {free / MB:.0f} MB free, loader processes need up to {needed / MB:.3g} MB ({each})"
+    todo = f"give it more (docker run --shm-size={max(1, math.ceil(2 * needed / 1e9))}g), or fewer num_workers"
+    return [_compared(needed, free, text, todo)]
+
+
+def disk(ready: train.Prepared) -> list[Line]:
+    """Free disk against the checkpoints that the run keeps."""
+    cfg, one = ready.job.cfg, checkpoint_bytes(ready.job)
+    folder = Path(cfg.save_dir or "checkpoints").absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    count = cfg.keep_checkpoints + 3  # the last, the best, and one that is being written
+    held = sum(path.stat().st_size for path in folder.glob("*.pt") if not path.is_symlink())
+    text = f"{free / MB:.0f} MB free at {there}, the run keeps up to {count} checkpoints of {one / MB:.3g} MB"
+    return [_compared(count * one - held, free, text, "free some, or another save_dir, or a smaller keep_checkpoints")]
+
+
+def checkpoint_bytes(job: loop.Job) -> int:
+    """Of the tensors that checkpoint.capture takes: weights, their average, and both moments of what is trained."""
+    states = [job.model.state_dict(), *([job.ema.state_dict()] if job.ema else [])]
+    weights = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return weights + sum(2 * p.nbytes for p in job.model.parameters() if p.requires_grad)
+
+
+# ---- how fast it is --------------------------------------------------------------------------------------------------
+
+
+class Speed(NamedTuple):
+    """Seconds of a rank for one batch.
+
+    fetch   in one process; of that it computes fetch_cpu, the rest it waits for a disk
+    loaded  as configured, with loader processes
+    step    forward and backward
+    """
+
+    fetch: float
+    fetch_cpu: float
+    loaded: float
+    step: float
+
+
+def measure(ready: train.Prepared, workers: int) -> Speed | str:
+    """(all ranks) The loader alone, and the model alone on one batch: each rank for itself, all at the same time. Where
+    one fails, its words."""
+    job, given = ready.job, ready.train_loader
+    alone = TrainLoader(given.dataset, given.sampler, given.seed, given.device, None)
+    works = {"fetch": _batches(alone), "step": _steps(job, alone)}
+    if workers:
+        cfg = copy.copy(job.cfg)
+        cfg.num_workers, cfg.cache = workers, "none"
+        works["loaded"] = _batches(
+            create_data_loaders(cfg, job.world, job.plan, given.dataset, ready.val_loader.dataset)[0]
+        )
+    found: dict[str, tuple[float, float]] = {}
+    problem = ""
+    for name, work in works.items():
+        job.world.gather(None)  # all begin together
+        try:
+            found[name] = (0.0, 0.0) if problem else _seconds_each(work, job.world.device)
+        except Exception as error:
+            problem = str(faults.explain(error, job.world))
+    if problem:
+        return problem
+    return Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
+
+
+def _seconds_each(work: Generator[None, None, None], device: torch.device) -> tuple[float, float]:
+    """(seconds, CPU seconds of this process) that each round of `work` takes, but for the first ones."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
+    with contextlib.closing(work):
+        for _ in range(2):  # processes start, kernels are chosen
+            next(work)
+        wait(device)
+        began, computed, count = time.perf_counter(), time.process_time(), 0
+        while not count or (time.perf_counter() - began < BUDGET_S and count < 1000):
+            next(work)
+            count += 1
+        wait(device)
+        return (time.perf_counter() - began) / count, (time.process_time() - computed) / count
+
+
+def _batches(loader: TrainLoader) -> Generator[None, None, None]:
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        for _ in loader:
+            yield
+
+
+def _steps(job: loop.Job, loader: TrainLoader) -> Generator[None, None, None]:
+    """Forward and backward of one batch, without what the ranks sum; the weights stay as they are."""
+    batch = loader.example()
+    job.net.train()
+    while True:
+        with job.world.accumulate(job.net, False):
+            with job.precision.autocast():
+                total = job.task.loss(job.net, batch).total
+            job.scaler.scale(total / job.plan.global_batch).backward()
+        for p in job.model.parameters():
+            p.grad = None
+        yield
+
+
+def loader(ready: train.Prepared, workers: int, everyone: list[Speed | str], cores: int) -> list[Line]:
+    """Samples per second of the loader, against what the model eats; the slowest rank counts."""
+    job = ready.job
+    if broken := [words for words in everyone if isinstance(words, str)]:
+        return [failure(broken[0])]
+    slowest = Speed(*map(max, zip(*everyone, strict=True)))
+    on_gpu = job.world.device.type == "cuda"
+    samples = job.plan.micro_batch * job.world.size
+    share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
+    text = (
+        f"the loader gives {samples / slowest.loaded:.0f} samples/s (num_workers={workers}), forward and backward take "
+    )
+    text += f"{samples / slowest.step:.0f}: {100 * share:.0f} % of the time is waiting for data"
+    spare = cores // job.world.local_size - (1 if on_gpu else torch.get_num_threads())
+    best = recommend(slowest, max(0, spare), on_gpu)
+    if workers and not best:
+        return [(ok if share <= WAITS else warning)(text, "num_workers=0 does as well")]
+    if share <= WAITS or slowest.loaded < TINY_S:
+        return [ok(text)]
+    if best > workers:
+        return [warning(text, f"num_workers={best}")]
+    todo = "no core is free for more loader processes: fewer training processes, cache=host if the data fit, or data "
+    return [warning(text, todo + "prepared so that a sample takes less")]
+
+
+def waiting(load: float, step: float, meanwhile: bool) -> float:
+    """Share of its time that a training waits for data that take `load` seconds, with steps of `step` seconds.
+
+    meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by a thread
+    """
+    return max(0.0, 1 - step / load) if meanwhile else load / (load + step)
+
+
+def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
+    """Loader processes for each training process; 0 where they would not help.
+
+    spare  cores that a process has beside those that compute
+    """
+    if speed.fetch < TINY_S or waiting(speed.fetch, speed.step, on_gpu) <= WAITS:
+        return 0
+    if speed.fetch_cpu < speed.fetch / 2:  # whoever waits for a disk takes no core
+        spare = max(spare, 2)
+    return min(math.ceil(speed.fetch / speed.step), spare)
+
+
+def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
+    """(all ranks) How fast the ranks add up, against what lies between them.
+
+    gradients  bytes of this run's; 0 if that is not known
+    """
+    if world.size == 1:
+        return [ok("one process: nothing to sum (--launch N measures it)")]
+    on_gpu = world.device.type == "cuda"
+    count = 256_000_000 if on_gpu else 16_000_000
+    speed = bus_gb_s(world, count)
+    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if world.shared else "gloo"
+    text = (
+        f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth {speed:.3g} GB/s through {through}"
+    )
+    if world.shared:
+        text += f", {bus_gb_s(replace(world, shared=None), count):.3g} GB/s through gloo"
+    if not on_gpu:
+        text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"
+    if gradients:
+        text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * world.time_sum(gradients):.3g} ms"
+    several = len(set(world.gather(socket.gethostname()))) > 1  # what a network should give nobody here knows
+    if several or through != "NCCL" or not world.main:
+        return [ok(text)]
+    return [_against_the_link(text, speed, machine.shown_cards()[: world.local_size])]
+
+
+def bus_gb_s(world: dist.World, count: int) -> float:
+    """(all ranks) Bus bandwidth, as NCCL's own tests define it: of each byte 2 (n - 1) / n cross a link."""
+    return 2 * (world.size - 1) / world.size * count / world.time_sum(count) / 1e9
+
+
+def _copy_gb_s(count: int) -> float:
+    source, target = torch.zeros(2, count, dtype=torch.uint8)
+    target.copy_(source)
+    began = time.perf_counter()
+    for _ in range(8):
+        target.copy_(source)
+    return 8 * count / (time.perf_counter() - began) / 1e9
+
+
+def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line:
+    kind, limit = "", math.nan
+    with contextlib.suppress(Exception):  # nvidia-smi's words vary; what was measured stands without them
+        ways = machine.ways_between(cards)
+        kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"
+        each = [nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards]
+        limit = min(each) if all(value > 0 for value in each) else math.nan
+    if math.isnan(limit):
+        return ok(f"{text}; what the link should give is not known")
+    text += f"; {kind} carries {limit:.3g} GB/s"
+    if speed < SHARE_OF_LINK[kind] * limit:
+        return warning(text, "NCCL_DEBUG=INFO says which way it takes, `nvidia-smi topo -m` which ways there are")
+    return ok(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,337 @@
+"""What one process sees of the machine that it is on: a line for each thing, ok, warning or failure, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import re
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine import dist
+from engine.contract import LockstepError
+from tools import nvidia
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+DEFAULT_PORT = 29500
+GIB = 2**30
+
+
+class Line(NamedTuple):
+    """One thing that was looked at.  level  ok, warning or failure;  remedy  what to do about it, or could be"""
+
+    level: str
+    text: str
+    remedy: str = ""
+
+
+def ok(text: str, remark: str = "") -> Line:
+    return Line("ok", text, remark)
+
+
+def warning(text: str, remedy: str) -> Line:
+    return Line("warning", text, remedy)
+
+
+def failure(text: str, remedy: str = "") -> Line:
+    return Line("failure", text, remedy)
+
+
+def attempt(check: Callable[..., list[Line]], *given: Any) -> list[Line]:
+    """What a check of this process alone finds; where the check itself breaks, that is a warning."""
+    try:
+        return check(*given)
+    except LockstepError as error:
+        return [failure(str(error))]
+    except Exception as error:  # a driver's words, a file of another kernel: the others have something to say
+        said = (str(error).splitlines() or [""])[0]
+        name = check.__name__.replace("_", " ")
+        return [warning(f"{name}: could not be checked: {type(error).__name__}: {said}", "look for yourself")]
+
+
+def versions() -> list[Line]:
+    """Python's and the packages', against what pyproject.toml asks for."""
+    asked = re.search(r"^dependencies = .*$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    needed = re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else "")
+    lines = [
+        failure(f"{name} {installed(name) or 'is not installed'}, and {least} is the least", how_to_install())
+        for name, least in needed
+        if _numbers(installed(name)) < _numbers(least)
+    ]
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {number}" for name, number in kinds.items() if number), "CPU")
+    plain = torch.__version__.split("+")[0]
+    return [
+        *lines,
+        ok(f"torch {plain} ({built} build), Python {platform.python_version()}, NumPy {installed('numpy')}"),
+    ]
+
+
+def how_to_install() -> str:
+    return f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}"
+
+
+def installed(name: str) -> str:
+    """The version of a package; empty where it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text.split("+")[0])]
+
+
+def cores() -> int:
+    """What this process may use: fewer than the machine has, where it is bound, or in a container with a quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = CPU_QUOTA.read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))  # `max` is no number
+    return count
+
+
+# ---- how this process was started ------------------------------------------------------------------------------------
+
+
+def launch_of(cfg: Any) -> tuple[dist.Launch | None, list[Line]]:
+    """(who this process is, how it was started). Where a line is a failure, it is one on all of this machine."""
+    try:
+        launch = dist.environment()
+    except LockstepError as error:
+        return None, [failure(str(error))]
+    if launch is None:
+        forgotten = dist.forgotten_launch()
+        usual = ok("one process, as plain python starts it (--launch N: as torchrun does)")
+        return None, [warning(forgotten, "or start with --launch N") if forgotten else usual]
+    lines = []
+    gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count() or len(shown_cards())
+    if 0 < gpus < launch.local_size and cfg.ddp.backend != "gloo":
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f"{gpus} GPU(s) are visible" + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else "")
+        todo = f"start at most {gpus}, or show more with CUDA_VISIBLE_DEVICES"
+        lines.append(failure(f"{launch.local_size} processes on this machine, but {seen}", todo))
+    if not gpus and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        what = "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on the CPU dies of a segmentation fault"
+        lines.append(failure(what, "TORCH_DISTRIBUTED_DEBUG=INFO"))
+    return launch, lines or [
+        ok(f"{launch.size} process(es), {launch.local_size or 'nobody says how many'} on this machine")
+    ]
+
+
+SLOWS = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
+    "NCCL_P2P_DISABLE": "GPUs don't send to each other, but by way of the host's memory",
+    "NCCL_SHM_DISABLE": "what cannot go from GPU to GPU takes the network",
+}
+
+
+def variables() -> list[Line]:
+    """What is set in the environment, and makes a training on GPUs slow."""
+    found = [name for name in SLOWS if os.environ.get(name, "0") not in ("0", "") and torch.cuda.is_available()]
+    return [
+        warning(f"{name}={os.environ[name]}: {SLOWS[name]}", f"unset {name}, if nothing needs it") for name in found
+    ]
+
+
+def port() -> list[Line]:
+    """Where processes would meet that are started with a fixed port. torchrun --standalone takes a free one."""
+    asked = os.environ.get("MASTER_PORT", "")
+    number = int(asked) if asked.isdigit() else DEFAULT_PORT
+    if asked and not (asked.isdigit() and 0 < number < 65536):
+        return [failure(f"MASTER_PORT={asked} is no port", "give a number from 1024 to 65535, or unset MASTER_PORT")]
+    if not (taken := _taken(number)):
+        return [ok(f"port {number} is free")]
+    other = next((n for n in range(max(number, 1023) + 1, 65536) if not _taken(n)), 0)
+    todo = f"./train_multigpu.sh and torchrun --standalone take a free one, or MASTER_PORT={other}"
+    what = f"port {number} {taken}"
+    return [failure(what, todo) if asked else warning(what, todo)]
+
+
+def _taken(number: int) -> str:
+    """What keeps a process from listening there, in words; empty if nothing."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            probe.bind(("", number))
+        except PermissionError:
+            return "is for the administrator"
+        except OSError:
+            return f"is in use by {_listener(number)}"
+    return ""
+
+
+def _listener(number: int) -> str:
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            # The ninth field is the socket's number; 0A is one that listens.
+            here = [row for row in rows if int(row[1].rpartition(":")[2], 16) == number and row[3] == "0A"]
+            sockets |= {f"socket:[{row[9]}]" for row in here}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours to see
+            if os.readlink(file) in sockets:
+                return f"process {file.parts[2]} ({Path('/proc', file.parts[2], 'comm').read_text().strip()})"
+    return "a process that cannot be seen from here"
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def cards(cfg: Any) -> list[Line]:
+    """The GPUs as the driver sees them, and why torch does not, if so."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cfg.device == "cpu" or asked == "":
+        return [ok(f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is looked at")]
+    there = nvidia.cards()
+    if not there and not torch.cuda.is_available():
+        return [ok("no GPU here: training on the CPU, with gloo between processes")]
+    shown, invalid = nvidia.visible(asked)
+    lines = []
+    if invalid:
+        what = f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {len(there)} GPU(s) here, or comes twice"
+        lines.append(failure(f"{what}; CUDA shows {len(shown)}", f"give numbers from 0 to {len(there) - 1}, each once"))
+    for card in shown:
+        lines += _card(card)
+    kinds = sorted({card.name for card in shown})
+    if len(kinds) > 1:
+        what = f"GPUs of different kinds: {', '.join(kinds)}; the slowest sets the pace"
+        todo = (
+            "choose equal ones with CUDA_VISIBLE_DEVICES; CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does"
+        )
+        lines.append(warning(what, todo))
+    return lines + _cuda(there)
+
+
+def shown_cards() -> list[nvidia.Card]:
+    """Those that CUDA will show; none where nvidia-smi fails, which `cards` says."""
+    with contextlib.suppress(LockstepError):
+        return nvidia.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
+    return []
+
+
+def _card(card: nvidia.Card) -> list[Line]:
+    who, leave = f"GPU {card.index} ({card.name})", "leave that GPU out with CUDA_VISIBLE_DEVICES"
+    memory = f"{card.used_mib / 1024:.1f} of {card.total_mib / 1024:.0f} GiB in use"
+    users = [f"process {pid} ({name}, {mib:.0f} MiB)" for pid, name, mib in nvidia.users().get(card.uuid, [])]
+    if users:
+        lines = [warning(f"{who} is used by {', '.join(users)}: {memory}", f"wait for it, or {leave}")]
+    elif card.used_mib > 0.1 * card.total_mib:
+        what = f"{who} is used by a process that cannot be seen from here, in another container perhaps: {memory}"
+        lines = [warning(what, f"ask who shares this machine, or {leave}")]
+    else:
+        lines = [ok(f"{who}: {memory}, driver {card.driver}")]
+    if card.lanes < card.most_lanes:
+        what = f"{who} has {card.lanes:.0f} of {card.most_lanes:.0f} PCIe lanes"
+        lines.append(warning(what, "another slot, or the card seated again, may give it the rest"))
+    return lines
+
+
+def _cuda(there: list[nvidia.Card]) -> list[Line]:
+    """Whether torch gets along with the driver."""
+    if not (torch.version.cuda or torch.version.hip):
+        what = f"nvidia-smi lists {len(there)} GPU(s), but this torch is built for the CPU"
+        return [failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        works = torch.cuda.is_available()
+    if not works:
+        words = next((str(note.message).splitlines()[0] for note in said), "it does not say why")
+        what = f"torch, built for CUDA {torch.version.cuda}, can use no GPU: {words}"
+        return [failure(what, "a newer driver, or torch for an older CUDA; for a container, --gpus all")]
+    if torch.version.hip:
+        return []
+    return [ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}")]
+
+
+def nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def device(cfg: Any, world: dist.World) -> list[Line]:
+    """The GPU of this process: what it is, and that it computes."""
+    if world.device.type != "cuda":
+        return []
+    gpu, about = world.device, torch.cuda.get_device_properties(world.device)
+    free, total = torch.cuda.mem_get_info(gpu)
+    with torch.cuda.device(gpu):
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    who = f"{gpu} ({about.name}, compute capability {about.major}.{about.minor})"
+    try:
+        if torch.ones(64, device=gpu).sum().item() != 64:
+            return [
+                failure(f"{who} adds up 64 ones to something else", "the card or its driver is broken: leave it out")
+            ]
+    except RuntimeError as error:
+        made = " ".join(torch.cuda.get_arch_list())
+        what = f"{who} cannot compute: {str(error).splitlines()[0]}"
+        return [failure(what, f"this torch is made for {made}: install one for that GPU, or leave the GPU out")]
+    text = f"{who} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, {'bf16' if bf16 else 'no bf16'}"
+    return [warning(f"{text}, but amp=bf16", "amp=fp16, or auto") if cfg.amp == "bf16" and not bf16 else ok(text)]
+
+
+def peers(world: dist.World) -> list[Line]:
+    """Whether the GPUs of this machine reach each other's memory, and by which way."""
+    count = min(torch.cuda.device_count(), world.local_size) if world.device.type == "cuda" else 0
+    pairs = list(itertools.combinations(range(count), 2))
+    if not pairs:
+        return []
+    far = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    ways = sorted(set(ways_between(shown_cards()[:count])))
+    text = f"{count} GPUs, joined by {', '.join(ways) or 'what nvidia-smi does not tell'}"
+    if far:
+        todo = (
+            "`nvidia-smi topo -m` shows the way; ACS or the IOMMU in the firmware, or a virtual machine, may be between"
+        )
+        lines = [warning(f"{text}; no direct access between {', '.join(far)}: sums take the host's memory", todo)]
+    else:
+        lines = [ok(f"{text}; each reaches the others' memory")]
+    if "SYS" in ways:
+        todo = "where not all GPUs are needed, choose those of one NUMA node with CUDA_VISIBLE_DEVICES"
+        lines.append(warning("GPUs of different NUMA nodes: sums cross the link between the processors", todo))
+    return lines
+
+
+def ways_between(some: list[nvidia.Card]) -> list[str]:
+    """How each pair of GPUs is joined, in nvidia-smi's words."""
+    chosen = {card.index for card in some}
+    return [way for (a, b), way in nvidia.paths().items() if a < b and {a, b} <= chosen]
+
+
+# ---- beside the other processes --------------------------------------------------------------------------------------
+
+
+def facts(world: dist.World) -> dict[str, str]:
+    """What should be the same everywhere."""
+    found = {"torch": torch.__version__, "Python": platform.python_version(), "NumPy": installed("numpy")}
+    if world.device.type == "cuda":
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl(), "GPU": torch.cuda.get_device_name(world.device)}
+        found["driver"] = ", ".join(sorted({card.driver for card in shown_cards()}))
+    return found | {"CPU threads": str(torch.get_num_threads())}
+
+
+MAY_DIFFER = {"GPU": "the slowest sets the pace", "driver": "", "CPU threads": "set OMP_NUM_THREADS alike"}
+
+
+def differences(everyone: list[dict[str, str]]) -> list[Line]:
+    """Between rank 0 and the first rank that has something else."""
+    lines = []
+    for name, value in everyone[0].items():
+        rank = next((rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value), None)
+        if rank is not None:
+            what = f"rank {rank} has {name} {everyone[rank].get(name, 'none')}, rank 0 has {value}"
+            todo = MAY_DIFFER.get(name) or "install the same on all machines"
+            lines.append((warning if name in MAY_DIFFER else failure)(what, todo))
+    return lines

@@ -1,0 +1,141 @@
+"""What nvidia-smi tells about the GPUs of this machine, whether or not torch can use them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from engine.contract import LockstepError
+
+GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of one PCIe lane in one direction, by generation."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as nvidia-smi lists it, hidden ones too; NaN where it does not say.
+
+    lanes  of PCIe, now;  most_lanes  what card and slot allow
+    """
+
+    index: int
+    uuid: str
+    name: str
+    driver: str
+    total_mib: float
+    used_mib: float
+    pcie: float
+    lanes: float
+    most_lanes: float
+
+    @property
+    def pcie_gb_s(self) -> float:
+        return GB_PER_LANE.get(int(self.pcie), math.nan) * self.lanes if self.pcie == self.pcie else math.nan
+
+
+def ask(*words: str) -> str:
+    """What `nvidia-smi` answers; nothing where there is none. Raises RuntimeError with its own words where it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {said[0] if said else 'no words'}")
+    return done.stdout
+
+
+@functools.cache
+def cards() -> list[Card]:
+    """All of this machine. Raises LockstepError where nvidia-smi is there, and fails."""
+    fields = "index,uuid,name,driver_version,memory.total,memory.used"
+    fields += (
+        ",pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"  # an idle link runs in a lower generation
+    )
+    try:
+        rows = _rows(ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        todo = "see to the driver: where it fails, training falls back to the CPU"
+        raise LockstepError(str(error), todo=todo) from None
+    return [Card(int(row[0]), row[1], row[2], row[3], *map(_number, row[4:])) for row in rows if len(row) == 9]
+
+
+def visible(asked: str | None) -> tuple[list[Card], str]:
+    """(what CUDA will show under CUDA_VISIBLE_DEVICES=`asked`, the first entry that it will not take, if one is so).
+    CUDA ends the list at an invalid entry, and sees nothing where one comes twice."""
+    found: list[Card] = []
+    if asked is None:
+        return cards(), ""
+    for entry in (part.strip() for part in asked.split(",")):
+        if entry.startswith("MIG-"):  # a slice, of which CUDA shows one only
+            return cards()[:1], ""
+        by_uuid = entry.startswith("GPU-")
+        hits = [card for card in cards() if entry == str(card.index) or (by_uuid and card.uuid.startswith(entry))]
+        if len(hits) != 1:
+            return found, entry
+        if hits[0] in found:
+            return [], entry
+        found += hits
+    return found, ""
+
+
+@functools.cache
+def users() -> dict[str, list[tuple[int, str, float]]]:
+    """UUID of a GPU -> (process, name, MiB) of those that compute on it, but for this run's own processes."""
+    rows = _rows(ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"))
+    found: dict[str, list[tuple[int, str, float]]] = {}
+    for uuid, pid, *name, mib in (row for row in rows if len(row) >= 4 and row[1].isdigit()):
+        if not _is_ours(int(pid)):
+            found.setdefault(uuid, []).append((int(pid), os.path.basename(", ".join(name)), _number(mib)))
+    return found
+
+
+def paths() -> dict[tuple[int, int], str]:
+    """(GPU, GPU) -> how they are joined: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), SYS (between NUMA
+    nodes)."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
+    header = next((line for line in lines if any(_gpu(word) >= 0 for word in line[1:])), [])
+    rows = {_gpu(line[0]): line for line in lines if line is not header and _gpu(line[0]) >= 0}
+    columns = {column: _gpu(word) for column, word in enumerate(header) if _gpu(word) >= 0}
+    return {
+        (a, b): row[column].strip()
+        for a, row in rows.items()
+        for column, b in columns.items()
+        if a != b and column < len(row)
+    }
+
+
+def nvlink_gb_s(index: int) -> float:
+    """GB/s in one direction over all active NVLinks of a GPU."""
+    return sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", ask("nvlink", "--status", "-i", str(index)))))
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # [N/A]
+        return math.nan
+
+
+def _gpu(word: str) -> int:
+    found = re.fullmatch(r"\s*GPU(\d+)\s*", word)
+    return int(found[1]) if found else -1
+
+
+def _is_ours(pid: int) -> bool:
+    """This process, or another rank beside it."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            parent = int(file.read().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):  # not ours to see
+        return False
+    return pid == os.getpid() or ("TORCHELASTIC_RUN_ID" in os.environ and parent == os.getppid())
