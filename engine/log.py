@@ -24,6 +24,8 @@ from engine.loop import Job, Skipped, Slow
 T = TypeVar("T")
 
 SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
+SPEED = ("samples_per_s", "data_wait_share", "memory_mb")
+"""What TensorBoard shows in a group of its own: about the machine, not about the learning."""
 
 
 class Silent:
@@ -110,7 +112,7 @@ class Log(Silent):
 
     def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
         with self._no_matter("TensorBoard"):
-            self._add_scalars({f"{group}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}, job)
+            self._add_scalars({_tag(group, k): v for k, v in values.items() if isinstance(v, (int, float))}, job)
 
     def _add_scalars(self, values: dict[str, float], job: Job) -> None:
         """As one event: SummaryWriter would write one for each."""
@@ -204,6 +206,14 @@ class Log(Silent):
             self.writer.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def _tag(group: str, name: str) -> str:
+    """TensorBoard groups by what stands before the first slash: `f1/walk` of each class would bury `val/loss`."""
+    kind, slash, rest = name.rpartition("/")
+    if name in SPEED:
+        group = "speed"
+    return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 
 
 def start(folder: Path, job: Job) -> Log:

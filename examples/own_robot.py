@@ -33,10 +33,10 @@ def make_raw(folder: Path) -> None:
     """YOUR DATA stand here: one log per demonstration."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
-    for episode in range(12):
+    for episode in range(40):
         ball, hand = rng.uniform(-0.8, 0.8, 2), rng.uniform(-0.8, 0.8, 2)
         hands, goals = [], []
-        for _ in range(rng.integers(15, 25)):
+        while not hands or np.abs(ball - hand).max() > 0.01:  # until it is there
             goal = hand + np.clip(ball - hand, -0.15, 0.15)
             hands.append(hand)
             goals.append(goal)

@@ -4,7 +4,8 @@
     python examples/own_sensors.py FOLDER [words for the training, such as epochs=20]
 
 The raw files here are made up, in the form in which they mostly come: one CSV per recording, sampled unevenly, and a
-table that names the person and the label of each. Replace `make_raw` by your own files, and change `read_recording` to fit.
+table that names the person and the label of each. Replace `make_raw` by your own files, and change
+`read_recording` to fit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_raw(folder: Path) -> None:
             for n in range(2):
                 time = np.sort(rng.uniform(0, 12, 600))  # seconds
                 swing = np.sin(2 * np.pi * own * hertz[label] * time[:, None] + rng.uniform(0, 6, 3))
-                values = swing * (label != "rest") + [0, 0, 9.81] + rng.normal(0, 0.2, (600, 3))
+                values = swing * (label != "rest") + [0, 0, 9.81] + rng.normal(0, 0.05, (600, 3))
                 name = f"{subject}_{label}_{n}.csv"
                 with open(folder / name, "w", newline="", encoding="utf-8") as file:
                     table = csv.writer(file)

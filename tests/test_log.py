@@ -101,8 +101,9 @@ def test_tensorboard_reads_scalars_pictures_and_hparams(runs):
         "train/loss",
         "train/lr",
         "train/grad_norm",
-        "train/samples_per_s",
-        "train/memory_mb",
+        "speed/samples_per_s",
+        "speed/memory_mb",
+        "val f1/paw_withdraw",
         "val/macro_f1",
         "val/loss",
     }
