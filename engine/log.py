@@ -24,8 +24,6 @@ from engine.loop import Job, Skipped, Slow
 T = TypeVar("T")
 
 SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
-SPEED = ("samples_per_s", "data_wait_share", "memory_mb")
-"""What TensorBoard shows in a group of its own: about the machine, not about the learning."""
 
 
 class Silent:
@@ -181,6 +179,7 @@ class Log(Silent):
 
     def _add_pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
         for name, picture in pictures.items():
+            name = f"val/{name}"  # beside the numbers of the same evaluation
             moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
             if moving:
                 self._add_gif(name, picture, job.progress.step)
@@ -209,10 +208,8 @@ class Log(Silent):
 
 
 def _tag(group: str, name: str) -> str:
-    """TensorBoard groups by what stands before the first slash: `f1/walk` of each class would bury `val/loss`."""
-    kind, slash, rest = name.rpartition("/")
-    if name in SPEED:
-        group = "speed"
+    """TensorBoard groups by what stands before the first slash: `val/f1/walk` of each class would bury `val/loss`."""
+    kind, slash, rest = name.partition("/")
     return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 
 
@@ -233,10 +230,9 @@ def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
 
     flat = config.flatten(config.to_dict(job.cfg))
     flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-    results = {f"hparam/{job.task.monitor}": metrics[job.task.monitor], "hparam/loss": metrics["loss"]}
+    results = {_tag("val", name): metrics[name] for name in (job.task.monitor, "loss")}  # the tab looks them up by tag
     for summary in hparams(flat, results):
         log.writer.file_writer.add_summary(summary)
-    log._add_scalars(results, job)
 
 
 def require_wandb() -> None:

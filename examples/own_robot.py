@@ -27,6 +27,8 @@ FEATURES = {
     "observation.images.top": ("image", (3, SIZE, SIZE)),  # or "video", smaller on the disk and not exact
     "action": ("float32", (2,)),  # what the robot was told, in the units it is told in
 }
+SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
+"""What the training is told; words of the command line go before it."""
 
 
 def make_raw(folder: Path) -> None:
@@ -65,8 +67,9 @@ def convert(raw: Path, target: Path) -> None:
 
 
 def run(*words: str) -> None:
-    print("\n$", *words, flush=True)
-    subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=ROOT, check=True)
+    print("\n$ python", *words, flush=True)
+    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        sys.exit(code)
 
 
 def main(where: str, *more: str) -> None:
@@ -78,9 +81,9 @@ def main(where: str, *more: str) -> None:
     if not data.exists():
         convert(raw, data)
     print(f"{len(list(raw.glob('*.npz')))} demonstrations in {raw} -> {data}")
-    named = [f"dataset.root={data}", f"save_dir={folder / 'run'}"]
-    run("python", "train.py", "robot", *named, "batch_size=16", "steps=300", "policy.chunk_size=5", *more)
-    run("python", "tools/evaluate.py", str(folder / "run"))
+    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
+    run("train.py", "robot", *(f"{key}={value}" for key, value in settings.items()))
+    run("tools/evaluate.py", str(folder / "run"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 RATE_HZ = 50.0
 CHANNELS = ["acc_x", "acc_y", "acc_z"]  # three axes of one sensor side by side: the augmentation turns them together
+SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
+"""What the training is told; words of the command line go before it."""
 
 
 def make_raw(folder: Path) -> None:
@@ -73,8 +75,9 @@ def convert(raw: Path, target: Path) -> None:
 
 
 def run(*words: str) -> None:
-    print("\n$", *words, flush=True)
-    subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=ROOT, check=True)
+    print("\n$ python", *words, flush=True)
+    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        sys.exit(code)
 
 
 def main(where: str, *more: str) -> None:
@@ -85,9 +88,9 @@ def main(where: str, *more: str) -> None:
         make_raw(raw)
     convert(raw, data)
     print(f"{len(list(raw.glob('*_*.csv')))} recordings in {raw} -> {data}")
-    named = [f"dataset.root={data}", f"save_dir={folder / 'run'}"]
-    run("python", "train.py", "har", *named, "dataset.length=100", "dataset.stride=50", "epochs=10", *more)
-    run("python", "tools/evaluate.py", str(folder / "run"))
+    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
+    run("train.py", "har", *(f"{key}={value}" for key, value in settings.items()))
+    run("tools/evaluate.py", str(folder / "run"))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial
+SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
+"""What the training is told; words of the command line go before it."""
 
 
 def make_raw(folder: Path) -> None:
@@ -61,8 +63,9 @@ def write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def run(*words: str) -> None:
-    print("\n$", *words, flush=True)
-    subprocess.run([sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=ROOT, check=True)
+    print("\n$ python", *words, flush=True)
+    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        sys.exit(code)
 
 
 def main(where: str, *more: str) -> None:
@@ -73,10 +76,10 @@ def main(where: str, *more: str) -> None:
         make_raw(raw)
     if not data.exists():
         size = ["--frames", "12", "--stride", "2", "--size", "32"]
-        run("python", "tools/prepare_clips.py", str(raw / "trials.csv"), str(data), "--videos", str(raw), *size)
-    named = [f"dataset.root={data}", f"save_dir={folder / 'run'}"]
-    run("python", "train.py", "video", *named, "dataset.frames=12", "batch_size=8", "epochs=20", *more)
-    run("python", "tools/evaluate.py", str(folder / "run"))
+        run("tools/prepare_clips.py", str(raw / "trials.csv"), str(data), "--videos", str(raw), *size)
+    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
+    run("train.py", "video", *(f"{key}={value}" for key, value in settings.items()))
+    run("tools/evaluate.py", str(folder / "run"))
 
 
 if __name__ == "__main__":
