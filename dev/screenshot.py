@@ -35,11 +35,20 @@ def board(runs: Path) -> Iterator[str]:
                 if server.poll() is not None:
                     raise RuntimeError(f"TensorBoard ended: {_text(said)}")
                 time.sleep(0.1)  # until it has said where it is
-            while not ask(found[0], "scalars"):
-                time.sleep(0.1)  # it reads the files after that
+            _wait_until_read(found[0])
             yield found[0]
         finally:
             server.terminate()
+
+
+def _wait_until_read(address: str) -> None:
+    """It reads the files while it serves, and doesn't say when it is through: until there is something, and a second
+    later no more."""
+    before, now = None, None
+    while not now or now != before:
+        time.sleep(1.0)
+        before = now
+        now = [newest(address, run, tag) for run, tags in ask(address, "images").items() for tag in tags]
 
 
 def _text(file: Any) -> str:
@@ -47,10 +56,20 @@ def _text(file: Any) -> str:
     return str(file.read())
 
 
+def get(address: str, path: str, **words: Any) -> bytes:
+    with urllib.request.urlopen(f"{address}data/plugin/{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
+        return bytes(answer.read())
+
+
 def ask(address: str, plugin: str) -> dict[str, Any]:
     """{run: {tag: about it}}, as the page asks for them."""
-    with urllib.request.urlopen(f"{address}data/plugin/{plugin}/tags", timeout=60) as answer:
-        return dict(json.load(answer))
+    return dict(json.loads(get(address, f"{plugin}/tags")))
+
+
+def newest(address: str, run: str, tag: str) -> bytes:
+    """The file of a tag's newest picture."""
+    query = json.loads(get(address, "images/images", run=run, tag=tag, sample=0))[-1]["query"]
+    return get(address, "images/individualImage", **dict(urllib.parse.parse_qsl(query)))
 
 
 def shoot(address: str, picture: Path, size: tuple[int, int] = (1680, 1000)) -> None:

@@ -150,7 +150,8 @@ def draw_confusion(matrix: np.ndarray, classes: list[str], cell: int = 64) -> np
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
     num_classes, margin, font = len(classes), 150, ImageFont.load_default(15)
-    picture = Image.new("RGB", (margin + cell * num_classes, 72 + cell * num_classes), "white")
+    size = margin + cell * num_classes + 60, 72 + cell * num_classes  # the last name reaches beyond its column
+    picture = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(picture)
     pen.text((6, 6), "rows: true, columns: predicted", fill="black", font=font)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))

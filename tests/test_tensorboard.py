@@ -1,16 +1,13 @@
 """TensorBoard as people look at it: a real server on real runs, asked for what its page asks for, and in a browser."""
 
 import io
-import json
-import urllib.parse
-import urllib.request
 
 import numpy as np
 import pytest
 from conftest import launching, succeed
 from test_guides import SHORT_ROBOT, SHORT_VIDEO
 
-from dev.screenshot import CHROMIUM, ask, board, shoot
+from dev.screenshot import CHROMIUM, ask, board, newest, shoot
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +31,7 @@ def picture(address, run, tag):
     """What the page shows of the last evaluation, as Pillow reads it."""
     from PIL import Image
 
-    words = urllib.parse.urlencode({"run": run, "tag": tag, "sample": 0})
-    with urllib.request.urlopen(f"{address}data/plugin/images/images?{words}", timeout=60) as answer:
-        query = json.load(answer)[-1]["query"]
-    with urllib.request.urlopen(f"{address}data/plugin/images/individualImage?{query}", timeout=60) as answer:
-        return Image.open(io.BytesIO(answer.read()))
+    return Image.open(io.BytesIO(newest(address, run, tag)))
 
 
 def test_scalars_are_grouped_by_name(address):
