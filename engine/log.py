@@ -110,7 +110,7 @@ class Log(Silent):
 
     def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
         with self._no_matter("TensorBoard"):
-            self._add_scalars({f"{group}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}, job)
+            self._add_scalars({_tag(group, k): v for k, v in values.items() if isinstance(v, (int, float))}, job)
 
     def _add_scalars(self, values: dict[str, float], job: Job) -> None:
         """As one event: SummaryWriter would write one for each."""
@@ -179,6 +179,7 @@ class Log(Silent):
 
     def _add_pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
         for name, picture in pictures.items():
+            name = f"val/{name}"  # beside the numbers of the same evaluation
             moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
             if moving:
                 self._add_gif(name, picture, job.progress.step)
@@ -206,6 +207,12 @@ class Log(Silent):
             self.wandb.finish()
 
 
+def _tag(group: str, name: str) -> str:
+    """TensorBoard groups by what stands before the first slash: `val/f1/walk` of each class would bury `val/loss`."""
+    kind, slash, rest = name.partition("/")
+    return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
+
+
 def start(folder: Path, job: Job) -> Log:
     """(main only) Open the log, or say in words why not."""
     try:
@@ -223,10 +230,9 @@ def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
 
     flat = config.flatten(config.to_dict(job.cfg))
     flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-    results = {f"hparam/{job.task.monitor}": metrics[job.task.monitor], "hparam/loss": metrics["loss"]}
+    results = {_tag("val", name): metrics[name] for name in (job.task.monitor, "loss")}  # the tab looks them up by tag
     for summary in hparams(flat, results):
         log.writer.file_writer.add_summary(summary)
-    log._add_scalars(results, job)
 
 
 def require_wandb() -> None:

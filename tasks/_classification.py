@@ -179,23 +179,24 @@ def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 def draw_confusion(matrix: np.ndarray, classes: list[str], cell: int = 64) -> np.ndarray:
     """(C, C) counts [true, predicted] -> uint8 picture (H, W, 3): rows are the truth, shade is the row's share."""
-    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
+    from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
-    num_classes, margin = len(classes), 110
-    picture = Image.new("RGB", (margin + cell * num_classes, margin + cell * num_classes), "white")
+    num_classes, margin, font = len(classes), 150, ImageFont.load_default(15)
+    size = margin + cell * num_classes + 60, 72 + cell * num_classes  # the last name reaches beyond its column
+    picture = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(picture)
+    pen.text((6, 6), "rows: true, columns: predicted", fill="black", font=font)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
     for c, name in enumerate(classes):
-        pen.text((4, margin + cell * c + cell // 2 - 6), name[:17], fill="black")
-        pen.text((margin + cell * c + 4, margin - 16 - 12 * (c % 2)), name[:17], fill="black")
+        pen.text((6, 72 + cell * c + cell // 2 - 9), name[:17], fill="black", font=font)
+        # Every second one higher: names are longer than a cell is wide.
+        pen.text((margin + cell * c + 2, 48 - 18 * (c % 2)), name[:14], fill="black", font=font)
     for row in range(num_classes):
         for column in range(num_classes):
             share = shares[row, column]
-            x, y = margin + cell * column, margin + cell * row
+            x, y = margin + cell * column, 72 + cell * row
             shade = tuple(int(255 - share * (255 - full)) for full in (33, 102, 172))
             pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=shade)
-            pen.text(
-                (x + 6, y + cell // 2 - 6), str(int(matrix[row, column])), fill="white" if share > 0.5 else "black"
-            )
-    pen.text((4, 4), "rows: true, columns: predicted", fill="black")
+            ink = "white" if share > 0.5 else "black"
+            pen.text((x + 6, y + cell // 2 - 9), str(int(matrix[row, column])), fill=ink, font=font)
     return np.asarray(picture)

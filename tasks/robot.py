@@ -28,6 +28,7 @@ from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
 from tasks import _simulation as simulation
+from tasks._pictures import captioned
 from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
@@ -273,19 +274,20 @@ class Task(contract.Task):
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
             success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
             if 0 in which:  # the one that is shown
-                self.film = film
+                self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
         return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """A film of one trial, and the same as a strip of ten frames."""
+        """A film of one trial, and the same as a strip of ten frames, under what was asked and what came of it."""
         if not self.num_trials:
             return {}
-        times = max(1, 192 // self.film.shape[-1])
+        times = max(1, 288 // self.film.shape[-1])
         film = self.film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)  # (T, H, W, 3), larger
         chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, H, W, 3)
         framed = np.pad(chosen, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
-        return {"trial": film, "trial_strip": np.concatenate(list(framed), 1)}
+        strip = np.concatenate(list(framed), 1)
+        return {"trial": captioned(film, self.filmed), "trial_strip": captioned(strip[None], self.filmed)[0]}
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts

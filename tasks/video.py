@@ -19,6 +19,7 @@ from formats.clips import Clips, split_by_video
 from formats.synthetic_clips import Recipe, ensure
 from models.cnn3d import CNN3d
 from tasks._classification import Classification, LossSettings, class_table, class_weights
+from tasks._pictures import caption
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 
@@ -128,11 +129,10 @@ class Task(Classification):
         x, y = batch["x"][:4], batch["y"][:4]
         with torch.no_grad():
             guesses = model(x).argmax(1).tolist()
-        captions = [
-            (f"true {self.classes[truth]}", f"pred {self.classes[guess]}")
-            for truth, guess in zip(y.tolist(), guesses, strict=True)
-        ]
-        return super().pictures(model, batch, sums) | {"clips": draw_clips(x.cpu().numpy(), captions)}
+        pairs = [*zip(y.tolist(), guesses, strict=True)]
+        captions = [(f"true {self.classes[truth]}", f"pred {self.classes[guess]}") for truth, guess in pairs]
+        shown = draw_clips(x.cpu().numpy(), captions, [truth != guess for truth, guess in pairs])
+        return super().pictures(model, batch, sums) | {"clips": shown}
 
 
 def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
@@ -194,17 +194,15 @@ def draw_ethogram(labels: np.ndarray, classes: list[str], fps: float, width: int
     return np.asarray(image)
 
 
-def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]]) -> np.ndarray:
-    """(N, T, H, W) uint8 and N captions of two lines -> one clip (T, H', W'), side by side under their captions."""
+def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]], wrong: list[bool] | None = None) -> np.ndarray:
+    """(N, T, H, W) uint8 and N captions of two lines -> one clip (T, H', W'), side by side under their captions; those
+    that are wrong stand black on white."""
     from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
 
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
     count, frames, height, width = clips.shape
-    strip = Image.new("L", (count * width, 28), 0)
-    pen = ImageDraw.Draw(strip)
-    for n, lines in enumerate(captions):
-        for row, line in enumerate(lines):
-            pen.text((n * width + 3, 2 + 12 * row), line[: width // 6], fill=255)
+    lines = zip(captions, wrong or [False] * count, strict=True)
+    strip = np.concatenate([caption(pair, width, inverse=odd) for pair, odd in lines], 1)
     side_by_side = clips.transpose(1, 2, 0, 3).reshape(frames, height, count * width)
-    return np.concatenate([np.repeat(np.asarray(strip)[None], frames, 0), side_by_side], 1)
+    return np.concatenate([np.repeat(strip[None], frames, 0), side_by_side], 1)

@@ -460,10 +460,12 @@ def test_augmentation_moves_whole_clips_and_can_be_switched_off():
 
 def test_sample_clips_are_drawn_under_their_captions():
     clips = np.random.default_rng(0).integers(0, 256, (3, 5, 16, 20), dtype=np.uint8)
-    moving = draw_clips(clips, [("true rest", "pred walk")] * 3)
-    zoom = 7
-    assert moving.shape == (5, 28 + 16 * zoom, 3 * 20 * zoom) and moving.dtype == np.uint8
-    assert np.array_equal(moving[:, 28::zoom, 20 * zoom : 40 * zoom : zoom], clips[1])
+    moving = draw_clips(clips, [("true rest", "pred walk")] * 3, [True, False, True])
+    zoom, high = 7, 36
+    assert moving.shape == (5, high + 16 * zoom, 3 * 20 * zoom) and moving.dtype == np.uint8
+    assert np.array_equal(moving[:, high::zoom, 20 * zoom : 40 * zoom : zoom], clips[1])
+    right, wrong = moving[0, :high, 20 * zoom : 40 * zoom], moving[0, :high, : 20 * zoom]
+    assert np.array_equal(wrong, 255 - right) and 0 < (right > 128).mean() < 0.3, "white on black, and the other way"
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -490,7 +492,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
         sums = task.score(model.eval(), batch)
     assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
     pictures = task.pictures(model, batch, sums)
-    assert pictures["clips"].shape == (17, 28 + 128, 4 * 128) and pictures["confusion_matrix"].shape[2] == 3
+    assert pictures["clips"].shape == (17, 36 + 128, 4 * 128) and pictures["confusion_matrix"].shape[2] == 3
     cfg.dataset.root = str(tmp_path / "none")
     with pytest.raises(LockstepError, match="prepare_clips"):
         task.datasets()

@@ -103,12 +103,13 @@ def test_tensorboard_reads_scalars_pictures_and_hparams(runs):
         "train/grad_norm",
         "train/samples_per_s",
         "train/memory_mb",
+        "val f1/paw_withdraw",
         "val/macro_f1",
         "val/loss",
     }
     assert scalars <= set(tags["scalars"])
     assert any("config" in tag for tag in tags["tensors"])
-    assert "confusion_matrix" in tags["images"]
+    assert "val/confusion_matrix" in tags["images"]
     kinds = {events.Images(tag)[-1].encoded_image_string[:4] for tag in tags["images"]}
     assert b"GIF8" in kinds, "a clip is a GIF"
     assert b"\x89PNG" in kinds

@@ -323,7 +323,7 @@ def measure(ready: train.Prepared, workers: int) -> Speed | str:
     """(all ranks) The loader alone, and the model alone on one batch: each rank for itself, all at the same time. Where
     one fails, its words."""
     job, given = ready.job, ready.train_loader
-    alone = TrainLoader(given.dataset, given.sampler, given.seed, given.device, None)
+    alone = TrainLoader(given.dataset, given.sampler, given.seed, job.world, None)
     works = {"fetch": _batches(alone), "step": _steps(job, alone)}
     if workers:
         cfg = copy.copy(job.cfg)

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""A picture of TensorBoard as a browser shows a run: curves, and the pictures of the last evaluation. Needs Chromium.
+
+python dev/screenshot.py RUN docs/images/tensorboard.png
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+CURVES = ("train/loss", "val/loss", "val/macro_f1", "val/action_l1", "val/success_rate")
+
+
+@contextlib.contextmanager
+def board(runs: Path) -> Iterator[str]:
+    """A TensorBoard that shows all `runs` in a folder, on a free port, as its address."""
+    options = ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), *options]
+    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said, stderr=said) as server:
+        try:
+            while not (found := re.search(r"http://[\d.]+:\d+/", _text(said))):
+                if server.poll() is not None:
+                    raise RuntimeError(f"TensorBoard ended: {_text(said)}")
+                time.sleep(0.1)  # until it has said where it is
+            _wait_until_read(found[0])
+            yield found[0]
+        finally:
+            server.terminate()
+
+
+def _wait_until_read(address: str) -> None:
+    """It reads the files while it serves, and doesn't say when it is through: until there is something, and a second
+    later no more."""
+    before, now = None, None
+    while not now or now != before:
+        time.sleep(1.0)
+        before = now
+        now = [newest(address, run, tag) for run, tags in ask(address, "images").items() for tag in tags]
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())
+
+
+def get(address: str, path: str, **words: Any) -> bytes:
+    with urllib.request.urlopen(f"{address}data/plugin/{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
+        return bytes(answer.read())
+
+
+def ask(address: str, plugin: str) -> dict[str, Any]:
+    """{run: {tag: about it}}, as the page asks for them."""
+    return dict(json.loads(get(address, f"{plugin}/tags")))
+
+
+def newest(address: str, run: str, tag: str) -> bytes:
+    """The file of a tag's newest picture."""
+    query = json.loads(get(address, "images/images", run=run, tag=tag, sample=0))[-1]["query"]
+    return get(address, "images/individualImage", **dict(urllib.parse.parse_qsl(query)))
+
+
+def shoot(address: str, picture: Path, size: tuple[int, int] = (1680, 1000)) -> None:
+    """Save what a browser shows with the curves and the pictures of the first run pinned."""
+    (run, curves), (_, pictures) = (next(iter(ask(address, plugin).items())) for plugin in ("scalars", "images"))
+    cards: list[dict[str, Any]] = [{"plugin": "scalars", "tag": tag} for tag in CURVES if tag in curves]
+    whose = {"runId": f"defaultExperimentId/{run}", "sample": 0}
+    cards += [{"plugin": "images", "tag": tag, **whose} for tag in sorted(pictures)]
+    page = f"{address}?pinnedCards={urllib.parse.quote(json.dumps(cards))}&smoothing=0&forceSVG=true#timeseries"
+    with tempfile.TemporaryDirectory(prefix="chromium_", ignore_cleanup_errors=True) as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        options += [f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=60000", f"--screenshot={picture}"]
+        subprocess.run([CHROMIUM, *options, page], check=True, timeout=300, capture_output=True)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 2 or not CHROMIUM:
+        print(__doc__ if CHROMIUM else "error: no Chromium here: apt install chromium", file=sys.stderr)
+        return 2
+    with board(Path(argv[0])) as address:
+        shoot(address, Path(argv[1]).resolve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a trained policy. Fork this file.
+
+    python examples/own_robot.py FOLDER [words for the training, such as steps=2000]
+
+The logs here are made up: a gripper that goes to a ball, one .npz per episode with what it felt, saw and did. Replace
+`make_raw` by your own files, and change `FEATURES` and `read_episode` to fit. A dataset that was recorded with LeRobot
+needs no conversion: dataset.root=DIR takes it as it is. Needs pyarrow: pip install pyarrow
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from formats.lerobot_writer import Recorder
+
+ROOT = Path(__file__).resolve().parent.parent
+FPS, SIZE = 10, 32
+FEATURES = {
+    "observation.state": ("float32", (2,)),
+    "observation.images.top": ("image", (3, SIZE, SIZE)),  # or "video", smaller on the disk and not exact
+    "action": ("float32", (2,)),  # what the robot was told, in the units it is told in
+}
+SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
+"""What the training is told; words of the command line go before it."""
+
+
+def make_raw(folder: Path) -> None:
+    """YOUR DATA stand here: one log per demonstration."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
+    for episode in range(40):
+        ball, hand = rng.uniform(-0.8, 0.8, 2), rng.uniform(-0.8, 0.8, 2)
+        hands, goals = [], []
+        while not hands or np.abs(ball - hand).max() > 0.01:  # until it is there
+            goal = hand + np.clip(ball - hand, -0.15, 0.15)
+            hands.append(hand)
+            goals.append(goal)
+            hand = goal
+        near = [np.hypot(x - at[0], y - at[1]) < 0.15 for at in (ball, *hands)]
+        pictures = [np.stack([255 * near[0], 255 * here, 0 * here]) for here in near[1:]]  # (3, H, W) each
+        log = {"state": hands, "goal": goals, "camera": np.array(pictures, np.uint8), "task": "go to the ball"}
+        np.savez(folder / f"episode_{episode:03d}.npz", **log)
+
+
+def read_episode(path: Path) -> tuple[dict[str, np.ndarray], str]:
+    """({feature: (T, ...)}, what was to be done, in words). All arrays have a row per frame, at FPS."""
+    with np.load(path) as log:
+        arrays = {
+            "observation.state": log["state"].astype(np.float32),
+            "observation.images.top": log["camera"],  # (T, 3, H, W) uint8
+            "action": log["goal"].astype(np.float32),
+        }
+        return arrays, str(log["task"])
+
+
+def convert(raw: Path, target: Path) -> None:
+    with Recorder(target, FPS, FEATURES, robot_type="mine") as recorder:
+        for path in sorted(raw.glob("*.npz")):
+            recorder.add_episode(*read_episode(path))
+
+
+def run(*words: str) -> None:
+    print("\n$ python", *words, flush=True)
+    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        sys.exit(code)
+
+
+def main(where: str, *more: str) -> None:
+    folder = Path(where).resolve()
+    raw, data = folder / "raw", folder / "dataset"
+    if not raw.exists():
+        raw.mkdir(parents=True)
+        make_raw(raw)
+    if not data.exists():
+        convert(raw, data)
+    print(f"{len(list(raw.glob('*.npz')))} demonstrations in {raw} -> {data}")
+    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
+    run("train.py", "robot", *(f"{key}={value}" for key, value in settings.items()))
+    run("tools/evaluate.py", str(folder / "run"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["checkpoints/own_robot"])

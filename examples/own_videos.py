@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Your own videos: recordings and a CSV of trials -> packed clips -> a trained model. Fork this file.
+
+    python examples/own_videos.py FOLDER [words for the training, such as epochs=20]
+
+The videos here are made up: a bright spot, the "animal", that rests, runs or turns. Replace `make_raw` by your own
+files. The conversion is a tool already, tools/prepare_clips.py: it turns to gray, crops, resizes, and refuses trials
+that reach beyond their video. Needs PyAV: pip install av
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial
+SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
+"""What the training is told; words of the command line go before it."""
+
+
+def make_raw(folder: Path) -> None:
+    """YOUR DATA stand here: folder/trials.csv (video, start_s, label) and the videos that it names."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for v in range(5):
+        labels = rng.permutation(np.repeat(["rest", "run", "turn"], 4))
+        write_video(folder / f"mouse{v}.mp4", np.concatenate([one_trial(label, rng) for label in labels]))
+        rows += [[f"mouse{v}.mp4", f"{n * LENGTH / FPS:.2f}", label] for n, label in enumerate(labels)]
+    with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["video", "start_s", "label"], *rows])
+
+
+def one_trial(label: str, rng: np.random.Generator) -> np.ndarray:
+    """(T, H, W) uint8."""
+    time = np.arange(LENGTH)[:, None]
+    place, course = rng.uniform(20, 44, 2), rng.uniform(0, 2 * np.pi)
+    if label == "run":
+        place = place + np.array([np.cos(course), np.sin(course)]) * (time - LENGTH / 2)
+    elif label == "turn":
+        place = place + 9 * np.concatenate([np.cos(0.5 * time + course), np.sin(0.5 * time + course)], 1)
+    y, x = np.mgrid[:SIZE, :SIZE]
+    place = np.broadcast_to(place, (LENGTH, 2))[:, :, None, None]  # (T, 2, 1, 1)
+    spot = 200 * np.exp(-((y - place[:, 0]) ** 2 + (x - place[:, 1]) ** 2) / 20)
+    return np.clip(spot + rng.normal(30, 8, spot.shape), 0, 255).astype(np.uint8)
+
+
+def write_video(path: Path, frames: np.ndarray) -> None:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = SIZE, SIZE, "yuv420p", 2_000_000
+        for frame in frames:
+            for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="gray").reformat(format="yuv420p")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+
+
+def run(*words: str) -> None:
+    print("\n$ python", *words, flush=True)
+    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        sys.exit(code)
+
+
+def main(where: str, *more: str) -> None:
+    folder = Path(where).resolve()
+    raw, data = folder / "raw", folder / "clips"
+    if not raw.exists():
+        raw.mkdir(parents=True)
+        make_raw(raw)
+    if not data.exists():
+        size = ["--frames", "12", "--stride", "2", "--size", "32"]
+        run("tools/prepare_clips.py", str(raw / "trials.csv"), str(data), "--videos", str(raw), *size)
+    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
+    run("train.py", "video", *(f"{key}={value}" for key, value in settings.items()))
+    run("tools/evaluate.py", str(folder / "run"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["checkpoints/own_videos"])

@@ -1,0 +1,24 @@
+"""Words in the pictures of an evaluation. Pillow comes with tensorboard; it is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
+    """Lines of text -> (18 * lines, width) uint8: white on black, or the other way round."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    strip, font = Image.new("L", (width, 18 * len(lines)), 255 * inverse), ImageFont.load_default(14)
+    pen = ImageDraw.Draw(strip)
+    for row, line in enumerate(lines):
+        pen.text((3, 18 * row), line[: width // 7], fill=255 * (not inverse), font=font)
+    return np.asarray(strip)
+
+
+def captioned(film: np.ndarray, line: str) -> np.ndarray:
+    """(T, H, W, 3) uint8 -> (T, 18 + H, W, 3): every frame under the same line."""
+    strip = caption([line], film.shape[2])[None, :, :, None]
+    return np.concatenate([np.broadcast_to(strip, (len(film), *strip.shape[1:3], 3)), film], 1)

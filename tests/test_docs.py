@@ -1,0 +1,76 @@
+"""What the pages in docs/ say is held to the code: links, messages, and the scripts for one's own data."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, succeed
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("script", ["links", "messages"])
+def test_pages_are_up_to_date(script):
+    """Every link leads to a line that has its words; every message of the code is in docs/messages.md."""
+    done = subprocess.run([sys.executable, f"dev/{script}.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}\nmended by: python dev/{script}.py"
+
+
+def test_the_six_places_lead_to_code():
+    text = (ROOT / "docs/what-ddp-adds.md").read_text()
+    parts = re.split(r"^## (\d)\. ", text, flags=re.M)[1:]
+    assert parts[::2] == list("123456")
+    assert all(len(re.findall(r"\]\(\.\./\w[^)]*#L\d+\)", part)) >= 3 for part in parts[1::2])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    rooms = "configs|docs|dev|engine|envs|examples|formats|models|tasks|tests|tools"
+    named = re.findall(rf"`((?:{rooms})/[\w/-]+\.(?:py|md|yaml))`", page.read_text())
+    assert not [name for name in named if not (ROOT / name).exists() and "mine" not in name]
+
+
+def test_the_messages_that_people_meet_are_the_codes():
+    """The part written by hand quotes the part that was read from the code."""
+    by_hand, _, read = (ROOT / "docs/messages.md").read_text().partition("<!-- What follows")
+    quoted = re.findall(r"^\| `([^`]+)` \|", by_hand, re.M)
+    assert len(quoted) >= 20 and not [words for words in quoted if words not in read]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "short", "metric"),
+    [
+        ("sensors", "epochs=3", "macro_f1"),
+        ("videos", "epochs=2 model.width=4", "macro_f1"),
+        ("robot", "steps=4", "action_l1"),
+    ],
+)
+def test_own_data_from_raw_files_to_metrics(launch, tmp_path, name, short, metric):
+    if name == "videos":
+        pytest.importorskip("av")
+    cache = str(tmp_path / "cache")
+    done = succeed(
+        launch.python(f"examples/own_{name}.py", str(tmp_path / "own"), *short.split(), LOCKSTEP_CACHE=cache)
+    )
+    trained, scored = done.out.split("$ python tools/evaluate.py")
+    assert "Done: " in trained and re.search(rf"^  {metric} +[\d.]+$", scored, re.M)
+    assert list((tmp_path / "own" / "raw").iterdir()), "what the user replaces"
+
+
+def test_a_task_of_ones_own_learns(launch, tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text("price,size\n" + "".join(f"{n % 7},{n % 7 + 1}\n" for n in range(200)))
+    runs = {"made_up": [], "own": [f"table.path={table}", "table.target=price"]}
+    for name, words in runs.items():
+        done = succeed(launch.python("train.py", "examples/own_task.py", *words, f"save_dir={tmp_path / name}"))
+        assert float(re.search(r"best rmse ([\d.]+)", done.out)[1]) < 0.5, name
+    done = launch.python("train.py", "examples/own_task.py", f"table.path={table}")
+    assert done.code == 2 and done.errors == ["error: no column 'y' (table.target): choose of price, size"]

@@ -1,0 +1,149 @@
+"""Every command in a fenced block of these pages runs: literally, with what makes it short behind it. A command that is
+neither run here, nor in test_guides.py, nor has a reason in NOT_RUN, fails a test."""
+
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, succeed
+from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
+
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("your-own-data", "config", "nothing-lost", "troubleshooting")))
+PROGRAMS = re.compile(
+    r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
+)
+
+TRAINED = {  # command: (processes, what makes it short)
+    "./train_multigpu.sh 3 har --epochs 20": (3, SHORT_HAR),
+    "./train_multigpu.sh 3 --config configs/video.yaml": (3, SHORT_VIDEO),
+    "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml ddp.bucket_cap_mb=50": (
+        2,
+        SHORT_HAR,
+    ),
+    "CUDA_VISIBLE_DEVICES=0,1,3 torchrun --standalone --nproc_per_node=3 train.py video": (3, SHORT_VIDEO),
+}
+
+ELSEWHERE = {  # a test: the commands that it runs, or their like with files that are there and a port that is free
+    "test_the_deprecated_launch_module": [
+        "python -m torch.distributed.launch --nproc_per_node=2 --master_port=29500 train.py"
+    ],
+    "test_accelerate_launch": ["accelerate launch --multi_gpu --num_processes=2 train.py --config configs/har.yaml"],
+    "test_two_nodes_as_two_launchers": ["NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har"],
+    "test_slurm": ["srun --ntasks-per-node=1 ./train_multigpu.sh har"],
+    "test_a_task_of_ones_own_learns": ["python train.py examples/own_task.py"],
+    "test_own_data_from_raw_files_to_metrics": [
+        "python examples/own_sensors.py checkpoints/own_sensors",
+        "python examples/own_videos.py checkpoints/own_videos",
+        "python examples/own_robot.py checkpoints/own_robot",
+        "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256",
+        "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice",
+    ],
+    "test_the_guides_commands_train": [
+        "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/policy/act.yaml dataset.root=DIR "
+        "batch_size=8"
+    ],
+    "test_evaluate_gives_the_same_numbers_on_any_number_of_processes": [
+        "python tools/evaluate.py RUN eval.n_episodes=100"
+    ],
+    "test_a_run_becomes_a_pretrained_policy_for_the_next": ["python tools/save_pretrained.py RUN"],
+}
+
+NOT_RUN = {".venv/bin/python -m pytest tests/test_the_idea.py -v": "these tests are among them already"}
+
+
+def shown():
+    """{command: page} of all fenced blocks."""
+    found = {}
+    for page in PAGES:
+        for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):
+            for line in block.splitlines():
+                line = line.removeprefix("$ ")
+                if PROGRAMS.match(line):
+                    found.setdefault(re.sub(r"\s+#.*", "", line), page)
+    return found
+
+
+def in_the_guides(words):
+    """Whether test_guides.py has the command, with nothing but settings behind it."""
+    return any(
+        line.startswith(f"{words} ") and all("=" in more for more in line[len(words) :].split()) for _, line in COMMANDS
+    )
+
+
+HERE = {
+    "make train",
+    "make test",
+    "./train_multigpu.sh --print 2 har",
+    "python train.py har --dry-run global_batch=256 batch_size=64",
+    "python train.py har epoch=3 --lr abc optim.wieght_decay=0",
+    "python train.py har seed=1 epochs=1 global_batch=48 log_every=59 save_dir=checkpoints/one",
+    "torchrun --standalone --nproc_per_node=3 train.py har seed=1 epochs=1 global_batch=48 log_every=59 "
+    "save_dir=checkpoints/three",
+}
+"""The tests below run these."""
+
+
+def test_no_command_is_left_out():
+    known = {*TRAINED, *NOT_RUN, *HERE, *(words for commands in ELSEWHERE.values() for words in commands)}
+    left_out = {words: page for words, page in shown().items() if words not in known and not in_the_guides(words)}
+    assert not left_out, "run them here, or say why not"
+    assert known <= shown().keys(), "no page shows these any more"
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name in ELSEWHERE if f"def {name}(" not in tests]
+
+
+@pytest.mark.parametrize("words", TRAINED)
+def test_a_command_trains(launch, tmp_path, words):
+    if torch.cuda.is_available():
+        pytest.skip("written for a machine without GPUs, as test_guides.py")
+    processes, short = TRAINED[words]
+    settings = dict(re.findall(r"(\w+)=(\S*) ", PROGRAMS.match(words)[1]))
+    line = f"{words.removeprefix(PROGRAMS.match(words)[1])} {short}"
+    assert_trained(launch(*command(line, tmp_path), PYTHON=sys.executable, **settings), tmp_path, processes)
+
+
+def test_one_and_three_processes_print_the_same(launch, tmp_path):
+    """Three steps of the page's 59, with three times the stride."""
+    said = []
+    for words in sorted(HERE):
+        if "global_batch=48" in words:
+            line, _, folder = words.replace("log_every=59", "log_every=3").partition(" save_dir=checkpoints/")
+            done = succeed(launch(*command(f"{line} dataset.stride=192 steps=3", tmp_path / folder)))
+            said.append(
+                [float(number) for number in re.search(r"step 3/3 .* loss ([\d.]+)  acc ([\d.]+)%", done.out).groups()]
+            )
+    assert len(said) == 2 and said[0] == pytest.approx(said[1], rel=1e-3), (
+        "not the last digit: see the page about a maximum"
+    )
+
+
+def test_make_starts_what_it_says(launch):
+    train, test = (succeed(launch("make", "-n", target)).out for target in ("train", "test"))
+    assert "./train_multigpu.sh" in train and "pip install" in train and "requirements.txt" in train
+    assert "-m pytest -n auto" in test and "requirements-dev.txt" in test
+
+
+def test_the_launcher_prints_its_command(launch):
+    done = succeed(launch("./train_multigpu.sh", "--print", "2", "har", PYTHON=sys.executable))
+    assert "--nproc_per_node=2" in done.out and shlex.split(done.out)[-2].endswith("/train.py")
+
+
+def blocks_after(words):
+    """The lines that a page shows behind a command."""
+    text = (ROOT / shown()[words]).read_text()
+    return text.split(f"$ {words}\n")[1].split("```")[0].splitlines()
+
+
+def test_mistakes_are_told_as_shown(launch):
+    words = "python train.py har epoch=3 --lr abc optim.wieght_decay=0"
+    done = launch.python(*shlex.split(words)[1:])
+    assert done.code == 2 and done.errors == blocks_after(words)
+
+
+def test_the_arithmetic_is_as_shown(launch):
+    words = "python train.py har --dry-run global_batch=256 batch_size=64"
+    done = succeed(launch.python(*shlex.split(words)[1:]))
+    expected = [line for line in blocks_after(words) if not line.startswith(("  precision", "  device"))]
+    assert len(expected) == 6 and not [line for line in expected if line not in done.out.splitlines()]
