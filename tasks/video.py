@@ -197,7 +197,6 @@ def draw_ethogram(labels: np.ndarray, classes: list[str], fps: float, width: int
 def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]], wrong: list[bool] | None = None) -> np.ndarray:
     """(N, T, H, W) uint8 and N captions of two lines -> one clip (T, H', W'), side by side under their captions; those
     that are wrong stand black on white."""
-    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
 
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
