@@ -1,0 +1,53 @@
+"""The model of tools/benchmark.py --predict against two hosts whose cable is slow."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, succeed
+from hosts import two_hosts
+
+from engine import scaling
+from tools import benchmark
+
+pytestmark = pytest.mark.slow
+
+WORDS = ["har", "--mode", "flatten", "dataset.stride=512"]  # 1.3 MB of gradients
+MBIT = 100
+
+
+def measured(launch, out, hosts=()):
+    """What tools/probe.py finds, on this machine or with one process on each host."""
+    probe = [str(ROOT / "tools" / "probe.py"), str(out), "2", *WORDS]
+    meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
+    agent = [sys.executable, str(ROOT / "engine" / "agent.py"), *meet]
+    runs = [
+        launch.start(*host.enter, *agent, f"--node_rank={node}", *probe, CUDA_VISIBLE_DEVICES="")
+        for node, host in enumerate(hosts)
+    ] or [launch.start(sys.executable, *probe, CUDA_VISIBLE_DEVICES="")]
+    for run in runs:
+        succeed(run.wait(100))
+    return json.loads(out.read_text())
+
+
+def case(processes, found):
+    known = benchmark.Case("weak", processes, {})
+    known.found.append(found)
+    return known
+
+
+def test_the_prediction_for_a_slow_cable_comes_true(launch, tmp_path):
+    """Times are compared here, for they are the point; but most of a step is the cable's, which the kernel rations."""
+    with two_hosts(rate=f"{MBIT}mbit") as hosts:
+        two = case(2, measured(launch, tmp_path / "two.json", hosts))
+    one = case(1, measured(launch, tmp_path / "one.json"))
+    step_ms = two.found[0]["step_ms"]
+    assert step_ms > 2 * one.found[0]["step_ms"], "else the cable would not matter"
+    # From what is written on the cable.
+    said = benchmark.predicted([one], 2, scaling.parse_link(f"{MBIT}mbit,300us"))
+    assert said["step_ms"] == pytest.approx(step_ms, rel=0.35), (said, two.found[0])
+    # From the all-reduces that were measured over it.
+    said = benchmark.predicted([one, two], 2, None)
+    assert said["beta_gbit"] == pytest.approx(MBIT / 1e3, rel=0.3), said
+    assert said["step_ms"] == pytest.approx(step_ms, rel=0.35), (said, two.found[0])
+    assert said["efficiency"] == pytest.approx(one.found[0]["step_ms"] / step_ms, abs=0.15)
