@@ -36,13 +36,16 @@ STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 
 
 def main(argv: list[str]) -> int:
-    # Warnings of a store whose server is gone, each with a C++ stack, and of a machine that has no name; errors are
-    # still shown. Torch reads it as it is loaded.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Torch reads it as it is loaded. Here an address where nobody is has forty lines of stack, before ours; for the
+    # processes, warnings of a store whose server is gone have one each, and errors are shown.
+    unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if unset:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes speak for themselves
     # 30 s by default: too short for a large checkpoint on a slow disk.

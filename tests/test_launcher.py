@@ -539,6 +539,13 @@ def test_a_failing_worker_fails_the_launch(home: Home) -> None:
     assert re.search(r"^error: rank 1 \(process \d+\) ended with exit code 7 ", done.stderr, re.MULTILINE), done.stderr
 
 
+def test_an_address_where_nobody_is_costs_one_line(home: Home) -> None:
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=timeout=2")
+    assert done.returncode == 6 and "(127.0.0.1, 9)" in done.stderr
+    assert done.stderr.count("\n") == 2 and "\nerror: the processes could not be started: " in done.stderr
+
+
 def test_two_launches_at_once(home: Home) -> None:
     home.train(ADD_UP)
     runs = [home.start("2", "one", "two"), home.start("2", "two", "one")]
