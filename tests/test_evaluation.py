@@ -82,9 +82,10 @@ def test_floats_are_added_up_in_the_order_of_the_parts():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A small run on sensor windows, of which an evaluation takes several batches, the last one short."""
+    """A small run on sensor windows, of which an evaluation takes several batches, the last one short. A perceptron:
+    what it makes of a sample differs in the last bits with the number of samples beside it."""
     folder = tmp_path_factory.mktemp("har") / "run"
-    words = ["dataset.stride=512", "model.width=8", "batch_size=16", "steps=6", "optim.ema_decay=0.5"]
+    words = "--mode flatten dataset.stride=512 model.width=8 batch_size=16 steps=6 optim.ema_decay=0.5".split()
     with launching() as launch:
         succeed(launch.python("train.py", "har", *words, f"save_dir={folder}"))
     return folder
