@@ -65,6 +65,7 @@ def test_own_data_from_raw_files_to_metrics(launch, tmp_path, name, short, metri
     assert list((tmp_path / "own" / "raw").iterdir()), "what the user replaces"
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_learns(launch, tmp_path):
     table = tmp_path / "mine.csv"
     table.write_text("price,size\n" + "".join(f"{n % 7},{n % 7 + 1}\n" for n in range(200)))
