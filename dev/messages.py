@@ -48,6 +48,7 @@ FORWARDS = {
     ("formats/frames.py", "_open_png"),
     ("formats/lerobot.py", "refuse"),
     ("tasks/_robot.py", "check"),
+    ("tools/probe.py", "probe"),
     ("train_ddp.py", "_main"),
 }
 """(file, function): where a message is passed on that is in the list already, or that another package has made."""

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.contract import LockstepError
+
 FIRST_BUCKET_MB = 1.0
 """Of DDP (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`): small, so that the sums begin early."""
 
@@ -75,13 +77,14 @@ def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int
 
 
 def parse_link(text: str) -> Link:
-    """`10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency. Raises ValueError."""
+    """`10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency."""
     rate, _, latency = text.partition(",")
     units = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
     unit = next((unit for unit in units if rate.endswith(unit)), "")
     times = {"us": 1e-6, "ms": 1e-3}
     time_unit = next((unit for unit in times if latency.endswith(unit)), "")
-    if not unit or (latency and not time_unit):
-        raise ValueError(f"{text!r} is no link: give 10gbit, or 200mbit,50us")
-    alpha = float(latency.removesuffix(time_unit)) * times[time_unit] if latency else 0.0
-    return Link(alpha, float(rate.removesuffix(unit)) * units[unit])
+    try:
+        alpha = float(latency.removesuffix(time_unit)) * times[time_unit] if latency else 0.0
+        return Link(alpha, float(rate.removesuffix(unit)) * units[unit])
+    except (ValueError, KeyError):
+        raise LockstepError(f"{text!r} is no link", where="--link", todo="give 10gbit, or 200mbit,50us") from None

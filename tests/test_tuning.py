@@ -7,6 +7,7 @@ import yaml
 from conftest import FAULTY, TOY, succeed
 
 from engine import scaling
+from engine.contract import LockstepError
 from engine.scaling import Link, Step
 from tools import benchmark
 
@@ -55,7 +56,7 @@ def test_a_link_in_words(text, link):
 
 @pytest.mark.parametrize("text", ["10", "10gbit,5", "fast", "gbit", "10gb"])
 def test_no_link(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(LockstepError, match="is no link"):
         scaling.parse_link(text)
 
 
@@ -128,7 +129,7 @@ def test_benchmark_as_json_with_the_link_that_was_measured(launch):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--link", "fast"], "'fast' is no link"),
-    (["--processes", "1,x"], "invalid literal"),
+    (["--processes", "1,x"], "'1,x' are no numbers of processes"),
     (["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
     (["lr=x"], "lr=x (command line): give a number"),
 ])  # fmt: skip

@@ -167,11 +167,12 @@ def main(argv: list[str]) -> int:
 def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
+    link = scaling.parse_link(options.link) if options.link else None
     try:
         counts = sorted({int(text) for text in options.processes.split(",")}) if options.processes else []
-        link = scaling.parse_link(options.link) if options.link else None
-    except ValueError as error:
-        raise LockstepError(str(error), where="--processes or --link", todo="see --help") from None
+    except ValueError:
+        what = f"{options.processes!r} are no numbers of processes"
+        raise LockstepError(what, where="--processes", todo="give some, such as 1,2,4") from None
     counts = counts or [1 << n for n in range(12) if 1 << n <= max(2, gpus or min(cores, 4))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")

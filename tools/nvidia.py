@@ -61,7 +61,7 @@ def cards() -> list[Card]:
         rows = _rows(ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         todo = "see to the driver: where it fails, training falls back to the CPU"
-        raise LockstepError(str(error), todo=todo) from None
+        raise LockstepError(f"no answer about the GPUs: {error}", todo=todo) from None
     return [Card(int(row[0]), row[1], row[2], row[3], *map(_number, row[4:])) for row in rows if len(row) == 9]
 
 
