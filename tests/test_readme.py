@@ -10,9 +10,9 @@ import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("your-own-data", "config", "nothing-lost", "troubleshooting")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("your-own-data", "tools", "config", "nothing-lost", "troubleshooting")))
 PROGRAMS = re.compile(
-    r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
+    r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
 )
 
 TRAINED = {  # command: (processes, what makes it short)
@@ -32,6 +32,23 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
     "test_accelerate_launch": ["accelerate launch --multi_gpu --num_processes=2 train.py --config configs/har.yaml"],
     "test_two_nodes_as_two_launchers": ["NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har"],
     "test_slurm": ["srun --ntasks-per-node=1 ./train_multigpu.sh har"],
+    "test_two_hosts_take_the_steps_of_one_process": [
+        "RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har"
+    ],
+    "test_a_job_whose_time_is_over_is_requeued_and_goes_on": ["sbatch tools/slurm.sbatch har --epochs 20"],
+    "test_two_processes_are_started_compared_and_timed": ["python tools/doctor.py --launch 2 har"],
+    "test_the_largest_batch_and_a_delta_that_trains": [
+        "python tools/tune.py har",
+        "python train.py har --config tuned.yaml",
+    ],
+    "test_a_run_says_where_its_time_goes_and_leaves_a_trace": ["python train.py har --profile"],
+    "test_the_tables_of_the_guides": ["python tools/benchmark.py --predict 8 --link 10gbit,50us har"],
+    "test_every_split_and_data_from_elsewhere": ["python tools/evaluate.py RUN --split train"],
+    "test_windows_of_new_recordings_without_labels": ["python tools/predict.py RUN NEW"],
+    "test_the_file_says_what_the_model_says": [
+        "python tools/export.py RUN",
+        "python tools/export.py RUN --format onnx",
+    ],
     "test_a_task_of_ones_own_learns": ["python train.py examples/own_task.py"],
     "test_own_data_from_raw_files_to_metrics": [
         "python examples/own_sensors.py checkpoints/own_sensors",
