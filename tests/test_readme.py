@@ -10,7 +10,10 @@ import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("your-own-data", "tools", "config", "nothing-lost", "troubleshooting")))
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("your-own-data", "tools", "config", "nothing-lost", "troubleshooting")),
+)
 PROGRAMS = re.compile(
     r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
 )
