@@ -432,6 +432,7 @@ def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str
     job = prepared.job
     progress, task = job.progress, job.task
     state = checkpoint.capture(job)  # now: if the evaluation is broken off, or fails, the training so far is kept
+    keeper.unsaved = state
     try:
         batches = logger.progress(prepared.val_loader, len(prepared.val_loader), "Validation")
         scored = loop.evaluate(job, batches)
@@ -457,6 +458,7 @@ def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str
         logger.say(f"  ✓ Saved best model: {file} ({log.SHORT.get(task.monitor, task.monitor)}: {value:.4f})")
     elif job.finished or due(job.cfg.save_every, progress.step, job.epoch_ended):
         keeper.save(state)
+    keeper.unsaved = {}
     job.tally.restart_clock()  # the speed of training is without that of evaluation
     return metrics
 
@@ -467,11 +469,13 @@ class Keeper:
     def __init__(self, job: Job, logger: log.Silent, checkpoints: storage.Checkpoints | None):
         self.job, self.logger = job, logger
         self.writer = storage.Writer(checkpoints) if checkpoints else None
+        self.unsaved: dict[str, Any] = {}  # what is to be saved if the evaluation under way never ends
         if self.writer:
-            status.current.settle = self.writer.wait
+            status.current.settle = self._settle
 
     def save(self, state: dict[str, Any], best_file: str = "") -> None:
         """(main only) The log goes to the disk first, so that a checkpoint never is ahead of it."""
+        self.unsaved = {}
         if self.writer:
             with self.job.world.pulse.during("waiting for the checkpoint before"):
                 file = best_file or f"step_{state['progress']['step']}.pt"
@@ -479,6 +483,13 @@ class Keeper:
 
     def _saved(self, path: Path, step: int) -> None:
         status.current.write("running", step=step, checkpoint=str(path))
+
+    def _settle(self, seconds: float) -> None:
+        """Before this process ends, from whatever thread ends it."""
+        if self.unsaved:
+            self.save(self.unsaved)
+        assert self.writer is not None
+        self.writer.wait(seconds)
 
     def problems(self) -> list[str]:
         return self.writer.problems() if self.writer else []

@@ -24,7 +24,7 @@ def end(error: BaseException, debug: bool) -> int:
     """
     world, details = dist.joined(), "".join(traceback.format_exception(error))
     mine = explain(error, world)
-    secondary = lost_connection(error)
+    secondary = lost_connection(error) and not oom.ran_out(error)
     if debug and not secondary:
         os.write(2, details.encode())
     details = "" if isinstance(error, LockstepError) else details
@@ -111,12 +111,12 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
 
 
 def _out_of_memory(text: str, where: str, world: dist.World | None) -> LockstepError:
-    if world is None or status.current.smaller is None:
+    if world is None or status.current.smaller is None or world.pulse.phase == "preparing":
         return LockstepError(f"out of memory: {text}", where=where, todo="free some, or use cache=none", exit_code=1)
     batch, smaller = status.current.smaller(world.pulse.phase in ("validation", "loading validation data"))
     words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
     if not smaller:
-        todo = "not even one fits: use a smaller model, or smaller samples"
+        todo = "no smaller batch takes the same steps: use a smaller model, smaller samples, or another global_batch"
     elif status.current.shrinks:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:

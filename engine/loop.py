@@ -334,8 +334,9 @@ def rehearse(job: Job, batches: Any) -> None:
     epoch. Rank 0's: the others may have none."""
     sums, metrics = None, None
     if job.world.main:
+        batch = next(iter(batches))
         with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
-            sums = job.task.score(job.model.eval(), next(iter(batches)))
+            sums = job.task.score(job.model.eval(), batch)
         if isinstance(sums, dict) and "count" in sums:
             try:
                 metrics = job.task.report(Sums(sums))
@@ -546,7 +547,7 @@ def equalise_buffers(job: Job) -> None:
 @torch.no_grad()
 def pictures(job: Job, batch: Batch, sums: Sums) -> dict[str, Any]:
     """(main only) The task's pictures of an evaluation."""
-    with job.world.own_random_numbers(), job.precision.autocast():
+    with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
         return job.task.pictures(job.evaluated_model.eval(), batch, sums)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,26 @@ TIMES = "LOCKSTEP_TIMES_AGAIN"
 """Environment variable: how often that has happened."""
 
 
+BEGAN = "LOCKSTEP_BEGAN"
+"""Environment variable: time.monotonic() of the first start, from which a time limit counts."""
+
+_BEGAN = time.monotonic()
+
+
+def began() -> float:
+    """time.monotonic() of the start of this process, or of the first of those that it was."""
+    return float(os.environ.get(BEGAN, _BEGAN))
+
+
 def ran_out(error: BaseException) -> bool:
-    """Whether it says that the memory of the GPU or of the host has run out; torch has no class for the host's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """Whether it says that the memory of the GPU or of the host has run out; torch has a class for its own allocator."""
+    signs = (
+        "can't allocate memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "failure 2 'out of memory'",
+    )
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def settings() -> dict[str, Any]:
@@ -35,6 +53,7 @@ def times() -> int:
 def start_again(more: dict[str, Any]) -> None:
     """Become a new process of the same number, with the same command and these settings: nothing of the old one's
     memory stays, and the launcher notices nothing. Doesn't return; may be called from any thread."""
+    os.environ.setdefault(BEGAN, str(_BEGAN))
     os.environ[AGAIN], os.environ[TIMES] = json.dumps(settings() | more), str(times() + 1)
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open
         try:

@@ -109,6 +109,8 @@ def smaller(plan: Plan, cfg: Config, world: World, evaluating: bool) -> tuple[in
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
     parts = world.size * max(1, len(world.devices))
+    if cfg.ddp.static_graph and world.grouped:  # which rules accumulation out
+        return plan.micro_batch, {}
     share, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
     fits = [n for n in range(1, batch) if share % n == 0]
     cut = {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}

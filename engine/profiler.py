@@ -141,7 +141,7 @@ class Profile:
 
     def __init__(self, job: Any, folder: Path, say: Any):
         self.job, self.path, self.say = job, folder / "trace.json", say
-        self.taken = 0
+        self.taken, self.reported = 0, False
         self.profiler = PerformanceProfiler(job.world.device)
         self.on_gpu = job.world.device.type == "cuda"
         self.rows = [*PHASES, *(["waiting for the device"] if self.on_gpu else [])]  # the host's, where it runs ahead
@@ -164,9 +164,9 @@ class Profile:
     def finish(self) -> None:
         """At the end of the run, however short it was."""
         timed = self.taken - WARM_UP
-        if timed < 0:
+        if timed <= 0:
             self.say(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
-        elif timed < TIMED:
+        elif not self.reported:
             self._report(timed)
         elif self.tracer:
             self._end_trace()
@@ -184,6 +184,7 @@ class Profile:
         self.job.world.pulse.listener = hear
 
     def _report(self, steps: int) -> None:
+        self.reported = True
         self.job.world.pulse.listener = None
         self.profiler.mark("")
         ranks = self.job.world.gather(self.profiler.spent())

@@ -22,8 +22,8 @@ import numpy as np
 
 from engine.contract import LockstepError
 
-FIRST_BUCKET_MB = 1.0
-"""Of DDP (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`): small, so that the sums begin early."""
+MIB = 1 << 20
+"""In which DDP counts. Its small first bucket it has only where nobody has said how large buckets are."""
 
 
 class Link(NamedTuple):
@@ -58,10 +58,8 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
 
 def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
     """The bytes of DDP's buckets, in the order in which they become ready."""
-    sizes = [min(num_bytes, FIRST_BUCKET_MB * 1e6)]
-    while (left := num_bytes - sum(sizes)) > 0:
-        sizes.append(min(left, bucket_cap_mb * 1e6))
-    return sizes
+    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
+    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
 
 
 def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int, link: Link) -> float:

@@ -12,7 +12,7 @@ import threading
 import time
 from types import FrameType
 
-from engine import agent, dist
+from engine import agent, dist, oom
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
@@ -23,7 +23,8 @@ class Stop:
     def __init__(self, max_time_s: float = 0.0):
         self.reason = ""
         self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
-        self.deadline = time.monotonic() + max_time_s if max_time_s else float("inf")
+        start = oom.began() if oom.times() else time.monotonic()
+        self.deadline = start + max_time_s if max_time_s else float("inf")
 
     def ask(self, reason: str) -> None:
         self.reason = self.reason or reason

@@ -266,6 +266,9 @@ def stacks() -> str:
 # ---- the first cause ------------------------------------------------------------------------------------------------
 
 
+_known: list[Cause] = []
+
+
 class _Notes:
     """What the ranks leave for each other in the store; a store that is gone answers nothing.
 
@@ -325,8 +328,10 @@ class _Notes:
         return first or self.store is None
 
     def cause(self) -> Cause | None:
-        note = self.get_first("failure")
-        return Cause(**note) if note else None
+        """The first one; once read, it is known here even if the store is gone."""
+        if not _known and (note := self.get_first("failure")):
+            _known.append(Cause(**note))
+        return _known[0] if _known else None
 
 
 def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, bool]:
@@ -427,6 +432,17 @@ def leave(world: World, cause: Cause, claimed: bool) -> None:
     if world.main and world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         time.sleep(2.5 * BEAT_S)  # the store lives in this process: the others read the cause there
     if code is None:
+        _see_the_store_go(world)
         oom.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
     else:
         os._exit(code)
+
+
+def _see_the_store_go(world: World) -> None:
+    """Before starting again: where the store lives in rank 0, a rank that is sooner would join the one that is about to
+    go. Under torchrun's own store there is nothing to wait for."""
+    notes, deadline = _Notes(world, 5.0), time.monotonic() + 60
+    if not world.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        while notes.store is not None and time.monotonic() < deadline:
+            notes.has("failure")
+            time.sleep(0.2)

@@ -129,5 +129,6 @@ def test_a_difference_is_seen_wherever_it_is():
     assert export.differences(ours, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([100.0])}) == (0, 0)
     largest, relative = export.differences(ours, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([101.0])})
     assert largest == 1 and relative == pytest.approx(0.01)
-    broken = export.differences(ours, {"a": torch.tensor([1.0, np.nan]), "b": torch.tensor([100.0])})[1]
-    assert not broken <= 1e-4
+    for a, b in ((np.nan, 100.0), (2.0, np.nan)):
+        broken = export.differences(ours, {"a": torch.tensor([1.0, a]), "b": torch.tensor([b])})[1]
+        assert not broken <= 1e-4

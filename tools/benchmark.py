@@ -35,6 +35,7 @@ import torch
 import train
 from engine import config, scaling
 from engine.contract import LockstepError
+from tools import machine
 from tools.probe import OutOfMemory, probe
 
 MEANING = {"weak": "each process keeps its batch", "strong": "the global batch stays"}
@@ -143,7 +144,7 @@ def predicted(rows: list[Case], processes: int, link: scaling.Link | None) -> Ro
         "gradients_mb": one["gradients_mb"],
         "all_reduce_ms": 1e3 * scaling.all_reduce_s(link, processes, num_bytes),
         "step_ms": 1e3 * took,
-        "samples_per_s": processes * one["global_batch"] / took,
+        "samples_per_s": processes * alone.samples_per_s * step_s / took,
         "efficiency": step_s / took,
     }
 
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = int(machine.cores())
     gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
     link = scaling.parse_link(options.link) if options.link else None
     try:
@@ -173,7 +174,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
     except ValueError:
         what = f"{options.processes!r} are no numbers of processes"
         raise LockstepError(what, where="--processes", todo="give some, such as 1,2,4") from None
-    counts = counts or [1 << n for n in range(12) if 1 << n <= max(2, gpus or min(cores, 4))]
+    counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")
     # On CPUs each process has the same share of the cores, however many there are: a core takes the place of a GPU.

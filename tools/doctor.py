@@ -130,6 +130,7 @@ def _launch(processes: int, words: list[str]) -> None:
 
 def examine(cfg: Any, as_json: bool) -> int:
     """(all ranks) Every check, in the order in which a training would meet them. Returns the exit code."""
+    cfg.oom = "stop"
     cores = machine.cores()  # before this process is bound to some of them
     launch, started = machine.launch_of(cfg)
     main = launch is None or launch.rank == 0

@@ -29,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -95,8 +96,8 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
             }
             exported = FORMATS[asked.format](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
             found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
-    worst = max(relative for _, _, relative in found)
-    if not worst <= asked.tolerance:  # NaN, too
+    worst = float(np.max([relative for _, _, relative in found]))
+    if not worst <= asked.tolerance:  # NaN, too, which Python's own max would pass over
         what = f"the exported model is off by {worst:.3g} of its largest output"
         todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
         raise LockstepError(what, where=asked.format, todo=todo, exit_code=1)
@@ -151,7 +152,7 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[flo
         raise LockstepError(f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}", exit_code=1)
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
     gaps = [(float((a - b).abs().max()), max(1.0, float(a.abs().max()))) for a, b in pairs]
-    return max(gap for gap, _ in gaps), max(gap / size for gap, size in gaps)
+    return float(np.max([gap for gap, _ in gaps])), float(np.max([gap / size for gap, size in gaps]))
 
 
 def _described(values: Input) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import tasks
 import train
 from engine import dist, status, storage
 from engine.contract import LockstepError
@@ -95,16 +96,17 @@ def _predict(cfg: Any, asked: argparse.Namespace) -> int:
         raise error
     if asked.out.suffix != ".csv":
         raise LockstepError(f"{asked.out} is not the name of a table", where="--out", todo="give one that ends in .csv")
+    if not issubclass(tasks.load(cfg.task), (har.Task, video.Task)):
+        what = f"task {cfg.task} is not one of sensor windows or of video"
+        raise LockstepError(what, where=asked.run, todo="give a run of har or video")
     trained = train.trained(cfg, dist.join(cfg, launch))
     task = trained.task
     found: Iterator[Said | LockstepError]
     if isinstance(task, har.Task):
         found = of_windows(task, asked, _asker(trained))
-    elif isinstance(task, video.Task):
-        found = (of_clips if (asked.data / FRAMES).is_file() else of_videos)(task, asked, _asker(trained))
     else:
-        what = f"task {cfg.task} is not one of sensor windows or of video"
-        raise LockstepError(what, where=asked.run, todo="give a run of har or video")
+        assert isinstance(task, video.Task)
+        found = (of_clips if (asked.data / FRAMES).is_file() else of_videos)(task, asked, _asker(trained))
     left_out: list[LockstepError] = []
     summary = _write(asked.out, task.classes, found, left_out)
     if asked.json:

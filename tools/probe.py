@@ -9,6 +9,7 @@ Nothing of the training is kept: no folder, no checkpoint, no evaluation. Rank 0
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import math
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def _main(out: Path, seconds: float, asked: config.Asked) -> int:
     cfg = asked.cfg
-    cfg.save_dir, cfg.resume, cfg.wandb.enable = "", "never", False
+    cfg.save_dir, cfg.resume, cfg.wandb.enable, cfg.oom = "", "never", False, "stop"
     world = dist.join(cfg, dist.environment())
     with Watch(world, Stop(), cfg.ddp.timeout_s):
         try:
@@ -74,10 +75,10 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
     job, cfg = prepared.job, prepared.job.cfg
     world, steps = job.world, loop.endless(prepared.job, prepared.train_loader)
     timed(job, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
-    pace = timed(job, steps, FEWEST)
+    pace, _ = timed(job, steps, FEWEST)
     count = world.broadcast(max(FEWEST, min(MOST, math.ceil(seconds / BLOCKS / pace))))
     blocks = [timed(job, steps, count) for _ in range(BLOCKS if seconds else 1)]
-    step_s = statistics.median(blocks)
+    step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
     world.pulse.listener = lambda phase: profiler.mark(phase) if phase in PHASES else None
@@ -94,7 +95,7 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
         "global_batch": job.plan.global_batch,
         "num_samples": job.plan.num_samples,
         "step_ms": 1e3 * step_s,
-        "samples_per_s": job.plan.global_batch / step_s,
+        "samples_per_s": samples_per_s,
         "memory_mb": peak,
         "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
@@ -110,15 +111,17 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
     }
 
 
-def timed(job: loop.Job, steps: Any, count: int) -> float:
-    """(all ranks) Seconds per step, of `count` steps and the log point after them."""
+def timed(job: loop.Job, steps: Any, count: int) -> tuple[float, float]:
+    """(all ranks) Seconds per step and samples per second, of `count` steps and the log point after them. An epoch's
+    last step may have fewer samples than the others."""
     _wait_for(job.world.device)
-    began = time.perf_counter()
+    began, before = time.perf_counter(), job.progress.samples
     for _ in itertools.islice(steps, count):
         pass
     loop.training_metrics(job)
     _wait_for(job.world.device)
-    return (time.perf_counter() - began) / count
+    took = time.perf_counter() - began
+    return took / count, (job.progress.samples - before) / took
 
 
 def peak_memory_mb(world: dist.World) -> float:
@@ -157,21 +160,34 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
         env = os.environ | {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
         with open(said, "wb") as file:
-            child = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+            child = subprocess.Popen(
+                command, env=env, stdout=file, stderr=file, start_new_session=True, preexec_fn=_end_with_the_parent
+            )
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 child.wait()
-            finally:  # Ctrl-C, too: nothing may go on in the background
+            except KeyboardInterrupt:
+                raise LockstepError("interrupted", exit_code=128 + signal.SIGINT) from None
+            finally:  # nothing may go on in the background
+                signal.signal(signal.SIGINT, before)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
                     child.wait()
         if child.returncode == 0 and out.exists():
             return json.loads(out.read_text())
         text = said.read_text(errors="replace")
-        if out.with_suffix(".oom").exists() or child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
-            raise OutOfMemory  # by the kernel, where memory of the host has run out
+        killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text  # by the kernel, for memory
+        if out.with_suffix(".oom").exists() or killed:
+            raise OutOfMemory
         errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
         lines = errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
         raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
+
+
+def _end_with_the_parent() -> None:
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import yaml
 import train
 from engine import config, precision
 from engine.contract import LockstepError
+from tools import machine
 from tools.probe import OutOfMemory, probe
 
 CLEARLY = 1.03
@@ -49,9 +50,8 @@ class Tuning:
 
     def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
         self.options, self.words, self.cfg = options, words, cfg
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // options.processes)))
-        self.cores = cores
+        self.cores = int(machine.cores())
+        self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, self.cores // options.processes)))
         self.rows: list[Row] = []
 
     def say(self, text: str = "") -> None:
@@ -84,6 +84,12 @@ class Tuning:
             batch *= 2
             yield batch
 
+    def cut(self, batch: int) -> dict[str, Any]:
+        """The settings that try this batch; of a given global batch it is a cut."""
+        if not self.cfg.global_batch:
+            return {"batch_size": batch}
+        return {"batch_size": batch, "global_batch": self.cfg.global_batch, "gradient_accumulation_steps": 0}
+
     def find_batch(self) -> tuple[Row, str]:
         """(the fastest batch, what is known of the largest)."""
         self.say(HEADER)
@@ -94,7 +100,7 @@ class Tuning:
                 limit = f"{batch} would take more than the memory that is free"
                 break
             # Where larger ones are slower anyway, all that is still to be known is whether they fit.
-            row = self.tried({"batch_size": batch}, seconds=0 if slower == 2 else self.options.seconds)
+            row = self.tried(self.cut(batch), seconds=0 if slower == 2 else self.options.seconds)
             if row is None:
                 limit = f"memory runs out at {batch}"
                 self.say(f"| {batch:>9} | out of memory |")
@@ -135,7 +141,11 @@ class Tuning:
         for key, values in self.choices(best).items():
             for value in values:
                 settings = best["settings"] | {key: value}
-                row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
+                try:
+                    row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
+                except LockstepError as error:  # such as a compiler that isn't there
+                    self.say(f"  {key}={value}: {error}")
+                    continue
                 if row is None or again is None:
                     self.say(f"  {key}={value}: out of memory")
                     continue

@@ -51,15 +51,17 @@ def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank
 
 
 @pytest.mark.slow
-def test_without_torchrun(launch, tmp_path, straight):
-    """The store is in rank 0, which starts again, too."""
+@pytest.mark.parametrize("fails", [0, 1])
+def test_without_torchrun(launch, tmp_path, straight, fails):
+    """The store is in rank 0, which starts again, too: before the other, or after it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     run, env = tmp_path / "run", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         launch.start(
-            sys.executable, "train.py", *words(run, "oom=shrink", "fault.fits=6", "fault.step=3"),
+            sys.executable, "train.py",
+            *words(run, "oom=shrink", "fault.fits=6", "fault.step=3", f"fault.rank={fails}"),
             **env, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port,
         )
         for rank in (0, 1)
@@ -78,10 +80,14 @@ def test_a_single_process(launch, tmp_path, straight):
     assert_the_same(folder, straight)
 
 
-def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight):
-    so_many = [f"{SO_MANY[0]} in validation", *SO_MANY[1:], "fault.rank=0", "fault.fits=6", "oom=shrink"]
-    done = succeed(launch.launcher(2, FAULTY, *so_many, f"save_dir={tmp_path / 'run'}"))
-    assert "Started again with eval_batch_size=6 save_dir=" in done.out
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight, rank):
+    """And nothing that was trained before it is lost."""
+    so_many = ["fault.kind=memory for so many in validation", f"fault.rank={rank}", "fault.fits=6", "fault.times=1000"]
+    more = ["oom=shrink", "save_every=100", "model.double=true", f"save_dir={tmp_path / 'run'}"]
+    done = succeed(launch.launcher(2, FAULTY, *so_many, *more))
+    assert "Started again with eval_batch_size=6 save_dir=" in done.out and "step_3.pt: step 3," in done.out
     assert_the_same(tmp_path / "run", straight)
 
 
@@ -89,7 +95,9 @@ def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
     done = launch.python(
         "train.py", *words(tmp_path / "run", "oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2")
     )
-    assert done.code == 1 and len(done.errors) == 1 and "not even one fits" in done.errors[0], done.err
+    assert done.code == 1 and len(done.errors) == 1 and "no smaller batch takes the same steps" in done.errors[0], (
+        done.err
+    )
 
 
 @pytest.mark.parametrize(
