@@ -30,8 +30,8 @@ def began() -> float:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says that the memory of the GPU or of the host has run out; torch has a class for its own allocator."""
-    signs = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "2 'out of memory'")
+    """Whether it says that memory of the GPU or of the host has run out; torch has a class for its own allocator's."""
+    signs = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "2 'out of memory'"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
