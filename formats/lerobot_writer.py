@@ -394,7 +394,8 @@ class _Video:
         self._stream = self._container.add_stream(name, rate=self._rate, options=dict(options))
         self._stream.pix_fmt = "yuv420p"
         self._stream.height, self._stream.width = size
-        self._stream.codec_context.open()
+        with _usual_priority():
+            self._stream.codec_context.open()
         self.codec = {"libsvtav1": "av1", "libx264": "h264"}.get(name, name)
 
     def add(self, pictures: np.ndarray) -> int:
@@ -420,6 +421,21 @@ class _Video:
             yield
         except self._av.error.FFmpegError as error:
             raise OSError(error.errno, error.strerror) from None
+
+
+@contextlib.contextmanager
+def _usual_priority() -> Iterator[None]:
+    """SVT-AV1, run by root, makes the thread that opens it a real-time one, and so every process that it starts from
+    then on. Two that wait for each other leave nothing of two cores to anybody else."""
+    if not hasattr(os, "sched_getscheduler"):
+        yield
+        return
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != before[0]:
+            os.sched_setscheduler(0, *before)
 
 
 def _batched(frame: Mapping[str, Any]) -> dict[str, np.ndarray]:

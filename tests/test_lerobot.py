@@ -1283,3 +1283,12 @@ def test_real_pictures(tmp_path):
     cached = Frames(demos, {CAMERA: (48, 64)}, "memmap", tmp_path).get(camera, rows)
     assert np.array_equal(fresh, cached) and 20 < fresh.mean() < 235
     refused(["episode 0 frame 0", "no pictures"], lambda: Frames(read(G1, episodes=[0]), {}, "none", "unused"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="Linux only")
+def test_writing_a_video_leaves_this_process_its_priority(tmp_path):
+    """Run by root, SVT-AV1 would make it a real-time one, and all that it starts later."""
+    before = os.sched_getscheduler(0)
+    with Recorder(tmp_path / "data", 10, {"observation.images.top": ("video", (3, 64, 64))}) as recorder:
+        recorder.add_episode({"observation.images.top": np.zeros((3, 3, 64, 64), np.uint8)}, "look")
+    assert os.sched_getscheduler(0) == before == os.SCHED_OTHER
