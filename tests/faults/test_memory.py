@@ -85,9 +85,9 @@ def test_a_single_process(launch, tmp_path, straight):
 def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight, rank):
     """And nothing that was trained before it is lost."""
     so_many = ["fault.kind=memory for so many in validation", f"fault.rank={rank}", "fault.fits=6", "fault.times=1000"]
-    more = ["oom=shrink", "save_every=100", "model.double=true", f"save_dir={tmp_path / 'run'}"]
+    more = ["oom=shrink", "eval_batch_size=8", "save_every=100", "model.double=true", f"save_dir={tmp_path / 'run'}"]
     done = succeed(launch.launcher(2, FAULTY, *so_many, *more))
-    assert "Started again with eval_batch_size=6 save_dir=" in done.out and "step_3.pt: step 3," in done.out
+    assert "Started again with eval_batch_size=4 save_dir=" in done.out and "step_3.pt: step 3," in done.out
     assert_the_same(tmp_path / "run", straight)
 
 
