@@ -140,7 +140,9 @@ def test_one_and_three_processes_print_the_same(launch, tmp_path):
 
 
 def test_make_starts_what_it_says(launch):
-    train, test = (succeed(launch("make", "-n", target)).out for target in ("train", "test"))
+    train, test = (
+        succeed(launch("make", "-n", "-B", "--no-print-directory", target)).out for target in ("train", "test")
+    )
     assert "./train_multigpu.sh" in train and "pip install" in train and "requirements.txt" in train
     assert "-m pytest -n auto" in test and "requirements-dev.txt" in test
 

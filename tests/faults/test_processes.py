@@ -30,7 +30,7 @@ def weights(folder):
     return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
-UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., backward at "
+UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., gradient sync at "
 
 FAILURES = {
     # fault: (exit code, what the one error line says, further settings)
@@ -39,7 +39,11 @@ FAILURES = {
     "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1"),
     "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
     "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep"),
-    "raise in validation": (1, r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)"),
+    "raise in validation": (
+        1,
+        r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)",
+        "eval_batch_size=8",
+    ),
     "out of memory": (
         1,
         r"out of memory, 12 samples a .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the same",
@@ -50,7 +54,11 @@ FAILURES = {
     ),
     "hang": (6, r"rank 1 has been in forward for \d+ s; waiting: rank 0 in gradient sync \(step 2, ddp.timeout_s=8\)"),
     "hang in data": (6, r"rank 1 has been in preparing for \d+ s; waiting: rank 0 in all_gather"),
-    "hang in validation": (6, r"rank 1 has been in validation for \d+ s; waiting: rank 0 in all_reduce"),
+    "hang in validation": (
+        6,
+        r"rank 1 has been in validation for \d+ s; waiting: rank 0 in all_reduce",
+        "eval_batch_size=8",
+    ),
     "drift": (
         6,
         r"rank 1 differs from rank 0 in parameter layers.0.weight: \w+ instead of \w+ \(step 4\)",
