@@ -9,7 +9,6 @@ Where a run stands is one integer, the samples of this epoch that all ranks toge
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import hashlib
@@ -18,7 +17,6 @@ import os
 import queue
 import random
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -35,7 +33,7 @@ from engine.contract import Batch, LockstepError, sample_seeds
 from engine.dist import World
 from engine.plan import Plan
 from engine.pulse import Pulse
-from engine.stop import own_scratch
+from engine.stop import end_with_parent, own_scratch
 
 
 class Micro(NamedTuple):
@@ -478,8 +476,6 @@ def _begin_worker(parent: int, worker: int) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it died before that call
         os._exit(1)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from engine.pulse import Pulse
+
 T = TypeVar("T")
 
 PHASES = ("data loading", "host to device", "forward", "backward", "gradient sync", "optimizer step", "logging")
@@ -136,6 +138,20 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
     return "\n".join(lines)
 
 
+def listen(pulse: Pulse, heed: Callable[[str], Any], known: Iterable[str]) -> None:
+    """Tell `heed` of each change to one of the `known` phases. The pulse's other words are about something within a
+    phase: that goes on."""
+    phases, last = {*known}, ""
+
+    def hear(phase: str) -> None:
+        nonlocal last
+        if phase in phases and phase != last:
+            last = phase
+            heed(phase)
+
+    pulse.listener = hear
+
+
 class Profile:
     """(all ranks) `--profile`: after a few steps so many are timed on all ranks, and then some traced on rank 0."""
 
@@ -154,7 +170,7 @@ class Profile:
             self.taken += 1
             yield outcome  # what is done with it belongs to the step
             if self.taken == WARM_UP:
-                self._listen(self.profiler.mark)
+                listen(self.job.world.pulse, self.profiler.mark, [*self.rows, *BESIDE])
             elif self.taken == WARM_UP + TIMED:
                 self._report(TIMED)
                 self._trace()
@@ -171,18 +187,6 @@ class Profile:
         elif self.tracer:
             self._end_trace()
 
-    def _listen(self, heed: Callable[[str], Any]) -> None:
-        """Other words of the pulse are about something within a phase: that goes on."""
-        known, last = {*self.rows, *BESIDE}, ""
-
-        def hear(phase: str) -> None:
-            nonlocal last
-            if phase in known and phase != last:
-                last = phase
-                heed(phase)
-
-        self.job.world.pulse.listener = hear
-
     def _report(self, steps: int) -> None:
         self.reported = True
         self.job.world.pulse.listener = None
@@ -198,7 +202,7 @@ class Profile:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would tell when it begins and ends
             self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
             self.tracer.start()
-            self._listen(self._name)
+            listen(self.job.world.pulse, self._name, [*self.rows, *BESIDE])
 
     def _name(self, phase: str) -> None:
         """The phases as ranges of the trace, beside torch's operations."""

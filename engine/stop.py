@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -71,6 +73,13 @@ def own_scratch() -> None:
         atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
         # What multiprocessing.util.get_temp_dir() looks up; its own folder complains where it is gone at the end.
         getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """From here on the kernel sends this process a signal when the one that started it ends (Linux only)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 _scratch: list[str] = []

@@ -9,7 +9,6 @@ Nothing of the training is kept: no folder, no checkpoint, no evaluation. Rank 0
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import math
@@ -32,8 +31,8 @@ import torch
 import train
 from engine import agent, config, dist, folder, loop, oom, status, storage
 from engine.contract import LockstepError
-from engine.profiler import PHASES, PerformanceProfiler
-from engine.stop import Stop
+from engine.profiler import PHASES, PerformanceProfiler, listen
+from engine.stop import Stop, end_with_parent
 from engine.watch import Watch
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
@@ -81,7 +80,7 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
-    world.pulse.listener = lambda phase: profiler.mark(phase) if phase in PHASES else None
+    listen(world.pulse, profiler.mark, PHASES)
     timed(job, steps, count)
     world.pulse.listener = None
     profiler.mark("")
@@ -161,7 +160,12 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         env = os.environ | {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
         with open(said, "wb") as file:
             child = subprocess.Popen(
-                command, env=env, stdout=file, stderr=file, start_new_session=True, preexec_fn=_end_with_the_parent
+                command,
+                env=env,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
             before = signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
@@ -182,12 +186,6 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
         lines = errors or text.strip().splitlines()[-1:] or [f"ended with exit code {child.returncode}"]
         raise LockstepError(lines[0], exit_code=child.returncode if child.returncode > 0 else 1)
-
-
-def _end_with_the_parent() -> None:
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":
