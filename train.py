@@ -155,8 +155,10 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
     _set_backends(cfg)
     if oom.times():
         say(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")
-    cfg.save_dir = world.on_main(lambda: world.recall("folder") if restarts != "0" else "") or cfg.save_dir
-    again = cfg.save_dir and (restarts != "0" or oom.times())
+    # Of a machine that came back torchrun knows no restarts; those of the others do.
+    restarted = any(world.gather(restarts != "0"))
+    cfg.save_dir = world.on_main(lambda: world.recall("folder") if restarted else "") or cfg.save_dir
+    again = cfg.save_dir and (restarted or oom.times())
     if again and world.on_main(lambda: storage.find("auto", Path(cfg.save_dir))[0]):
         cfg.resume = "auto"
     found, warnings = world.on_main(lambda: folder.look(cfg))

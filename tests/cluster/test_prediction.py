@@ -13,7 +13,7 @@ from tools import benchmark
 pytestmark = pytest.mark.slow
 
 WORDS = ["har", "--mode", "flatten", "dataset.stride=512"]  # 1.3 MB of gradients
-MBIT = 100
+MBIT = 50
 
 
 def measured(launch, out, hosts=()):
