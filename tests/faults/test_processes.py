@@ -322,7 +322,8 @@ def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
     words = words_of("hang", tmp_path / "run", "fault.rank=0", "fault.step=30", "save_every=5", "log_every=1")
     run = launch.start(sys.executable, "train.py", *words, "epochs=1000", ignored=(signal.SIGINT,))
     run.wait_for("step 29/")
-    while torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["step"] < 25:  # it is written beside the training
+    # Step 25's is written beside the training.
+    while torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["step"] < 25:
         time.sleep(0.02)  # polling; the test's time limit ends it
     before = weights(tmp_path / "run")
     run.signal(signal.SIGINT)
