@@ -53,6 +53,8 @@ FORWARDS = {
 }
 """(file, function): where a message is passed on that is in the list already, or that another package has made."""
 
+ERRORS = ("LockstepError", "BrokenVideo", "_PrefetchError")
+
 SPEAKERS = ("forgotten_launch", "hopeless", "_about")
 """Functions whose texts become part of a message."""
 
@@ -99,6 +101,8 @@ class Source:
             return [GAP]
         if isinstance(node, ast.Constant):
             return [str(node.value)]
+        if isinstance(node, ast.List):
+            return [text for one in node.elts for text in self.texts(one, at, depth + 1)]
         if isinstance(node, ast.ListComp):
             return self.texts(node.elt, at, depth + 1)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
@@ -149,7 +153,7 @@ class Source:
                     pairs = zip(target.elts, node.value.elts, strict=True)
                     found += [value for one, value in pairs if isinstance(one, ast.Name) and one.id == name]
         found.sort(key=lambda value: value.lineno)
-        errors = [call.lineno for call in ast.walk(scope) if called(call) == "LockstepError"]
+        errors = [call.lineno for call in ast.walk(scope) if called(call) in ERRORS]
         before = max((n for n in errors if n < line), default=0)
         return [value for value in found if value.lineno > before] or found[-1:]
 
@@ -194,13 +198,16 @@ def rows_of(source: Source) -> Iterator[Row]:
             yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
         elif isinstance(node, ast.Assign) and _target(node) == "problem":
             yield from (_split(text, "2") for text in _said(source, node.value) if ": " in text)
-        elif isinstance(node, ast.Yield) and source.name == "engine/config.py":
-            yield from (_split(text, "2") for text in _said(source, node.value))
+        elif source.name == "engine/config.py" and (isinstance(node, ast.Yield) or source.function(node) == "_unknown"):
+            if not isinstance(node, ast.Assign):
+                yield from (_split(text, "2") for text in _said(source, node.value))
+        elif isinstance(node, ast.Assign) and _target(node) == "warnings":
+            yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
 
 
 def _of_call(source: Source, node: ast.Call) -> Iterator[Row]:
     name, first = called(node), node.args[0] if node.args else None
-    if name == "LockstepError":
+    if name in ERRORS:
         yield from _error(source, node, first, {k.arg: k.value for k in node.keywords})
     elif name == "Cause" and len(node.args) > 2:
         yield from (Row(text, "", "6") for text in _said(source, node.args[1]))

@@ -280,6 +280,8 @@ def test_old_packages_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "installed", lambda name: {"torch": "2.6.1", "numpy": "2.0"}.get(name, "99"))
     failures = [line for line in machine.versions() if line.level == "failure"]
     assert only(failures).text == "torch 2.6.1, and 2.7 is the least"
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.9.18")
+    assert machine.versions()[0].text == "Python 3.9.18, and 3.10 is the least"
 
 
 def test_a_check_that_breaks_is_a_warning():

@@ -61,9 +61,15 @@ def attempt(check: Callable[..., list[Line]], *given: Any) -> list[Line]:
 
 def versions() -> list[Line]:
     """Python's and the packages', against what pyproject.toml asks for."""
-    asked = re.search(r"^dependencies = .*$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = re.search(r"^dependencies = .*$", project, re.M)
     needed = re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else "")
-    lines = [
+    oldest = re.search(r'^requires-python = ">=([\d.]+)"', project, re.M)
+    python = platform.python_version()
+    lines = []
+    if oldest and _numbers(python) < _numbers(oldest[1]):
+        lines.append(failure(f"Python {python}, and {oldest[1]} is the least", "make .venv with a newer one"))
+    lines += [
         failure(f"{name} {installed(name) or 'is not installed'}, and {least} is the least", how_to_install())
         for name, least in needed
         if _numbers(installed(name)) < _numbers(least)
@@ -73,7 +79,7 @@ def versions() -> list[Line]:
     plain = torch.__version__.split("+")[0]
     return [
         *lines,
-        ok(f"torch {plain} ({built} build), Python {platform.python_version()}, NumPy {installed('numpy')}"),
+        ok(f"torch {plain} ({built} build), Python {python}, NumPy {installed('numpy')}"),
     ]
 
 
