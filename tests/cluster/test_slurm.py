@@ -1,4 +1,5 @@
-"""tools/slurm.sbatch under a real Slurm of two hosts: the time limit comes, the job is requeued, the run goes on.
+"""tools/slurm.sbatch under a real Slurm of two hosts: its time is over, or another job wants the hosts: it is requeued,
+and the run goes on.
 
 Needs root and Slurm: apt-get install --no-install-recommends slurm-wlm munge iproute2. The daemons run on the hosts of
 tests/hosts.py, with files, sockets and ports of their own: a Slurm that this machine belongs to sees nothing of them.
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE
 from hosts import two_hosts
-from test_two_hosts import RUN, assert_the_same, train_straight
+from test_two_hosts import RUN, assert_the_same, slowly, train_straight
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,10 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 NodeName=one NodeAddr=10.93.0.1 CPUs=1
 NodeName=two NodeAddr=10.93.0.2 CPUs=1
-PartitionName=main Nodes=one,two Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=one,two Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=one,two MaxTime=INFINITE PriorityTier=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
 
 
@@ -127,4 +131,35 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(launch, slurm, tmp_pat
     assert said.count(f" of job {job} on one,two") == 2, said
     assert "Stopped after step 5 of 60: SIGUSR1" in said and f"Resuming {run}/step_5.pt" in said, said
     assert json.loads((run / "status.json").read_text())["state"] == "done"
+    assert_the_same(run, train_straight(launch, tmp_path / "straight"))
+
+
+def test_a_job_makes_room_comes_back_and_can_be_cancelled(launch, slurm, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "job.out"
+    words = [f"--output={output}", "tools/slurm.sbatch", *RUN, *slowly(0.3), "--save-dir", str(run)]
+
+    def said(*words):
+        text = output.read_text() if output.exists() else ""
+        return all(word in text for word in words)
+
+    def state(job):
+        return re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", job))[1]
+
+    job = slurm("sbatch", "--parsable", "--partition=main", *words).strip()
+    slurm.wait(lambda: said("step 10/60"), "ten steps")
+    urgent = slurm(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"
+    ).strip()
+    slurm.wait(lambda: state(urgent) == "COMPLETED", "the urgent job is done")
+    stopped = re.search(r"Stopped after step (\d+) of 60: SIGTERM", output.read_text())
+    slurm.wait(lambda: said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run goes on")
+    slurm.wait(lambda: said(f"step {int(stopped[1]) + 5}/60"), "five more steps")
+    assert not slurm("scancel", job)
+    slurm.wait(lambda: state(job) == "CANCELLED", "the job has ended")
+    assert output.read_text().count(f" of job {job} on one,two") == 2
+    now = json.loads((run / "status.json").read_text())
+    assert now["state"] == "stopped" and int(stopped[1]) + 5 <= now["step"] < 60
+    again = slurm("sbatch", "--parsable", "--partition=main", *words).strip()
+    slurm.wait(lambda: state(again) == "COMPLETED", "the same command ends the run")
+    assert said(f"Resuming {run}/step_{now['step']}.pt")
     assert_the_same(run, train_straight(launch, tmp_path / "straight"))
