@@ -143,7 +143,9 @@ def test_a_job_makes_room_comes_back_and_can_be_cancelled(launch, slurm, tmp_pat
         return all(word in text for word in words)
 
     def state(job):
-        return re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", job))[1]
+        found = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", job))[1]
+        assert found not in ("FAILED", "TIMEOUT", "NODE_FAIL"), output.read_text()
+        return found
 
     job = slurm("sbatch", "--parsable", "--partition=main", *words).strip()
     slurm.wait(lambda: said("step 10/60"), "ten steps")
@@ -152,7 +154,7 @@ def test_a_job_makes_room_comes_back_and_can_be_cancelled(launch, slurm, tmp_pat
     ).strip()
     slurm.wait(lambda: state(urgent) == "COMPLETED", "the urgent job is done")
     stopped = re.search(r"Stopped after step (\d+) of 60: SIGTERM", output.read_text())
-    slurm.wait(lambda: said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run goes on")
+    slurm.wait(lambda: state(job) and said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run goes on")
     slurm.wait(lambda: said(f"step {int(stopped[1]) + 5}/60"), "five more steps")
     assert not slurm("scancel", job)
     slurm.wait(lambda: state(job) == "CANCELLED", "the job has ended")

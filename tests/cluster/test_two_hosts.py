@@ -90,7 +90,7 @@ GONE = {
     # (how it is lost, which host): what the other one says of it in one line
     ("killed", 1): r"rank 1 on two is gone \(last seen in [a-z_ ]+ at step \d+\): see what that machine says",
     ("killed", 0): r"rank 0, or the torchrun beside it, is gone: see what its machine says",
-    ("unplugged", 1): r"rank 1 gives no sign of life \(process \d+ on two, .*waiting: rank 0 in [a-z_ ]+; stacks: ",
+    ("unplugged", 1): r"rank 1 gives no sign of life \(process \d+ on two, .*waiting: rank 0 in [a-z_ ]+ \(step \d",
     ("unplugged", 0): r"rank 0, or the torchrun beside it, is gone: see what its machine says",
 }
 
