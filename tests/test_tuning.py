@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import FAULTY, TOY, succeed
 
-from engine import scaling
+from engine import config, scaling
 from engine.contract import LockstepError
 from engine.scaling import Link, Step
 from tools import benchmark
@@ -124,6 +124,21 @@ def test_benchmark_as_json_with_the_link_that_was_measured(launch):
     assert one["phases_ms"].get("gradient sync", 0) == 0 < two["phases_ms"]["gradient sync"]
     assert found["predicted"]["beta_gbit"] > 0 and 0 < found["predicted"]["efficiency"] <= 1
     assert {"git_commit", "packages", "cpu_cores"} <= one["environment"].keys()
+
+
+def test_where_there_are_gpus_dataparallel_stands_beside():
+    """And with 3 processes, of which there are no GPUs for, it does not; what ran out of memory keeps its row."""
+    rows = benchmark.cases(config.Config(batch_size=8, global_batch=0), [1, 2, 3], ["weak"], gpus=2)
+    assert [(case.processes, case.with_dp) for case in rows] == [(1, False), (2, False), (2, True), (3, False)]
+    assert rows[2].settings["multi_gpu"] == "dp" and rows[2].settings["gpu_ids"] == "0,1"
+    for case, rates in zip(rows, ([90, 100, 130], [150, 160, 170], [120], []), strict=True):
+        spent = {"data loading": 1, "host to device": 1, "forward": 5, "backward": 2, "gradient sync": 1}
+        more = {"batch_size": 8, "global_batch": 8 * case.processes, "memory_mb": 70, "phases_ms": spent}
+        case.found = [{"samples_per_s": rate, "step_ms": 8e3 * case.processes / rate} | more for rate in rates]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in benchmark.table(rows).splitlines()[2:]]
+    assert cells[0] == ["1", "8", "8", "12.5", "100 (90 - 130)", "1.00", "100%", "70", "20%", "10%"]
+    assert cells[1][:7] == ["2", "8", "16", "10", "160 (150 - 170)", "1.60", "80%"]
+    assert cells[2][0] == "2 (DP)" and cells[2][5:7] == ["1.20", "60%"] and cells[3] == ["3", "8", "out of memory"]
 
 
 @pytest.mark.parametrize(("words", "said"), [
