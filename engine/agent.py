@@ -148,6 +148,8 @@ def _not_started(error: BaseException, args: object) -> int:
     while error.__cause__ is not None:  # the outer one says "see inner exception"
         error = error.__cause__
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if text == "RendezvousTimeoutError":  # it has no words
+        text = "not all nodes have come in time"
     port = getattr(args, "master_port", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         print(

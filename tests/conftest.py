@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 PATIENCE = 5
 """Times as long as on a quiet machine: the limits below only end what hangs, they measure nothing."""
+
+
+def free_port() -> str:
+    """One that nobody has at this moment, for MASTER_PORT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 @dataclass

@@ -5,14 +5,13 @@ scripts/train_multi_gpu.sh is train_multigpu.sh. What makes a run short stands b
 """
 
 import shlex
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import TOY, succeed
+from conftest import TOY, free_port, succeed
 
 NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -102,15 +101,9 @@ def test_the_guides_commands_train(launch, tmp_path, processes, words):
         assert "Multi-GPU Training Launcher" in done.out and "warning" in done.err
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_two_nodes_as_two_launchers(launch, tmp_path):
     """One process on the first node, two on the second; here both nodes are this machine."""
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHON": sys.executable}
     with ThreadPoolExecutor() as nodes:
         first, second = (
             nodes.submit(

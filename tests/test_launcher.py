@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "train_multigpu.sh"
 TOOLS = "bash dirname env grep nproc readlink sed".split()
@@ -544,6 +545,13 @@ def test_an_address_where_nobody_is_costs_one_line(home: Home) -> None:
     done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=timeout=2")
     assert done.returncode == 6 and "(127.0.0.1, 9)" in done.stderr
     assert done.stderr.count("\n") == 2 and "\nerror: the processes could not be started: " in done.stderr
+
+
+def test_nodes_that_do_not_come_are_said(home: Home) -> None:
+    env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RDZV": "c10d"}
+    done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=join_timeout=2,last_call_timeout=1")
+    said = "\nerror: the processes could not be started: not all nodes have come in time (torchrun): "
+    assert done.returncode == 6 and said in done.stderr and done.stderr.count("\n") == 2
 
 
 def test_two_launches_at_once(home: Home) -> None:

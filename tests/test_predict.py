@@ -173,6 +173,8 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
         (recording, 100 * n) for recording, count in enumerate(counts) for n in range(count)
     ]
     assert float(rows[1]["time_s"]) == 2.0
+    sums = [sum(float(share) for name, share in row.items() if name.startswith("p_")) for row in rows]
+    assert np.allclose(sums, 1, atol=1e-5)
     for mine, theirs in zip(rows, whole, strict=False):
         assert mine["label"] == theirs["label"] and abs(float(mine["p_TRAP"]) - float(theirs["p_TRAP"])) < 1e-5
     for change, says in (

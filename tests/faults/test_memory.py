@@ -1,12 +1,11 @@
 """Memory that runs out: which batch would fit, and `oom=shrink`, which goes on with it. It really does: torch asks for
 more than any machine has, wherever a pass has more samples than `fault.fits`."""
 
-import socket
 import sys
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, launching, succeed
+from conftest import FAULTY, ROOT, free_port, launching, succeed
 
 from engine import oom
 
@@ -54,15 +53,12 @@ def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank
 @pytest.mark.parametrize("fails", [0, 1])
 def test_without_torchrun(launch, tmp_path, straight, fails):
     """The store is in rank 0, which starts again, too: before the other, or after it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    run, env = tmp_path / "run", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    run, env = tmp_path / "run", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         launch.start(
             sys.executable, "train.py",
             *words(run, "oom=shrink", "fault.fits=6", "fault.step=3", f"fault.rank={fails}"),
-            **env, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port,
+            **env, RANK=str(rank), LOCAL_RANK=str(rank),
         )
         for rank in (0, 1)
     ]  # fmt: skip

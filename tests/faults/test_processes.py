@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, launching, succeed
+from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
 TIMEOUT = "ddp.timeout_s=8"
 LONG = ["epochs=100000", "log_every=5"]
@@ -224,11 +224,7 @@ def test_a_restart_goes_on_from_its_own_checkpoint(launch, tmp_path, straight):
 
 def two_nodes(launch, *words, **how):
     """Two launchers on this machine, one process each, meeting at a free port."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [launch.start_launcher(1, *words, NODE_RANK=str(node), **meeting, **how) for node in (0, 1)]
 
 
