@@ -103,7 +103,7 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
             table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n")
             host.run("mount", "--bind", str(table), "/etc/hosts")
             if rate:
-                # Room for all that waits: a packet that is dropped is sent again 200 ms later.
-                shape = f"tc qdisc add dev {CABLE} root tbf rate {rate} burst 32kb limit 16mb"
+                # A small burst, for that much goes through at once; a long queue, for what is dropped is sent again late.
+                shape = f"tc qdisc add dev {CABLE} root tbf rate {rate} burst 8kb limit 16mb"
                 host.run(*shape.split())
         yield one, two
