@@ -103,7 +103,7 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
             table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n")
             host.run("mount", "--bind", str(table), "/etc/hosts")
             if rate:
-                # A small burst, for that much goes through at once; a long queue, for what is dropped is sent again late.
+                # The burst goes through at once, so a small one; what finds no room is sent again late, so a long queue.
                 shape = f"tc qdisc add dev {CABLE} root tbf rate {rate} burst 8kb limit 16mb"
                 host.run(*shape.split())
         yield one, two
