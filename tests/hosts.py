@@ -103,7 +103,7 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
             table.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n")
             host.run("mount", "--bind", str(table), "/etc/hosts")
             if rate:
-                # The burst goes through at once, so a small one; what finds no room is sent again late, so a long queue.
+                # A burst goes through at once, so a small one; what finds no room is sent again late, so a long queue.
                 shape = f"tc qdisc add dev {CABLE} root tbf rate {rate} burst 8kb limit 16mb"
                 host.run(*shape.split())
         yield one, two
