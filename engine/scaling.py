@@ -16,6 +16,7 @@ ring is not what every library takes for every size.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -47,13 +48,17 @@ def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
 
 
 def fit(processes: int, seconds: dict[int, float]) -> Link:
-    """α and β from measured all-reduces over so many processes (bytes -> seconds): least squares of the relative
-    errors, for a large one must not drown the small ones."""
+    """α and β from measured all-reduces over so many processes (bytes -> seconds): the least sum of absolute relative
+    errors. Relative, for a large one must not drown the small ones; absolute, for a few that something else delayed
+    must not bend the line. The best line with two unknowns goes through two of the points: all pairs are tried."""
     sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
     messages = 2 * (processes - 1)
-    columns = np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1)
-    (alpha, inverse), *_ = np.linalg.lstsq(columns / times[:, None], np.ones(len(sizes)), rcond=None)
-    return Link(max(float(alpha), 0.0), 1 / max(float(inverse), 1e-15))
+    columns = np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1) / times[:, None]
+    lines = [np.linalg.solve(columns[[a, b]], np.ones(2)) for a, b in combinations(range(len(sizes)), 2)]
+    lines += [np.array([0.0, 1 / share]) for share in columns[:, 1]]  # where noise would make the latency negative
+    valid = [line for line in lines if line[0] >= 0 and line[1] > 0]
+    alpha, inverse = min(valid, key=lambda line: np.abs(columns @ line - 1).sum())
+    return Link(float(alpha), 1 / float(inverse))
 
 
 def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:

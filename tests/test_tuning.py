@@ -28,7 +28,10 @@ def test_a_fit_finds_the_link_that_made_the_times():
     link = Link(alpha=3e-5, beta=2.5e8)
     times = {1 << n: scaling.all_reduce_s(link, 3, 1 << n) for n in range(10, 25, 2)}
     assert scaling.fit(3, times) == pytest.approx(link, rel=1e-6)
-    assert scaling.fit(2, {1024: 1e-4, 2048: 1e-4}).alpha >= 0, "noise gives no negative latency"
+    delayed = times | {size: 5 * times[size] for size in (1 << 10, 1 << 14, 1 << 20)}
+    assert scaling.fit(3, delayed) == pytest.approx(link, rel=1e-6), "something else ran meanwhile"
+    flat, steep = (scaling.fit(2, {1024: 1e-4, 2048: seconds}) for seconds in (1e-4, 4e-4))
+    assert flat.beta > 0 and steep.alpha == 0, "noise gives no negative latency"
 
 
 def test_all_bytes_are_in_a_bucket():
