@@ -351,16 +351,17 @@ def smi(tmp_path, monkeypatch):
         f"#!{shutil.which('sh')}\n"
         'case "$*" in *query-gpu*) what=cards;; *query-comp*) what=users;; topo*) what=paths;; *) what=links;; esac\n'
         f'cat "{answers}/$what"\n'
+        f'test ! -e "{answers}/slow" -o "$LOCAL_RANK" != 0 || sleep 3\n'
         f'test ! -e "{answers}/broken"\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
-    def say(cards=CARDS, users="", paths=TOPOLOGY, links=NVLINK, broken=False):
+    def say(cards=CARDS, users="", paths=TOPOLOGY, links=NVLINK, broken=False, slow=False):
         for name, text in (("cards", cards), ("users", users), ("paths", paths), ("links", links)):
             (answers / name).write_text(text)
-        if broken:
-            (answers / "broken").touch()
+        for name in ["broken"] * broken + ["slow"] * slow:
+            (answers / name).touch()
         nvidia.cards.cache_clear()
         nvidia.users.cache_clear()
 
@@ -469,6 +470,8 @@ def test_more_processes_than_gpus(smi, monkeypatch):
 
 @pytest.mark.slow
 def test_more_processes_than_gpus_under_torchrun(smi, launch):
+    """Rank 0, which says so, has more to do before than the others: torchrun must not end it with them."""
+    smi(slow=True)
     done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES="0,1", PATH=os.environ["PATH"])
     assert done.code == 1, done.out + done.err
     assert any("3 processes on this machine, but 2 GPU(s) are visible" in line for line in lines_of(done, "failure"))

@@ -145,7 +145,7 @@ def examine(cfg: Any, as_json: bool) -> int:
     if any(line.level == "failure" for line in started):
         report.add("launch", [warning("not checked for that reason: data, loader, sums", "mend it first")])
         report.close()
-        return status.leave_code(1)
+        return status.leave_code(1) if main else 0  # else torchrun would end rank 0, which may not have spoken yet
     try:
         world = dist.join(cfg, launch)
     except LockstepError as error:
