@@ -54,6 +54,7 @@ FORWARDS = {
 """(file, function): where a message is passed on that is in the list already, or that another package has made."""
 
 ERRORS = ("LockstepError", "BrokenVideo", "_PrefetchError")
+"""It, and the classes made of it."""
 
 SPEAKERS = ("forgotten_launch", "hopeless", "_about")
 """Functions whose texts become part of a message."""
@@ -198,9 +199,10 @@ def rows_of(source: Source) -> Iterator[Row]:
             yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
         elif isinstance(node, ast.Assign) and _target(node) == "problem":
             yield from (_split(text, "2") for text in _said(source, node.value) if ": " in text)
-        elif source.name == "engine/config.py" and (isinstance(node, ast.Yield) or source.function(node) == "_unknown"):
-            if not isinstance(node, ast.Assign):
-                yield from (_split(text, "2") for text in _said(source, node.value))
+        elif isinstance(node, ast.Yield) and source.name == "engine/config.py":
+            yield from (_split(text, "2") for text in _said(source, node.value))
+        elif isinstance(node, ast.Return) and source.function(node) == "_unknown":
+            yield from (_split(text, "2") for text in _said(source, node.value))
         elif isinstance(node, ast.Assign) and _target(node) == "warnings":
             yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
 
