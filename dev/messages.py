@@ -199,9 +199,9 @@ def rows_of(source: Source) -> Iterator[Row]:
             yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
         elif isinstance(node, ast.Assign) and _target(node) == "problem":
             yield from (_split(text, "2") for text in _said(source, node.value) if ": " in text)
-        elif isinstance(node, ast.Yield) and source.name == "engine/config.py":
-            yield from (_split(text, "2") for text in _said(source, node.value))
-        elif isinstance(node, ast.Return) and source.function(node) == "_unknown":
+        elif (isinstance(node, ast.Yield) and source.name == "engine/config.py") or (
+            isinstance(node, ast.Return) and source.function(node) == "_unknown"
+        ):
             yield from (_split(text, "2") for text in _said(source, node.value))
         elif isinstance(node, ast.Assign) and _target(node) == "warnings":
             yield from (Row(text, "", GOES_ON) for text in _said(source, node.value))
