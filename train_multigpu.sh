@@ -133,7 +133,8 @@ while (($#)); do
         --print) only_print=yes ;;
         [0-9]* | [-+][0-9]*)
             [[ -z $asked ]] || break
-            [[ $1 =~ ^0*[1-9][0-9]{0,3}$ ]] || fail "$1 is no number of processes: give 1 or more, or none for all GPUs"
+            [[ $1 =~ ^0*[1-9][0-9]{0,3}$ ]] ||
+                fail "$1 is no number of processes: give 1 or more (without a GPU: of CPU processes), or none for all there is"
             asked=$((10#$1)) ;;
         *) break ;;
     esac

@@ -314,6 +314,13 @@ def test_bad_number_of_processes(home: Home, count: str) -> None:
     assert count in home.refusal("--print", count)
 
 
+def test_a_count_of_no_gpus_says_what_to_do(home: Home) -> None:
+    """The guide's `./train_multigpu.sh $(nvidia-smi -L | wc -l)` where there is no nvidia-smi: 0."""
+    refusal = home.refusal("0")
+    assert "give 1 or more (without a GPU: of CPU processes), or none for all there is" in refusal
+    assert processes_of(home.words()) == "1", "as the message says"
+
+
 @pytest.mark.parametrize("first", ["har", "--config", "lr=1e-3", "", "--epochs"])
 def test_another_first_argument_is_passed_on(home: Home, first: str) -> None:
     assert home.words(first, "5")[-2:] == [first, "5"]
