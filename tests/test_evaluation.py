@@ -77,6 +77,31 @@ def test_floats_are_added_up_in_the_order_of_the_parts():
     assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
 
 
+THREE_ONE_TWO = """
+from tests.tasks.toy import Task as Toy
+
+class Task(Toy):
+    values = iter([0.0, 3.0, 1.0, 2.0])  # of the rehearsal, and of three epochs
+
+    def report(self, sums):
+        return {{"loss": next(self.values)}}
+
+    higher_is_better = {higher}
+"""
+
+
+@pytest.mark.parametrize(("higher", "best", "epoch"), [(True, 3.0, 0), (False, 1.0, 1)])
+def test_the_best_is_the_best(launch, tmp_path, higher, best, epoch):
+    (tmp_path / "own.py").write_text(THREE_ONE_TWO.format(higher=higher))
+    run = tmp_path / "run"
+    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=3", f"save_dir={run}"))
+    assert f"best loss {best:.4f} ({run / f'best_model_epoch{epoch}.pt'})" in done.out
+    state = torch.load(run / f"best_model_epoch{epoch}.pt", weights_only=True)
+    assert (state["progress"]["best"], state["progress"]["epoch"]) == (best, epoch)
+    last = torch.load(run / "last.pt", weights_only=True)["progress"]
+    assert (last["best"], last["stale"]) == (best, 2 - epoch)
+
+
 # ---- tools/evaluate.py ----
 
 
