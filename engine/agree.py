@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine import config
-from engine.contract import LockstepError
+from engine.contract import LockstepError, Task
 from engine.dist import World
 from engine.loop import Job, checksum, checksums
 
@@ -21,7 +21,7 @@ def at_start(job: Job) -> list[str]:
     names of what was compared; raises LockstepError (exit code 6) with the first rank that differs."""
     facts = {
         **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(job.cfg)).items()},
-        "code": code(),
+        "code": code(job.task),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(job.plan.num_samples),
@@ -51,12 +51,16 @@ def weights(job: Job) -> None:
         _same(job.world, {f"parameter {name}": digest for name, digest in checksums(job.model).items()})
 
 
-def code() -> str:
-    """A digest of the project's own source files, whether committed or not."""
+def code(task: Task) -> str:
+    """A digest of the project's own source files, whether committed or not, and of the task's, wherever they are."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]):
-        if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints"):
-            digest.update(path.name.encode() + path.read_bytes())
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
+    paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
+    for cls in type(task).__mro__:  # it may build on another's
+        if file := getattr(sys.modules[cls.__module__], "__file__", None):
+            paths.append(Path(file))
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

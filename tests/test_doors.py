@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, succeed
 
-from engine import config, dist
+import tasks
+from engine import agree, config, dist
 from engine.contract import LockstepError
 
 SPY = """
@@ -265,6 +266,20 @@ def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
     assert done.code != 0
     assert len(done.errors) == 1 and "rank 1 differs from rank 0 in config" in done.errors[0], done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_code_that_ranks_compare_has_the_tasks_own_file(tmp_path):
+    """Wherever it lies, and those of the tasks that it builds on."""
+    own = "from tests.tasks.faulty import Task as Faulty\nclass Task(Faulty):\n    size = {}\n"
+    digests = []
+    for name, size in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "own.py"
+        path.write_text(own.format(size))
+        digests.append(agree.code(tasks.load(str(path))(None)))
+    assert digests[0] == digests[1] != digests[2]
+    of_the_base, of_all = agree.code(tasks.load(TOY)(None)), agree.code(tasks.load(FAULTY)(None))
+    assert len({of_the_base, of_all, *digests}) == 4
 
 
 def test_missing_data_is_one_message_from_all_ranks(launch, tmp_path):
