@@ -20,11 +20,12 @@ FORMAT = 2
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator compile cache oom optim.zero"
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator compile cache oom optim.zero "
+    "schedule.horizon"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
-"""What may differ from the checkpoint's config, beside what a task calls free. The global batch may not, and the data
-have a fingerprint."""
+"""What may differ from the checkpoint's config, beside what a task calls free. Of the global batch and the schedule's
+horizon it counts what they come to, and the data have a fingerprint."""
 
 
 def capture(job: Job) -> dict[str, Any]:
@@ -95,7 +96,9 @@ def check_same_run(
             for key in sorted(now.keys() | then.keys())
             if now.get(key) != then.get(key) and key not in {*FREE_KEYS, *free} and not key.startswith(sections)
         ]
+        moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
         for name, old, new in (
+            ("schedule.horizon", state["horizon"], plan.horizon if moved else state["horizon"]),
             ("global batch", state["global_batch"], plan.global_batch),
             ("training samples", state["num_samples"], plan.num_samples),
             ("data", state["data"], fingerprint),

@@ -3,13 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, succeed
+
+import tasks
+from engine import checkpoint, config, plan
 
 
 def load(path):
@@ -343,10 +348,37 @@ def test_numpy_metrics_do_not_spoil_a_checkpoint(launch, tmp_path):
     assert load(tmp_path / "run")["progress"]["best"] > 0
 
 
-def test_amp_may_change_and_a_new_horizon_is_said(launch, finished):
+def test_amp_may_change_and_a_new_horizon_is_said(launch, finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy", symlinks=True)
     done = succeed(launch.python("train.py", TOY, "epochs=2", "amp=fp16", f"save_dir={finished}"))
     assert "the schedule now spans 12 steps instead of 6; schedule.horizon=6 keeps it as it was" in done.out
     assert load(finished)["scaler"]["scale"] > 0
+    advice = re.search(r"schedule\.horizon=\d+", done.out)[0]
+    done = succeed(launch.python("train.py", TOY, "epochs=2", advice, f"save_dir={copy}"))
+    assert "Resuming" in done.out and "the schedule now spans" not in done.out
+    assert load(copy)["horizon"] == 6 and load(copy)["progress"]["step"] == 12
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "difference"),
+    [
+        ("epochs=1", "epochs=2", ""),  # longer, and so is the schedule: a note says so
+        ("epochs=1", "epochs=2 schedule.horizon=6", ""),
+        ("epochs=1 schedule.horizon=6", "epochs=1", ""),
+        ("epochs=1 schedule.horizon=6", "epochs=2", "schedule.horizon: 6 -> 12"),
+        ("epochs=1", "epochs=1 schedule.horizon=7", "schedule.horizon: 6 -> 7"),
+    ],
+)
+def test_horizons_are_compared_by_what_they_come_to(then, now, difference):
+    def planned(words):
+        cfg = config.parse([TOY, *words.split()], tasks.load).cfg
+        return cfg, plan.make_plan(cfg, SimpleNamespace(size=1, devices=[]), 61)
+
+    (old, before), (new, after) = planned(then), planned(now)
+    state = {"config": config.to_dict(old), "horizon": before.horizon, "data": "same"}
+    state |= {"global_batch": before.global_batch, "num_samples": before.num_samples}
+    warnings = checkpoint.check_same_run(state, new, (), after, "same", Path("run/last.pt"), force=True)
+    assert [text.partition("run/last.pt: ")[2] for text in warnings] == ([difference] if difference else [])
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_path):
