@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -22,7 +23,11 @@ def end(error: BaseException, debug: bool) -> int:
 
     An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
     """
-    world, details = dist.joined(), "".join(traceback.format_exception(error))
+    world = dist.joined()
+    if world is not None and world.grouped:
+        # torchrun sends it as soon as one rank is dead, and before the first step it would end this one unheard.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    details = "".join(traceback.format_exception(error))
     mine = explain(error, world)
     secondary = lost_connection(error) and not oom.ran_out(error)
     if debug and not secondary:

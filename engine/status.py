@@ -45,8 +45,10 @@ class Status:
 
     def adopt(self) -> None:
         """(another rank, when rank 0 is dead) What rank 0 wrote last."""
+        if self.folder is None:  # it died before there was one
+            return
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))  # type: ignore[operator]
+            before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
             self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:

@@ -547,6 +547,14 @@ def test_a_failing_worker_fails_the_launch(home: Home) -> None:
     assert re.search(r"^error: rank 1 \(process \d+\) ended with exit code 7 ", done.stderr, re.MULTILINE), done.stderr
 
 
+def test_a_rank_that_is_killed_before_anybody_can_say_so(home: Home) -> None:
+    home.train("import os, signal\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '0' else signal.pause()")
+    done = home.run("2")
+    assert done.returncode == 128 + signal.SIGKILL
+    error = r"^error: rank 0 \(process \d+\) was killed by SIGKILL \(torchrun\): .* start the same command again"
+    assert re.search(error, done.stderr, re.MULTILINE), done.stderr
+
+
 def test_an_address_where_nobody_is_costs_one_line(home: Home) -> None:
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=timeout=2")

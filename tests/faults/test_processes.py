@@ -112,6 +112,24 @@ def test_rank_0_fails(launch, tmp_path, kind):
     assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
 
 
+def test_rank_0_is_killed_before_the_folder_exists(launch, tmp_path):
+    """There is no status to write, nor to take over from it. Where torchrun ends rank 1 before it has noticed, torchrun
+    says it."""
+    done = launch.launcher(2, *words_of("kill in data", tmp_path / "run", "fault.rank=0"))
+    assert done.code in (6, 128 + signal.SIGKILL) and len(done.errors) == 1, done.err
+    assert re.match(r"error: rank 0 (is gone without a word|\(process \d+\) was killed by SIGKILL)", done.errors[0])
+    assert "Traceback" not in done.err and not (tmp_path / "run").exists()
+
+
+def test_whoever_reports_a_rank_0_that_never_had_a_folder():
+    from engine.status import Status
+
+    status = Status()
+    status.adopt()
+    status.write("failed", 6, "rank 0 is gone")
+    assert status.folder is None and status.fields == {}
+
+
 def test_the_same_under_plain_torchrun(launch, tmp_path):
     """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
     done = launch.torchrun(2, "train_ddp.py", *words_of("raise", tmp_path / "run"))

@@ -99,6 +99,8 @@ class Task(toy.Task):
     def datasets(self):
         if self.fires("raise in data"):
             raise RuntimeError("the disk is on fire")
+        if self.fires("kill in data"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.fires("hang in data"):
             time.sleep(self.cfg.fault.seconds)
         data, fault = self.cfg.dataset, self.cfg.fault
