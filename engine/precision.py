@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.contract import LockstepError
 
@@ -23,6 +25,10 @@ class Precision:
     name: str
     device: torch.device
     note: str
+
+    def __post_init__(self) -> None:
+        if self.name == "bf16" and self.device.type == "cpu":
+            _shield_convolutions()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.name == "off":
@@ -79,3 +85,44 @@ def _cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@functools.cache
+def _shield_convolutions() -> None:
+    """Convolutions that torch gets wrong in bf16 on CPUs run in float32, in this process from now on.
+
+    Where an element of the kernel meets nothing but padding, oneDNN's backward pass leaves its gradient as memory had
+    it, or writes beyond the end (torch 2.13, any CPU with AVX-512). Such maps are tiny, and so is what this costs.
+    Functions such as `torch.conv3d`, called directly, are not covered.
+    """
+    for kind in CONVOLUTIONS:
+        kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
+
+
+def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def shielded(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        y = forward(self, x, *rest)
+        if y.dtype == torch.bfloat16 != self.weight.dtype and y.device.type == "cpu" and _goes_wrong(self, x, y):
+            with torch.autocast("cpu", enabled=False):
+                return forward(self, x.to(self.weight.dtype), *rest).to(y.dtype)
+        return y
+
+    return shielded
+
+
+def _goes_wrong(conv: Any, x: Tensor, y: Tensor) -> bool:
+    """Judged by the two maps between which `conv` strides. Of thousands of shapes tried all that fail are among these,
+    and some that do not. The first condition is also that of wrong outputs with AMX (pytorch#169688)."""
+    if conv.transposed:
+        x, y = y, x
+    sizes, strided = x.shape[-len(conv.stride) :], y.shape[-len(conv.stride) :]
+    reach = [distance * (taps - 1) + 1 for distance, taps in zip(conv.dilation, conv.kernel_size, strict=True)]
+    return (
+        any(size == 1 and stride > 1 for size, stride in zip(strided, conv.stride, strict=True))
+        or any(2 * size < taps for size, taps in zip(sizes, reach, strict=True))
+        or (len(sizes) == 3 and sizes[0] < reach[0])
+    )
