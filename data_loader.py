@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate, get_worker_info
 
 from engine.cache import hold
 from engine.config import Config
-from engine.contract import Batch, LockstepError, sample_seeds
+from engine.contract import RESERVED, Batch, LockstepError, sample_seeds
 from engine.dist import World
 from engine.plan import Plan
 from engine.pulse import Pulse
@@ -64,7 +64,7 @@ class TrainSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: np.ndarray | None = None):
         super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
         self.plan = plan
-        self.weights = getattr(dataset, "weights", None)  # (N,)
+        self.weights = _per_sample(dataset, "weights")
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         self.position = 0
         self.drawn: tuple[int, np.ndarray] | None = None  # an epoch and its order
@@ -193,11 +193,11 @@ class TrainLoader:
 
     def _told(self, batch: Batch, micro: Micro, *numbers: Tensor) -> Batch:
         """The batch with what the loader knows of its samples."""
-        batch["index"], batch["position"], batch["seed"] = (whole[micro.share] for whole in numbers)
+        told = dict(zip(("index", "position", "seed"), (whole[micro.share] for whole in numbers), strict=True))
         if micro.mean_weight is not None:
             shape = (len(micro.indices),)
-            batch["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
-        return batch
+            told["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
+        return batch | told
 
 
 class EvalLoader:
@@ -207,7 +207,10 @@ class EvalLoader:
         self.dataset, self.sampler, self.world, self.loader = dataset, sampler, world, loader
 
     def __iter__(self) -> Iterator[Batch]:
-        return _batches(self.dataset, self.sampler, self.loader, self.world)
+        index = torch.arange(self.sampler.num_samples, device=self.world.device)
+        batches = _batches(self.dataset, self.sampler, self.loader, self.world)
+        for indices, batch in zip(self.sampler, batches, strict=True):
+            yield batch | {"index": index[indices[0] : indices[-1] + 1]}
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -328,7 +331,7 @@ def create_data_loaders(
                 where="sampler",
                 todo="give the dataset an attribute `labels` (N,), or use sampler=shuffle",
             )
-        labels = np.asarray(train_set.labels)
+        labels = _per_sample(train_set, "labels")
     if not len(val_set):
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
@@ -347,6 +350,33 @@ def create_data_loaders(
         TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0]),
         EvalLoader(sets[1], eval_sampler, world, loaders[1]),
     )
+
+
+def check_datasets(train_set: Any, val_set: Any) -> None:
+    """Whether they can be asked for any sample by its number."""
+    for name, dataset in (("training", train_set), ("validation", val_set)):
+        gives = any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__"))
+        todo = "give a dataset with __len__ and __getitem__; a list of dicts will do"
+        if isinstance(dataset, DataLoader):
+            todo = "give the dataset in it: batches are made here"
+        elif isinstance(dataset, IterableDataset):
+            todo = "give one with __len__ and __getitem__: which samples a step sees depends on their numbers alone"
+        elif gives and hasattr(dataset, "__len__"):
+            continue
+        what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
+        raise LockstepError(what, where="the task's `datasets`", todo=todo)
+
+
+def _per_sample(dataset: Any, name: str) -> np.ndarray | None:
+    """(N,) the dataset's attribute of that name, if it has one."""
+    values = getattr(dataset, name, None)
+    if values is None:
+        return None
+    values = np.asarray(values)
+    if values.shape != (len(dataset),):
+        what = f"the `{name}` of the dataset have the shape {values.shape}, and it has {len(dataset)} samples"
+        raise LockstepError(what, where=type(dataset).__name__, todo="give one for each sample")
+    return values
 
 
 def _one_batch(dataset: Any, indices: list[int]) -> Batch:
@@ -406,13 +436,29 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
             else "each loads alone, outside a loader process: are they all of one shape?",
             exit_code=5,
         ) from error
-    if not isinstance(batch, dict) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
-        raise LockstepError(
-            f"a batch is no dict of tensors, but a {type(batch).__name__}",
-            where=type(dataset).__name__,
-            todo='return {"name": value, ...} from __getitem__ or __getitems__',
-        )
+    if problem := _no_batch(batch, type(dataset).__name__):
+        raise problem
     return batch
+
+
+def _no_batch(batch: Any, where: str) -> LockstepError | None:
+    """What is wrong with what a dataset gave, if anything is."""
+    if not isinstance(batch, dict):
+        what = f"a batch is no dict of tensors, but a {type(batch).__name__}"
+        return LockstepError(what, where=where, todo='return {"name": value, ...} from __getitem__ or __getitems__')
+    for name, value in batch.items():
+        if name in RESERVED:
+            what = f"a sample has a {name!r}, a name that the loader itself uses in a batch"
+            return LockstepError(what, where=where, todo="give it another name")
+        if not isinstance(value, torch.Tensor):
+            inner = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
+            what = f"{name!r} of a batch is no tensor, but a {type(value).__name__}{inner}"
+            todo = "give a tensor or a number for each sample, or leave it out: batch['index'] says which these are"
+            return LockstepError(what, where=where, todo=todo)
+        if not value.ndim:
+            todo = "give one for each sample: the leading axis is the batch"
+            return LockstepError(f"{name!r} of a batch is a single number", where=where, todo=todo)
+    return None
 
 
 _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))

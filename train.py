@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import tasks
-from data_loader import EvalLoader, TrainLoader, create_data_loaders, fingerprint
+from data_loader import EvalLoader, TrainLoader, check_datasets, create_data_loaders, fingerprint
 from engine import (
     agent,
     agree,
@@ -551,6 +551,7 @@ def _pair(datasets: Any) -> tuple[Any, Any]:
             where="the task's `datasets`",
             todo="return (train, val)",
         )
+    check_datasets(*datasets)
     return datasets[0], datasets[1]
 
 

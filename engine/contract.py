@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-"""Tensors by name; the leading axis of each is the batch. The loader adds three of its own, all (B,) int64:
-`index` (which sample of the dataset), `position` (place in the epoch's global order) and `seed` (what random
-augmentation is drawn from, see `uniform`); they are to be read, not changed. Where the dataset has `weights`, it adds
-`mean_weight` (B,): their mean over the whole global batch, the same number everywhere."""
+"""Tensors by name; the leading axis of each is the batch. The loader adds its own, all (B,) int64: `index` (which
+sample of the dataset), and in training `position` (place in the epoch's global order) and `seed` (what random
+augmentation is drawn from, see `uniform`); they are to be read, not changed. Where the dataset has `weights`, training
+batches have `mean_weight` (B,): their mean over the whole global batch, the same number everywhere."""
+
+RESERVED = ("index", "position", "seed", "mean_weight")
+"""Names in a batch that no dataset may use."""
 
 
 class LockstepError(Exception):

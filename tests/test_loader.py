@@ -148,7 +148,7 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Table, Rows])
-def test_batches_hold_what_augmentation_and_blame_need(dataset, workers):
+def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, workers):
     cfg = SimpleNamespace(
         **vars(config.Config(num_workers=workers, batch_size=4, seed=9)), dataset=SimpleNamespace(root="")
     )
@@ -161,7 +161,11 @@ def test_batches_hold_what_augmentation_and_blame_need(dataset, workers):
         for batch, micro in batches:
             assert batch["x"].tolist() == [10 * i for i in micro.indices] == (10 * batch["index"]).tolist()
             assert batch["seed"].tolist() == contract.sample_seeds(9, epoch, batch["position"]).tolist()
-    assert torch.cat([batch["x"] for batch in val]).tolist() == list(range(0, 100, 10))
+    for name, factor in (("x", 10), ("index", 1)):
+        assert torch.cat([batch[name] for batch in val]).tolist() == [factor * i for i in range(10)]
+    monkeypatch.setattr(dataset, "weights", [1.0] * 9 + [3.0], raising=False)  # a list will do
+    loader, _ = create_data_loaders(cfg, world(), make_plan(10, 1, batch=10), dataset(), dataset())
+    assert next(iter(loader))[0]["mean_weight"].tolist() == [1.2] * 10
 
 
 def test_balanced_without_labels_is_an_error_in_words():

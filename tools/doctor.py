@@ -42,7 +42,7 @@ try:
     from data_loader import TrainLoader, create_data_loaders
     from engine import agent, dist, faults, loop, status
     from engine.cache import Held
-    from engine.contract import LockstepError
+    from engine.contract import RESERVED, LockstepError
     from engine.stop import Stop
     from engine.watch import Watch
     from tools import machine, nvidia
@@ -199,8 +199,7 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
 
 def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
     """A batch as the dataset gives it, without what the loader adds."""
-    added = ("index", "position", "seed", "mean_weight")
-    return {name: values for name, values in ready.train_loader.example().items() if name not in added}
+    return {name: values for name, values in ready.train_loader.example().items() if name not in RESERVED}
 
 
 # ---- what the run needs ----------------------------------------------------------------------------------------------

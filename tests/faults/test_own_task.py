@@ -1,11 +1,20 @@
 """Mistakes in a task of one's own are said in words, before the first step."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
+import torch
 from conftest import FAULTY, ROOT, succeed
+from torch.utils.data import ChainDataset, DataLoader
+
+import data_loader
+from engine import contract
+from engine.contract import LockstepError
 
 HEAD = """
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from engine.contract import Loss, Sums
 from tests.tasks.toy import Net, Task as Toy
 
@@ -16,6 +25,10 @@ MISTAKES = {
     "tuples": (
         "def datasets(self):\n  d = TensorDataset(torch.randn(40, 8), torch.randn(40, 4)); return d, d",
         "a batch is no dict of tensors, but a list (TensorDataset): return {",
+    ),
+    "a stream": (
+        "def datasets(self):\n  return type('Stream', (IterableDataset,), {'__iter__': iter})(), super().datasets()[1]",
+        "the training set is a Stream, which gives no sample by its number (the task's `datasets`): give one with",
     ),
     "one dataset": ("def datasets(self):\n  return super().datasets()[0]", "the datasets are a Waves, not a pair"),
     "a bare loss": (
@@ -56,6 +69,70 @@ def test_a_mistake_is_one_line(launch, tmp_path, mistake):
     assert "Traceback" not in done.out + done.err and "✓" not in done.out
 
 
+SAMPLES = {
+    "a text": (
+        {"name": "wave"},
+        "'name' of a batch is no tensor, but a list of str (Waves): give a tensor or a number",
+    ),
+    "a dict": ({"about": {"rate": 1.0}}, "'about' of a batch is no tensor, but a dict"),
+    "a list": ({"rows": [1, 2]}, "'rows' of a batch is no tensor, but a list of Tensor"),
+    **{name: ({name: 0}, f"a sample has a {name!r}, a name that the loader itself uses") for name in contract.RESERVED},
+}
+
+
+class Waves:
+    def __init__(self, more):
+        self.more = more
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"x": torch.zeros(3)} | self.more
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+@pytest.mark.parametrize("mistake", SAMPLES)
+def test_a_mistake_in_a_sample_names_the_key(mistake, where):
+    more, said = SAMPLES[mistake]
+    sets = [Waves(more if where == name else {}) for name in ("training", "validation")]
+    with pytest.raises(LockstepError, match="^" + re.escape(said)):
+        data_loader.fingerprint(*sets)
+
+
+def test_a_number_where_a_batch_belongs_is_named():
+    whole = type("Whole", (Waves,), {"__getitems__": lambda self, some: {"scale": torch.tensor(1.0)}})({})
+    with pytest.raises(LockstepError, match=r"^'scale' of a batch is a single number \(Whole\): give one for each"):
+        data_loader.fingerprint(whole)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        (
+            DataLoader(Waves({})),
+            "DataLoader, which gives no sample by its number (the task's `datasets`): give the dat",
+        ),
+        (None, "NoneType, which gives no sample by its number (the task's `datasets`): give a dataset with"),
+        (ChainDataset([]), "ChainDataset, which gives no sample by its number (the task's `datasets`): give one"),
+    ],
+    ids=["a loader", "none", "a stream"],
+)
+def test_what_is_no_dataset_is_said(dataset, said):
+    for name, pair in (("training", (dataset, Waves({}))), ("validation", (Waves({}), dataset))):
+        with pytest.raises(LockstepError, match="^" + re.escape(f"the {name} set is a {said}")):
+            data_loader.check_datasets(*pair)
+
+
+def test_numbers_for_other_samples_are_refused():
+    waves, plan = Waves({}), SimpleNamespace(processes=1)
+    waves.weights = [1.0, 2.0]
+    with pytest.raises(
+        LockstepError, match=r"^the `weights` of the dataset have the shape \(2,\), and it has 10 sampl"
+    ):
+        data_loader.TrainSampler(waves, plan, 0, 0)
+
+
 SUMS = """    def loss(self, net, batch):
         loss = super().loss(net, batch)
         often = dict(hits=loss.weight, count=loss.weight)
@@ -85,8 +162,6 @@ def test_a_weight_may_be_a_number(launch, tmp_path):
 
 def test_the_evaluation_changes_nothing_for_the_training(launch, tmp_path):
     """However often it happens, and whatever it draws at random."""
-    import torch
-
     body = "    def score(self, model, batch):\n        torch.randn(3)\n        return super().score(model, batch)\n"
     (tmp_path / "own.py").write_text(HEAD + body)
     states = []
