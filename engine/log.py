@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine import config
+from engine import config, storage
 from engine.contract import LockstepError
 from engine.loop import Job, Skipped, Slow
 
@@ -55,17 +55,20 @@ class Log(Silent):
         self.bars = sys.stderr.isatty()
         self.bar: Any = None
         self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
-        self.earlier_s = _take_back(folder / "metrics.jsonl", start)
+        self.earlier_s, taken_back = _take_back(folder / "metrics.jsonl", start, job.progress.evaluation_due)
         self.lines = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         (folder / "logs").mkdir(exist_ok=True)
         self.wandb = _start_wandb(job.cfg, folder) if job.cfg.wandb.enable else None
+        self.purge_step = start if taken_back else start + 1
+        if taken_back:  # TensorBoard forgets whole steps: the training's numbers of this one come back
+            self._scalars("train", job, taken_back)
 
     @functools.cached_property
     def writer(self) -> Any:
         """TensorBoard's, at the first log point: to import it takes longer than the rest of the program but torch."""
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(self.folder / "logs"), purge_step=self.start + 1)
+        writer = SummaryWriter(str(self.folder / "logs"), purge_step=self.purge_step)
         if not self.start:
             writer.add_text("config", "```yaml\n" + config.to_yaml(self.config) + "```", 0)
         return writer
@@ -278,20 +281,31 @@ def _memory_mb(job: Job) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def _take_back(path: Path, start: int) -> float:
-    """Drop the lines beyond step `start`, and a torn last one; returns the time_s of the last line kept."""
+def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any]]:
+    """Drop the lines beyond step `start`, those that nobody can read, and the evaluation of that step if it is made
+    again. Returns (time_s of the last line kept, the training's numbers of the step whose evaluation was dropped)."""
     if not path.exists():
-        return 0.0
-    kept, time_s = [], 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return 0.0, {}
+    kept, time_s, unreadable = [], 0.0, 0
+    trained: dict[str, Any] = {}
+    dropped = False
+    *lines, torn = path.read_bytes().split(b"\n")  # the last one is empty, unless a write was broken off
+    for line in filter(None, [*lines, torn]):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+            event, step, seconds = str(record["event"]), int(record["step"]), float(record["time_s"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            unreadable += line is not torn
             continue
-        if record["step"] <= start:
-            kept.append(line)
-            time_s = record["time_s"]
-    beside = path.with_name(".metrics.jsonl.tmp")
-    beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(beside, path)
-    return time_s
+        if evaluation_due and (event, step) == ("eval", start):
+            dropped = True
+        elif step <= start:
+            kept.append(line + b"\n")
+            time_s = seconds
+            trained = record if (event, step) == ("train", start) else trained
+    if unreadable:
+        what = f"{unreadable} line(s) of {path} cannot be read and are dropped"
+        print(f"warning: {what}: training goes on", file=sys.stderr)
+    storage.write_atomically(path, lambda file: file.write(b"".join(kept)))
+    numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
+    return time_s, numbers if dropped else {}

@@ -10,6 +10,8 @@ import yaml
 from conftest import FAULTY, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from engine import log
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -124,6 +126,37 @@ def test_the_folder_tells_what_was_run(runs):
     environment = json.loads((folder / "toy" / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["processes"] == 1
     assert environment["command"][0] == "train.py"
+
+
+def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
+    """A start keeps what the run has logged up to its step, whatever stands in between or at the end."""
+    line = '{"event": "%s", "step": %d, "epoch": 0, "samples": 0, "time_s": %d.5}\n'
+    good = line % ("train", 1, 1) + line % ("train", 2, 2) + line % ("eval", 2, 3)
+    path = tmp_path / "metrics.jsonl"
+
+    def taken_back(text, evaluation_due=False):
+        path.write_bytes(text.encode("latin-1"))
+        found = log._take_back(path, 2, evaluation_due)
+        return path.read_text(), found, capsys.readouterr().err
+
+    beyond, torn = line % ("train", 3, 4), '{"event": "tra'
+    assert taken_back("") == ("", (0.0, {}), "")
+    assert taken_back(good + beyond + torn) == (good, (3.5, {}), "")
+    assert taken_back(good.strip()) == (good, (3.5, {}), ""), "only its line break is missing"
+    odd = [
+        "\xff\xfe\x00",
+        "5",
+        '{"hello": 1}',
+        "[]",
+        "null",
+        '{"event": "train", "step": "two", "time_s": 1}',
+        "[" * 9999,
+    ]
+    warning = f"warning: {len(odd)} line(s) of {path} cannot be read and are dropped: training goes on\n"
+    assert taken_back("\n".join([*odd, good])) == (good, (3.5, {}), warning)
+    assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, {}), warning)
+    without = line % ("train", 1, 1) + line % ("train", 2, 2)
+    assert taken_back(good, evaluation_due=True) == (without, (2.5, {"event": "train"}), ""), "it is made again"
 
 
 def test_json_holds_no_nan(launch, tmp_path):

@@ -205,6 +205,21 @@ def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
     assert "Done: " in straight.out
 
 
+def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
+    """The first one was logged, and then its pictures failed: the checkpoint says that it is due. Garbage at the end
+    of the log is no reason not to go on."""
+    fault = ["fault.kind=raise in pictures", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
+    words = ["train.py", FAULTY, *fault, "epochs=2", "log_every=2", f"save_dir={tmp_path / 'run'}"]
+    assert launch.python(*words).code == 1 and load(tmp_path / "run")["progress"]["evaluation_due"]
+    with open(tmp_path / "run/metrics.jsonl", "ab") as file:
+        file.write(b'5\n{"hello": 1}\n\xff\xfe')
+    done = succeed(launch.python(*words))
+    assert "Resuming" in done.out and "2 line(s) of" in done.err
+    succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    assert points(tmp_path / "run") == points(tmp_path / "straight")
+
+
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):
     for name in ("one", "two"):
         succeed(launch.python("train.py", TOY, *HARD, "epochs=2", "deterministic=true", f"save_dir={tmp_path / name}"))

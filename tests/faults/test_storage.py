@@ -24,13 +24,15 @@ import traceback
 import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from engine import storage
+from engine import config, log, storage
 from engine.contract import LockstepError
+from engine.loop import Progress
 from engine.storage import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +105,8 @@ class Faults:
     error   fails with this errno; with `for_good`, so do all after it
     kill    SIGKILL before the call
     torn    half of a write reaches the file, any other call is done; then SIGKILL
-    power   as kill, and what was not fsynced is lost: the contents of files, and renames, though not deletions
+    power   as kill, and what was not fsynced is lost: what files got since, and renames, though not deletions
+    power, renames stay  the same, but renames are on the disk, as a disk may order it
     """
 
     def __init__(self, n: int, mode: str | int, for_good: bool = False):
@@ -111,6 +114,7 @@ class Faults:
         self.calls: list[str] = []
         self.struck = False
         self.unsynced: set[Path] = set()
+        self.synced: dict[Path, int] = {}  # bytes of a file that are on the disk, if not none
         self.renames: list[tuple[Path, Path, bytes | None]] = []
         self.paths: dict[int, Path] = {}  # of open descriptors
 
@@ -124,13 +128,13 @@ class Faults:
             if self.mode == "torn":
                 with contextlib.suppress(OSError):
                     (torn or (lambda: real(*given, **named)))()
-            if self.mode == "power":
+            if str(self.mode).startswith("power"):
                 self.lose()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*given, **named)
 
     def lose(self) -> None:
-        for source, target, before in reversed(self.renames):
+        for source, target, before in reversed(self.renames if self.mode == "power" else []):
             if target.exists():
                 os.replace(target, source)
             if before is not None:
@@ -138,11 +142,13 @@ class Faults:
             self.unsynced = {source if path == target else path for path in self.unsynced}
         for path in self.unsynced:
             if path.exists():
-                path.write_bytes(b"")
+                os.truncate(path, self.synced.get(path, 0))
 
     def open(self, path, mode="r", **how):
         file = self.call("open", open, path, mode, **how)
         self.paths[file.fileno()] = Path(path)
+        if "a" in mode and Path(path) not in self.unsynced:
+            self.synced[Path(path)] = os.path.getsize(path)
         return File(self, file, Path(path))
 
     def replace(self, source, target):
@@ -153,12 +159,16 @@ class Faults:
             self.renames.append((Path(source), Path(target), before))
         if Path(source) in self.unsynced:
             self.unsynced = (self.unsynced - {Path(source)}) | {Path(target)}
+        if not link:
+            self.synced[Path(target)] = self.synced.pop(Path(source), 0)
 
     def fsync(self, descriptor):
         self.call("fsync", os.fsync, descriptor)
         path = self.paths.get(descriptor)
         if path is None:
             self.renames.clear()
+        else:
+            self.synced[path] = os.path.getsize(path)
         self.unsynced.discard(path)
 
     def os_open(self, *given):
@@ -176,6 +186,8 @@ class Faults:
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
         patch.setattr(storage, "os", Stand(os, mine))
         patch.setattr(storage, "open", self.open, raising=False)
+        patch.setattr(log, "os", Stand(os, mine))
+        patch.setattr(log, "open", self.open, raising=False)
         patch.setattr(storage, "torch", Stand(torch, {"load": counted(torch, "load")}))
         for name in ("is_dir", "is_file", "resolve"):
             patch.setattr(Path, name, counted(Path, name))
@@ -324,7 +336,8 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
 @pytest.mark.parametrize(
     ("scene", "mode"),
     [(scene, "torn") for scene in SCENES]
-    + [("a new best", "kill"), ("one older goes", "power"), ("a new best", "power")],
+    + [("a new best", "kill"), ("one older goes", "power"), ("a new best", "power")]
+    + [("a new best", "power, renames stay")],
 )
 def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tmp_path):
     befores, _, (new, _) = SCENES[scene]
@@ -339,7 +352,7 @@ def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tm
 
         def save(folder=folder, faults=faults):
             error = strike(folder, scene, faults)
-            if mode == "power":
+            if mode.startswith("power"):
                 faults.lose()
             return error
 
@@ -352,6 +365,44 @@ def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tm
         assert found(folder) in (old, new), what
         goes_on(folder, scene)
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mode", ["power", "power, renames stay"])
+def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path):
+    """At the n-th call of a start at step 2, which takes line 3 back, of line 3 written anew, and of its checkpoint."""
+    line = '{"event": "train", "step": %d, "epoch": 0, "samples": 0, "time_s": 1.0}\n'
+    n, struck = 0, True
+    while struck:
+        n, folder = n + 1, tmp_path / str(n)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(line % 1 + line % 2 + line % 3)
+        checkpoints = Checkpoints(folder)
+        commit(checkpoints, 2)
+
+        faults = Faults(n, mode)
+
+        def train(folder=folder, checkpoints=checkpoints, faults=faults):
+            job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress(step=2))
+            with pytest.MonkeyPatch.context() as patch:
+                faults.install(patch)
+                opened = log.Log(folder, job)
+                opened.writer = io.BytesIO()  # TensorBoard's is not asked
+                job.progress.step = 3
+                opened._record("train", job, {})
+                writer = storage.Writer(checkpoints)
+                writer.submit(state(3), "step_3.pt", False, opened.sync)
+                writer.settle()
+                writer.close()
+            faults.lose()
+
+        status, said = in_child(train)
+        struck = os.WIFSIGNALED(status)
+        assert struck or (status, said) == (0, "None"), said
+        step, lines = found(folder), (folder / "metrics.jsonl").read_text().splitlines()
+        assert step == 3 or (struck and step == 2), f"call {n}"
+        assert [json.loads(text)["step"] for text in lines][:step] == [*range(1, step + 1)], f"call {n}"
+        shutil.rmtree(folder)
+    assert n > 40
 
 
 @pytest.mark.parametrize("resume", ["auto", "the file", "the folder"])
