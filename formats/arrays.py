@@ -1,4 +1,5 @@
-"""numpy's .npy and .npz files, read without believing them: what a header claims is held against the file's size first.
+"""What comes from data is not believed: numpy's .npy and .npz files, whose headers are held against the files' sizes
+first, and names that are to become paths.
 
 Nothing is ever unpickled. Whatever is wrong with a file is a LockstepError of one line.
 """
@@ -33,6 +34,19 @@ def check_text(text: str, path: Path) -> str:
         what = f"a control character (#x{ord(found.group()):02x})"
         raise LockstepError(what, where=f"{path}:{line}", todo="save the file as plain text in UTF-8")
     return text
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name from data can be the name of one file in a folder of ours, and of nothing else."""
+    return (
+        name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"} and len(name.encode()) <= 200
+    )
+
+
+def stays_below(path: str) -> bool:
+    """Whether it leads to nowhere but into its folder. By the name alone: a link in there is the owner's own."""
+    path = os.path.normpath(path)
+    return path.isprintable() and not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
 def load_npy(path: Path) -> np.ndarray:

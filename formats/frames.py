@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import read_ahead
+from formats.arrays import read_ahead, stays_below
 from formats.lerobot import Demonstrations, Place, need
 
 VERSION = 1
@@ -300,6 +300,8 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
     beside = stored.get("path") if isinstance(stored, dict) else None
     try:
         if content is None and beside:
+            if not stays_below(beside):
+                raise ValueError(f"it is said to lie at {beside!r}"[:200])
             content = (demos.root / beside).read_bytes()
         image = need("PIL.Image").open(io.BytesIO(content or b""))
         image.load()

@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
+from formats.arrays import is_file_name, stays_below
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
@@ -253,6 +255,9 @@ def _feature(name: str, raw: Any, path: Path) -> Feature:
     if not is_right or (is_picture and len(shape) != 3):
         what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
         raise LockstepError(what, where=str(path), todo="give a dtype and a shape of whole numbers, pictures three")
+    if is_picture and not is_file_name(name):  # its videos and its cache are called by it
+        what = f"{name[:120]!r} cannot be a camera's name"
+        raise LockstepError(what, where=str(path), todo="rename the feature: a name without /, of at most 200 bytes")
     names = _flat_names(known.get("names"))
     size = tuple(shape) or (1,)
     if is_picture and _channels_last(names, size):
@@ -705,13 +710,20 @@ def _whole(row: Mapping[str, Any], name: str, path: Path, line: int) -> int:
     return value
 
 
+_FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
+"""Of a template: a name, and perhaps a width of two digits. Python's own format() takes any width, and attributes."""
+
+
 def _fill(template: Any, path: Path, **names: Any) -> str:
     try:
-        return template.format(**names)
-    except (AttributeError, KeyError, IndexError, ValueError):
+        rest = _FIELD.sub("", template)
+        if {*"{}"} & {*rest} or not stays_below(found := template.format(**names)):
+            raise ValueError
+        return str(found)
+    except (TypeError, KeyError, ValueError):
         known = ", ".join(f"{{{name}}}" for name in names)
-        what = f"info.json names its files by {template!r}"
-        raise LockstepError(what, where=str(path), todo=f"use {known} in it") from None
+        what = f"info.json names its files by {repr(template)[:120]}"
+        raise LockstepError(what, where=str(path), todo=f"use {known} in it, and stay in the folder") from None
 
 
 def _parquet(path: Path, whose: str = "") -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from engine.contract import LockstepError
+from formats.arrays import is_file_name
 from formats.lerobot import BOOKKEEPING, QUANTILES, Stats, aggregate, measure, need
 
 NUMBERS = ("float32", "float64", "int32", "int64", "bool")
@@ -91,7 +92,7 @@ class Recorder:
             picture = dtype in ("image", "video")
             if not picture and dtype not in NUMBERS:
                 what, todo = f"{name} has dtype {dtype!r}", f"choose of image, video, {', '.join(NUMBERS)}"
-            elif "/" in name or name in BOOKKEEPING or not name:
+            elif name in BOOKKEEPING or not is_file_name(name):
                 what, todo = f"a feature cannot have the name {name!r}", "choose another, without /"
             elif not shape or min(shape) < 1 or (picture and (len(shape) != 3 or shape[0] != 3)):
                 what, todo = f"{name} has shape {shape}", "a picture has (3, H, W), a number (1,)"

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -557,6 +558,50 @@ def test_a_damaged_dataset_is_refused_in_one_line(copied, how):
     refused(says, lambda: read(copied))
 
 
+@pytest.mark.parametrize(
+    "name", ["{victim}", "../../victim", "..", "", "a/b", "a\\b", "a\nb", "a\0b", "x" * 201], ids=repr
+)
+def test_a_cameras_name_never_becomes_a_path(copied, tmp_path, name):
+    """The cache's file is named after it: an existing file anywhere would be overwritten."""
+    victim, name = tmp_path / "victim.u8", name.format(victim=tmp_path / "victim")
+    victim.write_bytes(b"precious")
+
+    def rename(about):
+        about["features"][name] = about["features"].pop(CAMERA)
+        about["video_path"] = about["video_path"].replace("{video_key}", CAMERA)
+
+    change_info(copied, rename)
+    refused("cannot be a camera's name", lambda: Frames(read(copied), {}, "memmap", tmp_path / "cache" / "deep"))
+    assert victim.read_bytes() == b"precious" and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{episode_index:030000000d}.parquet",  # 30 MB of zeros
+        "{episode_index:{episode_index}}.parquet",
+        "{episode_index.__class__}.parquet",
+        "{episode_index!r}.parquet",
+        "/data/episode_{episode_index:06d}.parquet",
+        "data/../../episode_{episode_index:06d}.parquet",
+        "data/\0{episode_index:06d}.parquet",
+        ["{episode_index}"],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("kind", ["v2.1", "v3.0 by hand"])
+def test_a_template_names_files_of_the_dataset_and_nothing_else(made, tmp_path, kind, template):
+    root = shutil.copytree(made(kind), tmp_path / "copy")
+    is_text = isinstance(template, str)
+    own = template.replace("episode_index", "file_index") if is_text and kind != "v2.1" else template
+    change_info(root, lambda about: about.update(data_path=own))
+    tracemalloc.start()
+    refused("info.json names its files by", lambda: read(root))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 20 * 2**20
+
+
 def test_the_tolerance_can_be_raised(copied):
     change_column(copied, "timestamp", pa.array(np.float32([0, 0.1, 0.2, 0.3011])))
     assert read(copied, tolerance_s=0.002).columns["timestamp"][10] == np.float32(0.3011)
@@ -725,6 +770,7 @@ def test_wrong_episodes_are_refused(tmp_path, change, says):
     ("features", "says"),
     [
         ({"a/b": ("float32", (1,))}, "'a/b'"),
+        ({"..": ("image", (3, 16, 24))}, "'..'"),
         ({"index": ("float32", (1,))}, "'index'"),
         ({"a": ("text", (1,))}, "'text'"),
         ({"a": ("float32", ())}, "shape ()"),
@@ -979,8 +1025,8 @@ def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
     rows = old.column(CAMERA).to_pylist()
     at = old.schema.get_field_index(CAMERA)
 
-    def put(content):
-        rows[9] = {"bytes": content, "path": "beside.png"}
+    def put(content, beside="beside.png"):
+        rows[9] = {"bytes": content, "path": beside}
         column = pa.array(rows, old.schema.field(at).type)
         pq.write_table(old.set_column(at, old.schema.field(at), column), path, row_group_size=4)
         return Frames(read(root), {}, "none", "unused").get(CAMERA, np.arange(8, 11))
@@ -992,6 +1038,9 @@ def test_a_damaged_picture_is_refused_in_one_line(made, tmp_path):
     refused(["episode 1 frame 2", "more than 8 bits"], lambda: put(wide.getvalue()))
     (root / "beside.png").write_bytes(rows[8]["bytes"])
     assert put(None)[1].mean() == level(1, 1), "a picture may lie in a file of its own"
+    outside = (root / "beside.png").rename(tmp_path / "beside.png")
+    for where in ("../beside.png", str(outside)):
+        refused(["episode 1 frame 2", "it is said to lie at"], lambda where=where: put(None, where))
 
 
 def test_wrong_settings_of_pictures(made, tmp_path):

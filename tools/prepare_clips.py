@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.contract import LockstepError
-from formats.arrays import check_text
+from formats.arrays import check_text, stays_below
 from formats.clips import CUTTING, ClipsWriter
 from formats.videos import BrokenVideo, gray_square, import_av, opened
 
@@ -117,7 +116,7 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
         )
     if not row["video"]:
         raise LockstepError("an empty video", where=where, todo="name the file")
-    if not _stays_below(row["video"]):
+    if not stays_below(row["video"]):
         what = f"video {row['video']!r} is not in the folder of videos"
         raise LockstepError(what, where=where, todo="give a name relative to --videos, without ..")
     try:
@@ -130,12 +129,6 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
     if not column.endswith("_s") and at != int(at):
         raise LockstepError(f"{column}={at}", where=where, todo=f"give a whole frame, or seconds as {column}_s")
     return Trial(label, at, line)
-
-
-def _stays_below(video: str) -> bool:
-    """Whether a name leads to nowhere but into its folder. By the name alone: a link in there is the owner's own."""
-    path = os.path.normpath(video)
-    return not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_a_video_stays_below_the_folder_of_videos(tmp_path, capsys, monkeypatch,
 
 @pytest.mark.parametrize("video", ["a.mp4", "day 1/a.mp4", "x/../a.mp4", "..a.mp4", "./a.mp4"])
 def test_a_video_below_the_folder_is_taken(video):
-    assert prepare_clips._stays_below(video)
+    assert prepare_clips.stays_below(video)
 
 
 @pytest.mark.parametrize(
