@@ -9,7 +9,7 @@ from conftest import FAULTY, TOY, succeed
 from engine import config, scaling
 from engine.contract import LockstepError
 from engine.scaling import Link, Step
-from tools import benchmark
+from tools import benchmark, tune
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 
@@ -144,13 +144,15 @@ def test_where_there_are_gpus_dataparallel_stands_beside():
     assert cells[2][0] == "2 (DP)" and cells[2][5:7] == ["1.20", "60%"] and cells[3] == ["3", "8", "out of memory"]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--link", "fast"], "'fast' is no link"),
-    (["--processes", "1,x"], "'1,x' are no numbers of processes"),
-    (["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
-    (["lr=x"], "lr=x (command line): give a number"),
+@pytest.mark.parametrize(("tool", "words", "said"), [
+    (benchmark, ["--link", "fast"], "'fast' is no link"),
+    (benchmark, ["--processes", "1,x"], "'1,x' are no numbers of processes"),
+    (benchmark, ["--processes", "2,0"], "'2,0' are no numbers of processes"),
+    (benchmark, ["--processes", "2", "--predict", "4"], "a prediction starts from one process"),
+    (benchmark, ["lr=x"], "lr=x (command line): give a number"),
+    (tune, ["--processes", "0"], "0 is no number of processes (--processes): give"),
 ])  # fmt: skip
-def test_what_a_person_can_get_wrong(capfd, words, said):
-    assert benchmark.main(words) == 2
+def test_what_a_person_can_get_wrong(capfd, tool, words, said):
+    assert tool.main(words) == 2
     errors = capfd.readouterr().err.splitlines()
     assert len(errors) == 1 and errors[0].startswith("error: ") and said in errors[0]

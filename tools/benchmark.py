@@ -171,9 +171,12 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
     link = scaling.parse_link(options.link) if options.link else None
     try:
         counts = sorted({int(text) for text in options.processes.split(",")}) if options.processes else []
+        fit = not counts or counts[0] > 0
     except ValueError:
+        fit = False
+    if not fit:
         what = f"{options.processes!r} are no numbers of processes"
-        raise LockstepError(what, where="--processes", todo="give some, such as 1,2,4") from None
+        raise LockstepError(what, where="--processes", todo="give some, such as 1,2,4")
     counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")

@@ -207,6 +207,9 @@ def main(argv: list[str]) -> int:
 
 
 def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
+    if options.processes < 1:
+        what = f"{options.processes} is no number of processes"
+        raise LockstepError(what, where="--processes", todo="give as many as the training will have")
     if options.out and Path(options.out).exists():
         raise LockstepError(f"{options.out} is there already", where="--out", todo="remove it, or give another name")
     tuning = Tuning(options, words, asked.cfg)
