@@ -1,7 +1,12 @@
-"""Real processes for the tests, and the proof that none is left behind."""
+"""Real processes for the tests, and the proof that none is left behind.
+
+Most are forked from a warm parent, see warm.py: a tenth of the CPU time. Tests of what a fork cannot show are marked
+`real`; with `--real` all processes are.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -9,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from warm import Forked, Zygote, adopt_orphans, can_be_warm
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = str(ROOT / "tests" / "tasks" / "toy.py")
@@ -53,26 +59,11 @@ class Done:
 class Running:
     """A process in a session of its own; its output goes to files, so that it never waits for a reader."""
 
-    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], ignored: tuple[int, ...] = ()):
-        self.files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-
-        def begin():
-            for number in ignored:
-                signal.signal(number, signal.SIG_IGN)
-
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=self.files[0],
-            stderr=self.files[1],
-            start_new_session=True,
-            preexec_fn=begin,
-        )
+    def __init__(self, process: subprocess.Popen | Forked, files: tuple):
+        self.process, self.files = process, files
 
     def said(self) -> str:
-        return "".join(os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files)
+        return "".join(os.pread(file.fileno(), 1 << 24, 0).decode() for file in self.files)
 
     def wait_for(self, words: str, timeout: float = 60, times: int = 1) -> None:
         """Until it has said `words`, so many times."""
@@ -94,19 +85,20 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             pytest.fail(f"ran longer than {timeout * PATIENCE} s\n{self.said()}")
-        texts = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files]
+        texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in self.files]
         return Done(self.process.returncode, *texts)
 
 
 class Launcher:
-    """Starts commands from the repository's root, each marked in its environment, and looks for the mark afterwards."""
+    """Starts commands from the repository's root; what they started is found as this process's descendants."""
 
-    def __init__(self, cwd: Path):
-        self.mark = f"LOCKSTEP_TEST_{uuid.uuid4().hex}"
+    def __init__(self, cwd: Path, real: bool):
         # A short path: sockets lie in it, whose names have at most 108 characters.
         self.temporary = tempfile.TemporaryDirectory(prefix="lt_", ignore_cleanup_errors=True)
         self.may_stay = ["torchinductor_"]  # torch's cache
-        self.cwd = cwd
+        self.cwd, self.real = cwd, real
+        self.zygote = None if real else _zygote()
+        self.before = _descendants().keys()
 
     def environment(self, **more: str | None) -> dict[str, str]:
         dropped = (
@@ -120,35 +112,46 @@ class Launcher:
             "TORCHELASTIC",
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name, self.mark: "1"}
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name}
         env |= {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in env.items() if name not in more or more[name] is not None}
 
-    def __call__(self, *command: str, timeout: float = 240, cwd: Path | None = None, **env: str | None) -> Done:
-        if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
-            self.may_stay.append("torchelastic_")  # torchrun leaves its own
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd or self.cwd,
-            env=self.environment(**env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=timeout * PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"{command} ran longer than {timeout * PATIENCE} s\n{out}\n{err}")
-        return Done(process.returncode, out, err)
+    def __call__(self, *command: str, timeout: float = 240, **how) -> Done:
+        return self.start(*command, **how).wait(timeout)
 
     def start(
         self, *command: str, ignored: tuple[int, ...] = (), cwd: Path | None = None, **env: str | None
     ) -> Running:
-        return Running([str(word) for word in command], cwd or self.cwd, self.environment(**env), ignored)
+        if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
+            self.may_stay.append("torchelastic_")  # torchrun leaves its own
+        files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        return Running(self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored), files)
+
+    def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple) -> Any:
+        env = self.environment(**changes)
+        how = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stdout": files[0], "stderr": files[1]}
+        descriptors = [file.fileno() for file in files]
+        if self.zygote and command[0] == sys.executable and can_be_warm(command[1:], changes):
+            return self.zygote.fork(command[1:], env, cwd, *descriptors, ignored)
+        if self.zygote and Path(command[0]).name == "train_multigpu.sh" and "--print" not in command:
+            with tempfile.TemporaryDirectory() as folder:
+                warm = {"PYTHON": str(ROOT / "tests" / "warm_python"), "WARM_FOLDER": folder}
+                script = subprocess.Popen(command, env=env | warm | {"WARM_PYTHON": sys.executable}, **how)
+                script.wait()
+                if not (Path(folder) / "words").exists():
+                    return script  # it had nothing to start
+                words = (Path(folder) / "words").read_text().split("\0")[:-1]
+                lines = (Path(folder) / "environment").read_text().split("\0")[:-1]
+            env = dict(line.split("=", 1) for line in lines if not line.startswith("WARM_")) | {
+                "PYTHON": sys.executable
+            }
+            return self.zygote.fork(words, env, cwd, *descriptors, ignored)
+
+        def begin() -> None:
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin, **how)
 
     def start_launcher(self, processes: int, *words: str, **how) -> Running:
         """./train_multigpu.sh on CPUs."""
@@ -180,38 +183,79 @@ class Launcher:
                 os.kill(pid, number)
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a rank: the oldest that has it in its environment, for the loader's have it, too."""
-        mark = f"\0RANK={rank}\0".encode()
-        return min(pid for pid in self.left_behind() if mark in Path(f"/proc/{pid}/environ").read_bytes())
+        """The process of a rank: the oldest that has its number, for its loader's processes have it, too."""
+        return min(pid for pid in self.left_behind() if _rank(pid) == rank)
 
     def left_behind(self) -> list[int]:
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (process / "environ").read_bytes():
-                    found.append(int(process.name))
-            except OSError:
-                continue
-        return found
+        """Processes below this one that were not there before, and have not ended."""
+        return [pid for pid, state in _descendants().items() if pid not in self.before and state != "Z"]
+
+
+def _descendants() -> dict[int, str]:
+    """{process: state} of all below this one: what is orphaned there becomes its child, see `adopt_orphans`."""
+    parents, states = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            parents[int(stat.parent.name)], states[int(stat.parent.name)] = int(parent), state
+    found, new = {}, {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in new}:
+        found |= {pid: states[pid] for pid in new}
+    return found
+
+
+def _rank(pid: int) -> int | None:
+    """RANK of a process: from the name that a fork has given itself, or from its environment."""
+    with suppress(OSError):
+        for line in [
+            Path(f"/proc/{pid}/comm").read_text().replace("rank ", "RANK="),
+            *Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"),
+        ]:
+            if line.startswith("RANK="):
+                return int(line[5:])
+    return None
+
+
+def pytest_addoption(parser):
+    parser.addoption("--real", action="store_true", help="start every process anew, none as a fork of a warm parent")
+
+
+def pytest_configure(config):
+    adopt_orphans()
+    global always_real
+    always_real = config.getoption("--real")
+
+
+always_real = False
+_stack = ExitStack()
+
+
+@functools.cache
+def _zygote() -> Zygote:
+    return _stack.enter_context(closing(Zygote()))
+
+
+def pytest_sessionfinish():
+    _stack.close()
 
 
 @pytest.fixture
-def launch():
-    """Run real commands; a process that outlives the test fails it."""
-    with launching() as launcher:
+def launch(request):
+    """Run commands; a process that outlives the test fails it."""
+    with launching(real=request.node.get_closest_marker("real") is not None) as launcher:
         yield launcher
 
 
 @contextmanager
-def launching():
+def launching(real: bool = False):
     """The same for a fixture that many tests share."""
-    launcher = Launcher(ROOT)
+    launcher = Launcher(ROOT, real or always_real)
     before = _shared_memory()
     try:
         yield launcher
         deadline = time.monotonic() + 10 * PATIENCE  # a process that is just being reaped is not left behind
         while launcher.left_behind() and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.05)
     finally:  # where a test ran out of time, too: its processes would slow down all others
         left = launcher.left_behind()
         for pid in left:

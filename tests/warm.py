@@ -1,0 +1,262 @@
+"""A warm server for the tests: one process that has imported torch and the project, and forks whatever is asked of it.
+
+    with Zygote() as zygote:
+        child = zygote.fork(["train.py", TOY, "epochs=1"], env, cwd, out, err)
+        child.wait()
+
+A fork is a process of its own: session, environment, folder, arguments, signals and exit code are those of the command;
+torchrun is torchrun's own agent, whose ranks are forked from it. What is saved is importing torch: 1.5 to 2 CPU
+seconds a process. A fork does not show what an interpreter does as it starts: `-c` and `-X`, PYTHON* variables,
+sitecustomize, whether the project can be imported, and hashes of strings, which differ between interpreters. Tests of
+that are marked `real`; `make test-real` takes real processes everywhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {"torch.distributed.run": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
+"""What `python -m` may name, and where its `main` is."""
+
+LIMIT = 1 << 17
+"""Bytes of a request, which is one message."""
+
+
+class Forked:
+    """The part of subprocess.Popen that a waiting process uses, for a child that was forked."""
+
+    def __init__(self, pid: int):
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(found[1])
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self.returncode
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.002)  # polling with a deadline
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def adopt_orphans() -> None:
+    """From here on a process whose parent ends becomes this one's child, however deep below it (Linux only)."""
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Zygote:
+    """The server, a child of this process, which must have called `adopt_orphans`. It ends with it."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            env = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
+
+    def fork(
+        self, words: list[str], env: dict[str, str], cwd: Path, out: int, err: int, ignored: tuple[int, ...] = ()
+    ) -> Forked:
+        """A process that does what `python *words` would do, a child of this one."""
+        request = {"words": words, "env": env, "cwd": str(cwd), "ignored": list(ignored)}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
+        answer = self.socket.recv(64)
+        assert answer, f"the warm server has ended with {self.process.wait()}"
+        return Forked(int(answer))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+def can_be_warm(words: list[str], env: dict[str, str | None]) -> bool:
+    """Whether a fork does what `python *words` does, with these changes of the environment."""
+    if any(name.startswith(("PYTHON", "LD_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "GOMP_")) for name in env):
+        return False
+    script = words[1] if words[0] == "-u" else words[0]
+    known = script.endswith(".py") or (script == "-m" and words[words.index("-m") + 1] in MODULES)
+    return known and len(json.dumps(words)) < LIMIT // 4
+
+
+# ---- in the server and below it --------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with pytest
+    preload()
+    requests = socket.socket(fileno=descriptor)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, LIMIT, 2)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        answer, theirs = os.pipe()
+        if not (middle := os.fork()):
+            # The one in between ends at once, so that pytest inherits the process and can wait for it.
+            middle = os.getpid()
+            if not (pid := os.fork()):
+                while os.getppid() == middle:
+                    time.sleep(0.0005)
+                become(request["words"], request["env"], request["cwd"], descriptors, request["ignored"])
+            os.write(theirs, str(pid).encode())
+            os._exit(0)
+        os.close(theirs)
+        os.waitpid(middle, 0)
+        requests.send(os.read(answer, 64))
+        for each in (answer, *descriptors):
+            os.close(each)
+
+
+def preload() -> None:
+    sys.path[0] = str(ROOT)
+    import torch
+    import torch.distributed.launch
+    import torch.distributed.run
+    import torch.utils.tensorboard  # the slowest of all but torch
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: F401
+    from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: F401
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous  # noqa: F401
+
+    import engine.agent  # noqa: F401
+    import tasks
+    import train
+    import train_ddp  # noqa: F401
+
+    for name in tasks.names():
+        tasks.load(name)
+    torch.zeros(1).sum().item()  # operators' tables
+    subprocess_handler.SubprocessHandler._popen = fork_rank
+    assert train and threading.active_count() == 1, "a fork has only the thread that forks"
+
+
+def fork_rank(handler, command: tuple[str, ...], env: dict[str, str]) -> Forked:
+    """In a torchrun: instead of starting an interpreter."""
+    out, err = (1 if handler._stdout is None else handler._stdout.fileno()), 2
+    if handler._stderr is not None:
+        err = handler._stderr.fileno()
+    words = list(command[1:])
+    if command[0] != sys.executable or not can_be_warm(words, {}):
+        return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+    gc.freeze()  # a store that is garbage here must not be collected there: it would wait for a thread of this process
+    pid = os.fork()
+    if not pid:
+        become(words, env, os.getcwd(), (out, err))
+    gc.unfreeze()
+    return Forked(pid)
+
+
+def become(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple = ()) -> None:
+    """In the forked child: `python *words`. Does not return."""
+    code = 70
+    try:
+        _prepare(words, env, cwd, output, ignored)
+        code = _run(words)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple) -> None:
+    """What an interpreter does before the first line, and what modules have noted of the one that imported them."""
+    import numpy
+    import torch
+
+    import engine.oom
+    import engine.stop
+
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    kept = [os.open(os.devnull, os.O_RDONLY), *(os.dup(each) for each in output)]
+    for number, descriptor in enumerate(kept):
+        os.dup2(descriptor, number)
+    os.closerange(3, 1 << 16)  # a store's connections among them: they would outlive it
+    unbuffered = words[0] == "-u"
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # of 0, 1 and 2
+        io.TextIOWrapper(io.FileIO(0, closefd=False)),
+        io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", write_through=unbuffered),
+        io.TextIOWrapper(
+            io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
+        ),
+    )
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    with open("/proc/self/comm", "w") as file:  # for `Launcher.rank_pid`: /proc/PID/environ is the server's
+        file.write(f"rank {env['RANK']}" if "RANK" in env else "python")
+    tempfile.tempdir = None  # TMPDIR is read again
+    random.seed(), numpy.random.seed(), torch.seed()
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    engine.stop._parent, engine.oom._BEGAN = os.getppid(), time.monotonic()
+
+
+def _run(words: list[str]) -> int:
+    """Returns the exit code; a signal that Python turns into an exception ends the process as a signal."""
+    sys.orig_argv = [sys.executable, *words]
+    words = words[words[0] == "-u" :]
+    code, interrupted = 0, False
+    try:
+        if words[0] == "-m":
+            sys.argv = [sys.modules[MODULES[words[1]]].__file__, *words[2:]]
+            sys.modules[MODULES[words[1]]].main()
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    with suppress(Exception):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
