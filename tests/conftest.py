@@ -98,7 +98,7 @@ class Launcher:
         self.may_stay = ["torchinductor_"]  # torch's cache
         self.cwd, self.real = cwd, real
         self.zygote = None if real else _zygote()
-        self.before = _descendants().keys()
+        self.before, self.started = _descendants().keys(), set()
 
     def environment(self, **more: str | None) -> dict[str, str]:
         dropped = (
@@ -112,7 +112,7 @@ class Launcher:
             "TORCHELASTIC",
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": self.temporary.name}
+        env |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TMPDIR": self.temporary.name}
         env |= {name: value for name, value in more.items() if value is not None}
         return {name: value for name, value in env.items() if name not in more or more[name] is not None}
 
@@ -125,7 +125,9 @@ class Launcher:
         if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
             self.may_stay.append("torchelastic_")  # torchrun leaves its own
         files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        return Running(self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored), files)
+        process = self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored)
+        self.started.add(process.pid)
+        return Running(process, files)
 
     def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple) -> Any:
         env = self.environment(**changes)
@@ -188,7 +190,11 @@ class Launcher:
 
     def left_behind(self) -> list[int]:
         """Processes below this one that were not there before, and have not ended."""
-        return [pid for pid, state in _descendants().items() if pid not in self.before and state != "Z"]
+        found = {pid: state for pid, state in _descendants().items() if pid not in self.before}
+        for pid in [pid for pid, state in found.items() if state == "Z" and pid not in self.started]:
+            with suppress(ChildProcessError):  # an orphan that this process has inherited, or somebody's child
+                os.waitpid(pid, os.WNOHANG)
+        return [pid for pid, state in found.items() if state != "Z"]
 
 
 def _descendants() -> dict[int, str]:

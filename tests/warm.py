@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -202,14 +203,12 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     for number, descriptor in enumerate(kept):
         os.dup2(descriptor, number)
     os.closerange(3, 1 << 16)  # a store's connections among them: they would outlive it
-    unbuffered = words[0] == "-u"
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # of 0, 1 and 2
-        io.TextIOWrapper(io.FileIO(0, closefd=False)),
-        io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", write_through=unbuffered),
-        io.TextIOWrapper(
-            io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
-        ),
-    )
+    unbuffered = words[0] == "-u" or bool(env.get("PYTHONUNBUFFERED"))
+    raw = [io.FileIO(number, "r" if number == 0 else "w", closefd=False) for number in (0, 1, 2)]
+    out, err = raw[1:] if unbuffered else map(io.BufferedWriter, raw[1:])
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(raw[0]))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, "utf-8", write_through=unbuffered)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(err, "utf-8", "backslashreplace", line_buffering=True)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -221,6 +220,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     with open("/proc/self/comm", "w") as file:  # for `Launcher.rank_pid`: /proc/PID/environ is the server's
         file.write(f"rank {env['RANK']}" if "RANK" in env else "python")
     tempfile.tempdir = None  # TMPDIR is read again
+    weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
     random.seed(), numpy.random.seed(), torch.seed()
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.stop._parent, engine.oom._BEGAN = os.getppid(), time.monotonic()

@@ -381,7 +381,7 @@ def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
     ranks = [launch.rank_pid(rank) for rank in (0, 1)]
     run.signal(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), 15)
+    wait_until(lambda: not {*ranks} & {*launch.left_behind()}, 15)
     now = status(tmp_path / "run")
     assert (now["state"], now["reason"]) == ("stopped", "torchrun is gone")
     assert "Stopped after step" in run.said()
