@@ -41,6 +41,7 @@ from engine import (
     precision,
     status,
     storage,
+    terminal,
 )
 from engine.cache import Held
 from engine.contract import LockstepError, Task
@@ -376,9 +377,9 @@ def fit(prepared: Prepared, profile: bool = False) -> dict[str, float]:
     if isinstance(logger, log.Log):
         if metrics and not job.stopped:
             log.add_hparams(logger, job, metrics)
-        logger.say(farewell(job, path, keeper))
         code = status.STOPPED if job.stopped else status.DONE
         status.current.write("stopped" if job.stopped else "done", code, job.stopped, step=progress.step)
+        logger.say(farewell(job, path, keeper))
     logger.close()
     return metrics
 
@@ -484,7 +485,7 @@ class Keeper:
                 self.writer.submit(state, file, bool(best_file), self.logger.sync, self._saved)
 
     def _saved(self, path: Path, step: int) -> None:
-        status.current.write("running", step=step, checkpoint=str(path))
+        status.current.update(step=step, checkpoint=str(path))
 
     def _settle(self, seconds: float) -> None:
         """Before this process ends, from whatever thread ends it."""
@@ -587,6 +588,7 @@ def _set_backends(cfg: Any) -> None:
 
 def main(argv: list[str]) -> int:
     """Adapts to where it is started: torchrun, accelerate, or plain python on a GPU, several, or none."""
+    terminal.outlive()
     return guarded(argv, _main)
 
 
@@ -623,16 +625,17 @@ def guarded(argv: list[str], work: Any, spell_out: Any = list) -> int:
 
     spell_out  turns another tool's words into a training's
     """
+    terminal.fill()
     debug = "--debug" in argv
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
     try:
         asked = _parse(argv, spell_out)
         if asked.help:
             print(config.usage(asked.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(asked.cfg.task)))
-            return 0
+            return int(terminal.unread())
         if asked.print_config:
-            print(config.to_yaml(asked.cfg), end="")
-            return 0
+            print(config.to_yaml(asked.cfg), end="", flush=True)
+            return int(terminal.unread())
         return int(work(asked))
     except BaseException as error:
         return faults.end(error, debug)

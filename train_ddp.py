@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 
 import train
-from engine import config, dist
+from engine import config, dist, terminal
 from engine.contract import LockstepError
 
 
 def main(argv: list[str]) -> int:
     """Refuses what train.py would adapt to, and says what to change."""
+    terminal.outlive()
     return train.guarded(argv, _main)
 
 

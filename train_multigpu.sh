@@ -32,8 +32,11 @@ set -euo pipefail
 self=$(readlink -f -- "${BASH_SOURCE[0]}")
 here=${self%/*}
 
-warn() { printf 'warning: %s\n' "$1" >&2; }
-fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+# A stdout or stderr that is full, closed, or a pipe that nobody reads any more, ends no training.
+trap '' PIPE
+say() { printf '%s\n' "$@" 2>/dev/null || true; }
+warn() { say "warning: $1" >&2 || true; }
+fail() { say "error: $1" >&2 || true; exit 2; }
 
 whole() { # NAME VALUE LOW HIGH
     if [[ ! $2 =~ ^[0-9]{1,6}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then fail "$1=$2: give a number from $3 to $4"; fi
@@ -176,10 +179,10 @@ if [[ -n $only_print ]]; then
 fi
 
 line='=========================================='
-printf '%s\n' "$line" "Multi-GPU Training Launcher" "$line"
-if ((found)); then echo "Number of GPUs: $processes"; else echo "Number of processes: $processes (CPU)"; fi
-[[ -z $place ]] || echo "$place"
-((!found)) || printf '%s\n' '' "Available GPUs:" "${gpus[@]:0:processes}"
-printf '\nLaunching distributed training...\n\n'
+say "$line" "Multi-GPU Training Launcher" "$line"
+if ((found)); then say "Number of GPUs: $processes"; else say "Number of processes: $processes (CPU)"; fi
+[[ -z $place ]] || say "$place"
+((!found)) || say '' "Available GPUs:" "${gpus[@]:0:processes}"
+say '' "Launching distributed training..." ''
 # exec: torchrun's agent takes over this process's id: signals are its own, and no shell waits in between.
 exec "${command[@]}"

@@ -51,6 +51,12 @@ def main(argv: list[str]) -> int:
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would listen to it all the same
+        if hasattr(args, "signals_to_handle"):
+            handled = args.signals_to_handle.split(",")
+            args.signals_to_handle = ",".join(name for name in handled if name != "SIGHUP")
+        else:  # an older one cannot be told: then its processes listen, too
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if args.rdzv_backend == "static" and not args.standalone:
         os.environ[STATIC] = "1"
     with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
@@ -166,5 +172,9 @@ def _not_started(error: BaseException, args: object) -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder's modules are not for everybody
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from engine import terminal
+
+    terminal.outlive()
+    del sys.path[0]  # the scripts' own modules are not for everybody
     sys.exit(main(sys.argv[1:]))

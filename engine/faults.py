@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine import dist, oom, status, watch
+from engine import dist, oom, status, terminal, watch
 from engine.contract import LockstepError
 
 HERE = Path(__file__).resolve().parent.parent
@@ -31,13 +31,14 @@ def end(error: BaseException, debug: bool) -> int:
     mine = explain(error, world)
     secondary = lost_connection(error) and not oom.ran_out(error)
     if debug and not secondary:
-        os.write(2, details.encode())
+        terminal.shout(details)
     details = "" if isinstance(error, LockstepError) else details
     again = mine.again
     if world is None:
+        code = status.leave_code(mine.exit_code, mine.everywhere)
         if dist.speaks() or not mine.everywhere:
             watch.say_error(str(mine))
-        return status.leave_code(mine.exit_code, mine.everywhere)
+        return code
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watch is ending this process
     if mine.everywhere or world.size == 1:
@@ -49,12 +50,9 @@ def end(error: BaseException, debug: bool) -> int:
             world, watch.Cause(world.rank, str(mine), mine.exit_code, details, again), secondary
         )
     if claimed:
-        watch.say(cause)
+        watch.announce(world, cause)
     if not world.grouped and not cause.again:
         sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
-        status.current.write("failed", cause.exit_code, cause.text)
-        if details and status.current.folder:
-            (status.current.folder / "error.txt").write_text(details, encoding="utf-8")
         return status.leave_code(cause.exit_code)
     watch.leave(world, cause, claimed)
     raise AssertionError("unreachable")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine import config, storage
+from engine import config, status, storage, terminal
 from engine.contract import LockstepError
 from engine.loop import Job, Skipped, Slow
 
@@ -51,6 +51,7 @@ class Log(Silent):
         self.start = start = job.progress.step
         self.config = job.cfg
         self.lost: set[str] = set()  # what can no longer be written
+        self.blind = False  # it has been said that the terminal is gone
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
         self.bar: Any = None
@@ -137,6 +138,16 @@ class Log(Silent):
                 f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
                 f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%"
             )
+        self._mind_the_terminal(job)
+
+    def _mind_the_terminal(self, job: Job) -> None:
+        """One that is gone doesn't end the training; whoever looks for its output finds here why there is none."""
+        if terminal.lost and not self.blind:
+            self.blind = True
+            warning = f"{terminal.lost[0]}: the training goes on"
+            self._record("warning", job, {"warning": warning})
+            status.current.update(warning=warning)
+            print(f"warning: {warning}, its log is {self.folder / 'metrics.jsonl'}", file=sys.stderr)
 
     def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None:
         p, plan = job.progress, job.plan
@@ -146,6 +157,7 @@ class Log(Silent):
         left = ", ".join(f"{k}: {v}" for k, v in _shown(train_means).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
+        self._mind_the_terminal(job)
 
     def slow(self, job: Job, slow: Slow | None) -> None:
         if slow:

@@ -52,13 +52,17 @@ class Status:
             self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
-        """Say where the run stands. Failing to say so is a warning: the training matters more."""
+        """Say where the run stands."""
+        self.update(state=state, exit_code=exit_code, reason=reason, **more)
+
+    def update(self, **fields: Any) -> None:
+        """Change these fields alone. Failing to write them is a warning: the training matters more."""
         if self.folder is None:
             return
         process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
             with self.writing:
-                self.fields |= {"state": state, "exit_code": exit_code, "reason": reason} | more
+                self.fields |= fields
                 about = self.fields | {"resume_command": self.resume_command} | process
                 storage.write_json(self.folder / "status.json", about)
         except OSError as error:

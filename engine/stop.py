@@ -14,7 +14,7 @@ import threading
 import time
 from types import FrameType
 
-from engine import agent, dist, oom
+from engine import agent, dist, oom, terminal
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
@@ -40,9 +40,14 @@ class Stop:
     def listen(self) -> None:
         """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
         this process with SIGINT ignored, as it does after `&`. They stay to the end of the process: torchrun sends
-        SIGTERM as soon as one rank has ended, and the others still have something to write or to say."""
+        SIGTERM as soon as one rank has ended, and the others still have something to write or to say.
+
+        `nohup` ignores SIGHUP, and so does the run; not under plain torchrun, which listens to it all the same, and
+        kills whoever it has passed it on to without being obeyed."""
+        plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and agent.SCRATCH not in os.environ
         for number in SIGNALS:
-            signal.signal(number, self._hear)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN or plain_torchrun:
+                signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -52,7 +57,7 @@ class Stop:
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
             if not self.interrupted and dist.speaks():
-                os.write(2, b"\nstopping after this step; Ctrl-C again quits at once\n")
+                terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
             self.interrupted = self.interrupted or now
         self.ask(signal.Signals(number).name)
 
@@ -61,7 +66,7 @@ def quit_at_once(exit_code: int, why: str) -> None:
     """Leave without another line of Python: from a signal handler, or a thread."""
     leave_nothing()
     if dist.speaks():
-        os.write(2, f"{why}\n".encode())
+        terminal.shout(f"{why}\n")
     os._exit(exit_code)
 
 

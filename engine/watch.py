@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import oom, status, storage
+from engine import oom, status, storage, terminal
 from engine.contract import LockstepError
 from engine.dist import World, speaks
 from engine.shared import machine
@@ -140,9 +140,11 @@ class Watch:
             return
         self.lost = self.lost or time.monotonic()
         if time.monotonic() - self.lost > GRACE_S:
+            cause = Cause(0, STORE_GONE, status.DISTRIBUTED)
+            record(self.world, cause, claimed=True)
             if speaks():
-                say_error(STORE_GONE)
-            self._end(Cause(0, STORE_GONE, status.DISTRIBUTED), claimed=True)
+                say(cause)
+            self._end(cause, claimed=True)
 
     def _mind_the_dead(self) -> None:
         """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
@@ -151,7 +153,7 @@ class Watch:
         if cause and time.monotonic() - self.bereft > GRACE_S:
             claimed = self.notes.claim(cause)
             if claimed:
-                say(cause)
+                announce(self.world, cause)
             self._end(self.notes.cause() or cause, claimed)
 
     def _mind_the_time(self) -> None:
@@ -183,7 +185,7 @@ class Watch:
             cause = Cause(blamed, str(error), status.DISTRIBUTED)
             claimed = self.notes.claim(cause)
             if claimed:
-                say(cause)
+                announce(self.world, cause)
                 for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
                     if beat["machine"] == MACHINE:
                         with contextlib.suppress(OSError):
@@ -402,29 +404,42 @@ def _alive(pid: int) -> bool:
 
 
 def say_error(text: str) -> None:
-    """One write per error, so that the lines of several processes don't mix."""
-    os.write(2, "".join(f"error: {line}\n" for line in text.splitlines()).encode())
+    terminal.shout("".join(f"error: {line}\n" for line in text.splitlines()))
 
 
 def say(cause: Cause) -> None:
     """Why the run ends; a warning where it goes on by itself."""
     if cause.again:
-        os.write(2, f"warning: {cause.text}\n".encode())
+        terminal.shout(f"warning: {cause.text}\n")
     else:
         say_error(cause.text)
 
 
-def leave(world: World, cause: Cause, claimed: bool) -> None:
-    """Record the cause and end this process at once. Rank 0 keeps the run's status; if it is the dead one, then the
-    rank that has noticed."""
-    status.current.settle(60)  # a checkpoint that is nearly there is worth the wait
-    if not cause.again and (world.main or (claimed and cause.rank == 0)):
+def announce(world: World, cause: Cause) -> None:
+    """(the rank that claimed it) In this order: the terminal may be gone, or this process be killed meanwhile."""
+    record(world, cause, claimed=True)
+    say(cause)
+
+
+def record(world: World, cause: Cause, claimed: bool) -> None:
+    """What programs and people read afterwards. Rank 0 keeps the run's status; if it is the dead one, then the rank
+    that has noticed. A second time changes nothing."""
+    if cause.again:
+        return
+    status.leave_code(cause.exit_code)
+    if world.main or (claimed and cause.rank == 0):
         if not world.main:
             status.current.adopt()
         if cause.details and status.current.folder:
             with contextlib.suppress(OSError):
                 (status.current.folder / "error.txt").write_text(cause.details, encoding="utf-8")
         status.current.write("failed", cause.exit_code, cause.text)
+
+
+def leave(world: World, cause: Cause, claimed: bool) -> None:
+    """Record the cause and end this process at once."""
+    record(world, cause, claimed)
+    status.current.settle(60)  # a checkpoint that is nearly there is worth the wait
     leave_nothing()
     sys.stdout.flush()
     sys.stderr.flush()

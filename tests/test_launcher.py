@@ -114,7 +114,8 @@ class Home:
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
         (self.folder / "engine").mkdir()
-        shutil.copy(LAUNCHER.parent / "engine" / "agent.py", self.folder / "engine")
+        for name in ("agent.py", "terminal.py"):
+            shutil.copy(LAUNCHER.parent / "engine" / name, self.folder / "engine")
 
     def train(self, source: str) -> None:
         (self.folder / "train.py").write_text(source)

@@ -1,0 +1,75 @@
+"""Standard output and error, which may go away before a training ends: ssh drops, `| head` has seen enough, a disk is
+full. What cannot be shown is noted, and nothing fails of it. Standard library only: torchrun's agent uses it, too."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+lost: list[str] = []
+"""What can no longer be shown, and why, in words. The first is for the log."""
+
+
+def fill() -> None:
+    """Before anything is opened: closed descriptors 0 to 2 lead to /dev/null, or the next file opened would become
+    stderr and get its text. Children find them closed again, and note it themselves."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            if number:
+                lost.append(f"{name} is closed")
+
+
+def outlive() -> None:
+    """From here on no print fails: neither of a stdout or stderr that is gone, nor of a letter that it has not."""
+    fill()
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):  # a test's, or ours
+            continue
+        with contextlib.suppress(OSError, AttributeError):  # None where it was closed
+            stream.flush()
+        raw = io.BufferedWriter(_Raw(number, name))
+        encoding = getattr(stream, "encoding", "utf-8")
+        setattr(sys, name, io.TextIOWrapper(raw, encoding, errors="replace", line_buffering=True))
+
+
+class _Raw(io.FileIO):
+    def __init__(self, number: int, stream: str):
+        super().__init__(number, "w", closefd=False)
+        self.stream = stream
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+            if written is None:  # somebody has made it non-blocking, and it is full
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return written
+        except OSError as error:
+            _note(self.stream, error)
+            return len(data)
+
+
+def unread() -> bool:
+    """Whether something of stdout was lost: a failure for whoever was asked to print."""
+    return any(words.startswith("stdout") for words in lost)
+
+
+def shout(text: str) -> None:
+    """To stderr in one write, so that the lines of several processes don't mix; from signal handlers, too."""
+    try:
+        os.write(2, text.encode(errors="replace"))
+    except OSError as error:
+        _note("stderr", error)
+
+
+def _note(stream: str, error: OSError) -> None:
+    words = f"{stream} cannot be written ({error.strerror})"
+    if words not in lost:
+        lost.append(words)

@@ -1,0 +1,277 @@
+"""A terminal, a pipe or a disk that takes no more of what a run says: the training goes on, and what ends a run is
+recorded before it is said."""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from conftest import FAULTY, PATIENCE, TOY, Done, succeed
+
+PYTHON = [sys.executable, "train.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+LAUNCHER = ["./train_multigpu.sh", "2"]
+ON_CPUS = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+def warnings(folder):
+    """What the log says of the terminal."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["warning"] for record in records if record["event"] == "warning"]
+
+
+# ---- the streams ----
+
+SPEAK = """
+import sys
+from engine import terminal
+terminal.outlive()
+terminal.outlive()
+file = open(sys.argv[1], "w")
+for n in range(3):
+    print("✓ found", n)
+    print("✓ on the way", n, file=sys.stderr)
+    terminal.shout("✓ at once\\n")
+file.write(repr(terminal.lost))
+"""
+
+
+def gone_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return [writer]
+
+
+def gone_terminal():
+    main, terminal = pty.openpty()
+    os.close(main)
+    return [terminal]
+
+
+def full_pipe():
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))
+    return [writer, reader]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (gone_pipe, "Broken pipe"),
+        (gone_terminal, "Input/output error"),
+        (full_pipe, "Resource temporarily unavailable"),
+        (lambda: [os.open("/dev/full", os.O_WRONLY)], "No space left on device"),
+    ],
+)
+def test_no_print_fails_of_a_stream_that_is_gone(launch, tmp_path, make, why):
+    ends, command = make(), [sys.executable, "-c", SPEAK, str(tmp_path / "lost")]
+    environment = launch.environment(PYTHONIOENCODING="utf-8")
+    for _ in (1, 2):
+        done = subprocess.run(command, cwd=launch.cwd, env=environment, stdout=ends[0], stderr=ends[0])
+        assert done.returncode == 0
+        each = [f"{name} cannot be written ({why})" for name in ("stdout", "stderr")]
+        assert (tmp_path / "lost").read_text() == repr(each), "each loss once"
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.parametrize(
+    ("shell", "lost"),
+    [
+        ("", []),
+        ("PYTHONIOENCODING=ascii", []),
+        ("2>&-", ["stderr is closed"]),
+        ("<&- >&- 2>&-", ["stdout is closed", "stderr is closed"]),
+    ],
+)
+def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, shell, lost):
+    words = f'{shell} "$@"' if "=" in shell else f'"$@" {shell}'
+    done = launch("bash", "-c", words, "bash", sys.executable, "-c", SPEAK, str(tmp_path / "lost"))
+    assert done.code == 0 and (tmp_path / "lost").read_text() == repr(lost), "the file has not become stderr"
+    mark = "?" if "ascii" in shell else "✓"
+    if "stdout is closed" not in lost:
+        assert done.out == "".join(f"{mark} found {n}\n" for n in range(3))
+    if not lost:
+        assert done.err == "".join(f"{mark} on the way {n}\n✓ at once\n" for n in range(3)), "in their order"
+
+
+def test_whoever_asks_for_words_hears_that_they_were_lost(launch):
+    done = launch("bash", "-c", '"$@" >/dev/full', "bash", *PYTHON, "--print-config")
+    assert done.code == 1
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.parametrize(
+    ("shell", "command", "why"),
+    [
+        ("PYTHONIOENCODING=ascii {} 2>&-", PYTHON, "stderr is closed"),
+        ("{} | head -1", PYTHON, "stdout cannot be written (Broken pipe)"),
+        ("{} >/dev/full 2>&1", PYTHON, "stdout cannot be written (No space left on device)"),
+        pytest.param(
+            "PYTHONIOENCODING=ascii {} <&- 2>&-", LAUNCHER, "stderr is closed", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "{} | head -1", LAUNCHER, "stdout cannot be written (Broken pipe)", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "{} >/dev/full 2>&-", TORCHRUN, "stderr is closed", marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_goes_on_without_a_stdout_or_stderr(launch, tmp_path, shell, command, why):
+    """The log says so once, the status holds it, and so does stderr where it is there."""
+    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1"]
+    script = f"set -o pipefail; {shell.format(chr(34) + '$@' + chr(34))}"
+    done = succeed(launch("bash", "-c", script, "bash", *command, *words, f"save_dir={run}", **ON_CPUS))
+    said = f"{why}: the training goes on"
+    assert warnings(run) == [said] and status(run)["warning"] == said
+    assert status(run)["state"] == "done" and torch.load(run / "last.pt", weights_only=True)
+    assert (run / "run.lock").read_text().count("\n") == 1, "the lock has not become stderr"
+    if "ascii" in shell:
+        assert "  ? Saved best model: best_model_epoch0.pt" in done.out
+    if "head" in shell:
+        assert done.out.count("\n") == 1 and done.err.count(f"warning: {said}, its log is {run}") == 1
+        assert "rror" not in done.err, "neither of bash nor of Python"
+
+
+class OnATerminal:
+    """A process whose controlling terminal is one of ours, until that is gone."""
+
+    def __init__(self, launch, command, nohup):
+        self.main, terminal = pty.openpty()
+
+        def begin():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            if nohup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        environment = launch.environment(**ON_CPUS)
+        self.process = subprocess.Popen(command, cwd=launch.cwd, env=environment, preexec_fn=begin, **ends)
+        os.close(terminal)
+
+    def wait_for(self, words):
+        shown = b""
+        while words.encode() not in shown:
+            shown += os.read(self.main, 65536)  # fails where the process has ended
+
+    def drop(self):
+        """The kernel sends SIGHUP to the leader of the session; the others meet errors."""
+        os.close(self.main)
+
+    def wait(self):
+        return Done(self.process.wait(60 * PATIENCE), "", "")
+
+
+@pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
+def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, tmp_path, command):
+    """What SIGHUP asks for, although the last words find nobody."""
+    run = tmp_path / "run"
+    training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=False)
+    training.wait_for("Epoch 1/")
+    training.drop()
+    assert training.wait().code == 75
+    now = status(run)
+    assert (now["state"], now["exit_code"]) == ("stopped", 75) and now["reason"].startswith("SIGHUP")
+    assert torch.load(run / "last.pt", weights_only=True)["progress"]["step"] == now["step"]
+
+
+@pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
+def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
+    run = tmp_path / "run"
+    training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=True)
+    training.wait_for("Epoch 1/")
+    training.drop()
+    deadline = time.monotonic() + 30 * PATIENCE
+    while not warnings(run):
+        assert training.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)  # polling with a deadline
+    training.process.send_signal(signal.SIGHUP)
+    step = status(run)["step"]
+    while status(run)["step"] <= step:
+        assert training.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    training.process.send_signal(signal.SIGTERM)
+    assert training.wait().code == 75
+    assert status(run)["reason"].startswith("SIGTERM") and len(warnings(run)) == 1
+    assert "cannot be written (Input/output error): the training goes on" in status(run)["warning"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "ignored"),
+    [({}, True), ({"TORCHELASTIC_RUN_ID": "x", "LOCKSTEP_SCRATCH": "x"}, True), ({"TORCHELASTIC_RUN_ID": "x"}, False)],
+)
+def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, environment, ignored):
+    """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
+    from engine import stop
+
+    for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        asked = stop.Stop()
+        asked.listen()
+        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
+        signal.raise_signal(signal.SIGHUP)
+        assert asked.reason == ("" if ignored else "SIGHUP")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, tmp_path):
+    """The watchdog lives, and records what it cannot say."""
+    run = tmp_path / "run"
+    words = [FAULTY, "fault.kind=freeze", "ddp.timeout_s=8", f"save_dir={run}"]
+    done = launch("bash", "-c", '"$@" >/dev/full 2>&-', "bash", *LAUNCHER, *words, **ON_CPUS)
+    assert done.code == 6
+    assert status(run)["state"] == "failed" and "rank 1 gives no sign of life" in status(run)["reason"]
+    assert "==== rank 0" in (run / "stacks.txt").read_text()
+
+
+def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path):
+    run = tmp_path / "run"
+    words = [FAULTY, "fault.kind=raise", "fault.rank=0", f"save_dir={run}"]
+    done = launch("bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -1', "bash", *PYTHON, *words)
+    assert done.code == 1 and done.out.count("\n") == 1
+    now = status(run)
+    assert (now["state"], now["exit_code"]) == ("failed", 1) and "ZeroDivisionError" in now["reason"]
+    assert "ZeroDivisionError" in (run / "error.txt").read_text()
+
+
+def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from engine import terminal, watch
+    from engine.status import current
+
+    order = []
+    monkeypatch.setattr(current, "folder", tmp_path)
+    monkeypatch.setattr(current, "fields", {})
+    monkeypatch.setattr(terminal, "shout", lambda text: order.append((text, *sorted(os.listdir(tmp_path)))))
+    monkeypatch.setenv("LOCKSTEP_SCRATCH", str(tmp_path))
+    watch.announce(SimpleNamespace(main=True), watch.Cause(1, "rank 1 is gone", 6, details="a traceback"))
+    assert order == [("error: rank 1 is gone\n", "error.txt", "exit_code", "status.json")]
+    current.update(step=7)  # a checkpoint that was on its way
+    assert (status(tmp_path)["state"], status(tmp_path)["step"], status(tmp_path)["exit_code"]) == ("failed", 7, 6)
