@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -351,7 +350,8 @@ def fit(prepared: Prepared, profile: bool = False) -> dict[str, float]:
         None,
     )
     path = world.broadcast(path)
-    status.current.begin(path, progress.step, prepared.resumed)
+    words = config.to_go_on(sys.argv[1:], job.task, str(path))
+    status.current.begin(path, progress.step, prepared.resumed, words)
     logger = world.on_main(lambda: log.start(path, job), local=True) or log.Silent()
     keeper = Keeper(job, logger, checkpoints)
     prepared.profile = Profile(job, path, logger.say) if profile else None
@@ -666,7 +666,7 @@ def _start_torchrun(cfg: Any) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         chosen = [visible[gpu] if visible[0] else str(gpu) for gpu in cfg.gpu_ids]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-    os.environ[agent.COMMAND] = shlex.join(["python", *sys.argv])
+    os.environ[agent.COMMAND] = status.typed()
     words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
     print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
     os.execv(sys.executable, [sys.executable, *words])

@@ -144,7 +144,14 @@ while (($#)); do
     shift
 done
 
-printf -v LOCKSTEP_COMMAND '%q ' "$0" "${words[@]}" # for `go on with`
+if [[ -z ${LOCKSTEP_COMMAND:-} ]]; then # for `go on with`: what stands before the script's own arguments
+    typed=()
+    for name in ${NNODES:+NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV}; do
+        [[ -z ${!name:-} ]] || typed+=("$name=${!name}")
+    done
+    [[ -z ${SLURM_STEP_NODELIST:-} ]] || typed+=(srun "--nodes=${SLURM_STEP_NUM_NODES:-1}" --ntasks-per-node=1)
+    printf -v LOCKSTEP_COMMAND '%q ' "${typed[@]}" "$0" "${words[@]:0:${#words[@]} - $#}"
+fi
 export LOCKSTEP_COMMAND=${LOCKSTEP_COMMAND% }
 script=$here/train.py
 for argument in "$@"; do

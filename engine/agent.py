@@ -29,7 +29,7 @@ EXIT_CODE = "exit_code"
 """File in it: the exit code that the processes agreed on."""
 
 COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: what the person typed."""
+"""Environment variable: what stands before the training's own arguments in the person's shell."""
 
 STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 """Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""

@@ -6,6 +6,7 @@ type that the field declares. Every problem is found before anything starts, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -187,6 +188,7 @@ EVERYDAY = (
 """What --help lists, in this order; --print-config shows the rest."""
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
+FILES = ("config", "config_path")
 
 
 class Asked(NamedTuple):
@@ -226,7 +228,7 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mappin
     except LockstepError as error:
         raise LockstepError("\n".join([*problems, str(error)])) from error
     cfg = schema(task)()
-    aliases = ALIASES | task.foreign | task.aliases
+    aliases = _aliases(task)
     for key, value in (task.defaults | _choose(cfg, layers)).items():
         _assign(cfg, key, value)
     for layer in layers:
@@ -236,6 +238,10 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mappin
     if problems and not switches & {"help"}:
         raise LockstepError("\n".join(problems))
     return Asked(cfg, **{name: name in switches for name in SWITCHES})
+
+
+def _aliases(task: Task | type[Task]) -> dict[str, str]:
+    return ALIASES | task.foreign | task.aliases
 
 
 def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:
@@ -307,40 +313,67 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
 # ---- from text to settings ------------------------------------------------------------------------------------------
 
 
+def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
+    """The command line piece by piece: (the name that is set, None for a word by itself; its value, None without one;
+    the words that say so)."""
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag = word.startswith("--")
+        name, equals, value = (word[2:] if flag else word).partition("=")
+        name = name.replace("-", "_")
+        if not flag and not equals:
+            yield None, None, [word]
+        elif not equals and name not in SWITCHES and _takes_a_value(name, rest):
+            yield name, rest[0], [word, rest.pop(0)]
+        else:
+            yield name, value if equals else None, [word]
+
+
 def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], list[Setting]]:
     """The command line as (switches, config files, settings)."""
     switches: set[str] = set()
     files: list[str] = []
     settings: list[Setting] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("-h", "--help"):
+    for name, value, (word, *_) in _items(argv):
+        flag = word.startswith("--")
+        if word == "-h":
             switches.add("help")
-        elif word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            if name in SWITCHES:
-                switches.add(name)
-                if equals:
-                    problems.append(
-                        f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} alone, or not"
-                    )
-                continue
-            if not equals and _takes_a_value(name, words):
-                value, equals = words.pop(0), "="
-            if name in ("config", "config_path"):
-                files.append(value) if equals else problems.append("--config needs a file: --config configs/har.yaml")
-            elif name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK says the same
-                settings.append(Setting(name, value if equals else None, "command line"))
-        elif "=" in word:
-            name, _, value = word.partition("=")
-            settings.append(Setting(name.replace("-", "_"), value, "command line"))
-        elif any(setting.key == "task" for setting in settings):
+        elif name is None and any(setting.key == "task" for setting in settings):
             problems.append(f"unexpected {_shown(word)!r} (command line): give settings as --flag value or key=value")
-        else:
+        elif name is None:
             settings.append(Setting("task", word, "command line"))
+        elif flag and name in SWITCHES:
+            switches.add(name)
+            if value is not None:
+                problems.append(f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} alone, or not")
+        elif flag and name in FILES:
+            files.append(value) if value is not None else problems.append(
+                "--config needs a file: --config configs/har.yaml"
+            )
+        elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK says the same
+            settings.append(Setting(name, value, "command line"))
     return switches, files, settings
+
+
+def to_go_on(argv: list[str], task: Task | type[Task], folder: str) -> list[str]:
+    """The words of a command line `argv` that goes on with its run in `folder`, from the run's own last checkpoint,
+    wherever it once started."""
+    aliases = _aliases(task)
+    words: list[str] = []
+    found: set[str] = set()
+    for name, value, said in _items(argv):
+        key = aliases.get(name or "", name)
+        if key in ("resume", "local_rank") or (key == "save_dir" and not value):
+            continue
+        words += said
+        found.add(str(key))
+        if said[0].startswith("--") and key in FILES and value:
+            with contextlib.suppress(LockstepError):  # it was read once
+                found |= {f"{setting.key} in a file" for setting in _read_yaml(value, [])}
+    if "save_dir" not in found:
+        words.append(f"--save-dir={folder}")  # as a flag: the launcher takes another script where it sees key=value
+    return [*words, "--resume=auto"] if "resume in a file" in found else words
 
 
 def _takes_a_value(name: str, rest: list[str]) -> bool:

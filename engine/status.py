@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
+import shutil
 import socket
 import sys
 import threading
@@ -35,13 +35,13 @@ class Status:
         self.writing = threading.Lock()  # the checkpoint thread writes, too
         self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
 
-    def begin(self, folder: Path, step: int, checkpoint: Path | None) -> None:
-        """(all ranks) The run's folder exists: from here on status.json can be written."""
+    def begin(self, folder: Path, step: int, checkpoint: Path | None, words: list[str]) -> None:
+        """(all ranks) The run's folder exists: from here on status.json can be written.
+
+        words  arguments of the training script that go on with this run
+        """
         self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
-        # The run goes on from its own last checkpoint, wherever it once started.
-        command = re.sub(r"\s(--)?resume[= ]\S+", "", os.environ.get(COMMAND) or _command())
-        named = "save_dir" in command or "save-dir" in command
-        self.resume_command = command if named else f"{command} save_dir={shlex.quote(str(folder))}"
+        self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(words)}"
 
     def adopt(self) -> None:
         """(another rank, when rank 0 is dead) What rank 0 wrote last."""
@@ -89,10 +89,14 @@ def leave_code(exit_code: int, everywhere: bool = True) -> int:
     return 0 if everywhere and exit_code in (USAGE, CHECKPOINT, DIVERGED, STOPPED) else exit_code
 
 
-def _command() -> str:
-    """The command line as far as a process knows it."""
-    script = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return shlex.join(["torchrun", "--standalone", f"--nproc_per_node={size}", *script])
-    return shlex.join(["python", *script])
+def typed() -> str:
+    """What stands before the training's own arguments in a shell, as far as this process knows it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
+    torchrun = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
+    meeting = ["--standalone"]
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        said = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}
+        said |= {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+        meeting = [f"--{option}={os.environ.get(name, '')}" for option, name in said.items()]
+    return shlex.join([*torchrun, *meeting, f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}", sys.argv[0]])

@@ -417,6 +417,33 @@ def test_nodes_without_numbers(home: Home) -> None:
     assert "--standalone" in home.words("2", RDZV="c10d")
 
 
+SRUN = 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"'
+
+
+@pytest.mark.parametrize(
+    ("args", "env"),
+    [
+        (["har", "lr=1"], {}),
+        (["3", "har"], {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}),
+        (["02", "--config", "a b.yaml"], NODES),
+        (["har"], {"RDZV": "c10d", "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}),
+        (["har"], {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}),
+    ],
+)
+def test_what_it_says_was_typed_starts_the_same(home: Home, args: list[str], env: dict[str, str]) -> None:
+    home.tool("srun", SRUN)
+    stub = 'printf "%s\\n" "$LOCKSTEP_COMMAND" "$@" >"$OUT/started"'
+    env |= {"PYTHON": str(home.tool("stub-python", f'if test "$1" != -c; then {stub}; else echo True; fi'))}
+    home.script = home.folder.rename(home.folder.with_name("my  $HOME")) / LAUNCHER.name
+    assert home.run(*args, **env).returncode == 0
+    typed, *started = (home.out / "started").read_text().splitlines()
+    assert typed.startswith("srun --nodes=2 ") == ("SLURM_STEP_NODELIST" in env)
+    left = {name: value for name, value in env.items() if name == "PYTHON" or name.startswith("SLURM")}
+    given = shlex.join(args[args[0].isdigit() :])
+    subprocess.run(["bash", "-c", f"{typed} {given}"], env=home.env | left, check=True, capture_output=True)
+    assert (home.out / "started").read_text().splitlines() == [typed, *started]
+
+
 @pytest.mark.parametrize(("job", "port"), [("7", 10007), ("20000", 10000), ("123456789", 26789)])
 def test_jobs_that_share_a_node_take_other_ports(home: Home, job: str, port: int) -> None:
     assert home.words("2", **SLURM, SLURM_JOB_ID=job)[6] == f"--master_port={port}"

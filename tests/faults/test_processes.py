@@ -136,7 +136,7 @@ def test_the_same_under_plain_torchrun(launch, tmp_path):
     assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
     assert (
         status(tmp_path / "run")["exit_code"] == 1
-        and "torchrun --standalone --nproc_per_node=2 train_ddp.py" in (status(tmp_path / "run")["resume_command"])
+        and " --standalone --nproc_per_node=2 train_ddp.py " in (status(tmp_path / "run")["resume_command"])
     )
 
 
@@ -224,7 +224,7 @@ def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight
     (run,) = (tmp_path / "here" / "checkpoints").iterdir()
     assert f"Resuming checkpoints/{run.name}/" in done.out
     assert_equal_weights(weights(run), straight)
-    assert status(run)["resume_command"].endswith(f" save_dir=checkpoints/{run.name}")
+    assert status(run)["resume_command"].endswith(f" --save-dir=checkpoints/{run.name}")
 
 
 @pytest.mark.slow
