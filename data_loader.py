@@ -18,7 +18,7 @@ import queue
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate, get_worker_info
 
-from engine.cache import hold
+from engine.cache import hold, same_bits
 from engine.config import Config
 from engine.contract import RESERVED, Batch, LockstepError, sample_seeds
 from engine.dist import World
@@ -482,24 +482,41 @@ def _get(dataset: Any, indices: list[int]) -> Batch:
     return _collate(fetch(indices) if fetch else [dataset[index] for index in indices])
 
 
-def fingerprint(*datasets: Any) -> str:
-    """A digest of the datasets' lengths and of the first, the middle and the last sample of each."""
-    digest = hashlib.sha256()
-    drawn = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):  # a dataset should draw nothing at random; one that does gets a fixed start
+def fingerprint(*datasets: Any, random_samples: str = "stop", say: Callable[[str], Any] = lambda text: None) -> str:
+    """A digest of the datasets' lengths and of the first, the middle and the last sample of each. They are fetched
+    twice: what is not the same both times is not in it, and `random_samples` says whether that may be."""
+    digest, drawn_at_random = hashlib.sha256(), list[LockstepError]()
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
         for dataset in datasets:
             digest.update(str(len(dataset)).encode())
             for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
-                batch = _one_batch(dataset, [index])
+                batch, again = (_one_batch(dataset, [index]) for _ in range(2))
                 for name, value in sorted(batch.items()):
-                    content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if len(value) else b""
-                    digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + content)
-    random.setstate(drawn[0])
-    np.random.set_state(drawn[1])
+                    if name in again and same_bits(value, again[name]):
+                        content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if len(value) else b""
+                        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + content)
+                    else:
+                        drawn_at_random.append(_another_each_time(dataset, index, name))
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    if drawn_at_random and random_samples == "stop":
+        raise drawn_at_random[0]
+    if drawn_at_random:
+        say(f"warning: {drawn_at_random[0]}")
     return digest.hexdigest()[:12]
+
+
+def _another_each_time(dataset: Any, index: int, name: str) -> LockstepError:
+    return LockstepError(
+        f"sample {index} is another each time it is fetched: its {name!r} is",
+        where=type(dataset).__name__,
+        todo="draw from contract.uniform(batch['seed'], k) in the task's `loss`, or no two runs are alike, and no two "
+        "cuts; random_samples=warn trains all the same",
+    )
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

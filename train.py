@@ -212,7 +212,7 @@ def _load(
     if cfg.compile == "off":
         compiler.stay_unloaded()
     loaders = world.together(lambda: create_data_loaders(cfg, world, the_plan, train_set, val_set, say))
-    data = world.together(lambda: fingerprint(train_set, val_set))
+    data = world.together(lambda: fingerprint(train_set, val_set, random_samples=cfg.random_samples, say=say))
     say(f"Train batches: {-(-len(train_set) // the_plan.micro_batch)} (per process: ~{len(loaders[0].sampler)})")
     val_batches = -(-len(val_set) // loaders[1].sampler.batch_size)
     say(f"Val batches: {val_batches} (per process: ~{len(loaders[1])})\n")

@@ -98,9 +98,13 @@ def hold(
 
 
 def _same(together: Batch, k: int, alone: Batch) -> bool:
-    """Whether the k-th sample of a batch is, bit by bit, what it is alone; NaN is like NaN."""
-    pairs = [(values[k], alone[name][0]) for name, values in together.items()]
-    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+    """Whether the k-th sample of a batch is what it is alone."""
+    return all(same_bits(values[k], alone[name][0]) for name, values in together.items())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN is like NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
 def _bits(values: Tensor) -> Tensor:

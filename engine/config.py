@@ -112,6 +112,9 @@ class Config:
     gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
+    random_samples: Literal["stop", "warn"] = option(
+        "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
+    )
     num_workers: int = option(
         0, "loader processes per training process; 0 = none, right for data one gather away", low=0
     )

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import operator
+import random
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import succeed
 
-from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders
+from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders, fingerprint
 from engine import config, contract, plan
 from engine.contract import LockstepError
 from engine.dist import World
@@ -211,6 +212,47 @@ class Drawn(Rows):
 
     def __getitem__(self, i):
         return {"x": torch.randn(3)}
+
+
+class Flipped(Rows):
+    """As augmentations are written: half of the time nothing happens."""
+
+    def __init__(self, flips):
+        self.flips = flips
+
+    def __getitem__(self, i):
+        x = torch.tensor([i, 10.0])
+        return {"x": x.flip(0) if self.flips() else x, "y": torch.tensor(1)}
+
+
+FLIPS = {
+    "torch": lambda: torch.rand(()) < 0.5,
+    "numpy": lambda: np.random.rand() < 0.5,
+    "random": lambda: random.random() < 0.5,
+    "of its own": lambda stream=random.Random(0): stream.random() < 0.5,  # noqa: B008
+}
+
+
+@pytest.mark.parametrize("source", FLIPS)
+def test_a_dataset_that_draws_at_random_is_refused(source):
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    drawn, fixed = Flipped(FLIPS[source]), Flipped(lambda: True)
+    says = (
+        r"^sample \d is another each time it is fetched: its 'x' is \(Flipped\): draw from contract\.uniform\(batch\['"
+    )
+    for pair in ((drawn, fixed), (fixed, Drawn())):
+        with pytest.raises(LockstepError, match=says if pair[0] is drawn else r"\(Drawn\)"):
+            fingerprint(*pair)
+    assert torch.equal(torch.get_rng_state(), before[0]), "what a training draws is what it was"
+    assert random.getstate() == before[1] and all(map(np.array_equal, np.random.get_state(), before[2]))
+
+
+def test_samples_drawn_at_random_may_be_trained_on_all_the_same():
+    """And a run goes on: the fingerprint holds what does not change."""
+    said = []
+    digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn", say=said.append) for _ in range(2)]
+    assert digests[0] == digests[1] != fingerprint(Drawn(), Flipped(lambda: False), random_samples="warn")
+    assert len(said) == 2 and said[0].startswith("warning: sample 0 is another each time it is fetched: its 'x' is (Dr")
 
 
 def test_held_data_give_the_same_batches(monkeypatch):

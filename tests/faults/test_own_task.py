@@ -133,6 +133,31 @@ def test_numbers_for_other_samples_are_refused():
         data_loader.TrainSampler(waves, plan, 0, 0)
 
 
+DRAWN = """
+class Drawn(Waves):
+    def __getitems__(self, indices):
+        batch = super().__getitems__(indices)
+        return batch | {"x": batch["x"] + torch.randn(len(indices), 8)}
+
+class Task(Toy):
+    def datasets(self):
+        return Drawn(61, 0), Waves(23, 1)
+"""
+
+
+def test_data_drawn_at_random_are_refused_or_warned_of(launch, tmp_path):
+    (tmp_path / "own.py").write_text("import torch\nfrom tests.tasks.toy import Task as Toy, Waves\n" + DRAWN)
+    words = ["train.py", str(tmp_path / "own.py"), "steps=2", f"save_dir={tmp_path / 'run'}"]
+    done = launch.python(*words)
+    assert done.code == 2 and len(done.err.splitlines()) == 1, done.err
+    assert done.errors[0].startswith(
+        "error: sample 0 is another each time it is fetched: its 'x' is (Drawn): draw from"
+    )
+    assert not (tmp_path / "run").exists()
+    done = succeed(launch.python(*words, "random_samples=warn"))
+    assert done.out.count("warning: sample 0 is another each time it is fetched: its 'x' is (Drawn)") == 1
+
+
 SUMS = """    def loss(self, net, batch):
         loss = super().loss(net, batch)
         often = dict(hits=loss.weight, count=loss.weight)
