@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 import unicodedata
@@ -225,7 +226,7 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mappin
         [Setting(key, str(value), "started again with") for key, value in (again or {}).items()],
     ]
     named = (str(s.value) for layer in reversed(layers) for s in layer if s.key == "task" and s.value is not None)
-    task_name = next(named, Config.task)
+    task_name = _at_home(next(named, Config.task))
     try:
         task = load_task(task_name)
     except LockstepError as error:
@@ -397,7 +398,7 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
     """The leaves of a YAML file, as text, each with its file and line."""
     try:
-        with open(path, "rb") as file:
+        with open(_at_home(path), "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
@@ -562,7 +563,7 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
         raise ValueError("give text without control characters")  # no file has such a name, and no terminal shows it
     if kind is str:
-        return "" if text in ("null", "~") else text
+        return "" if text in ("null", "~") else _at_home(text)
     if kind is bool:
         if text.lower() not in _BOOLS:
             raise ValueError("give true or false")
@@ -589,6 +590,11 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
             raise ValueError("must be at most 2^53")  # beyond it the float before is not exact, and nothing needs more
         return int(number)
     return number
+
+
+def _at_home(text: str) -> str:
+    """~/x as a shell means it: of key=~/x or --key=~/x no shell expands it, and nobody does in a YAML."""
+    return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def _check_range(value: Any, limits: typing.Mapping[str, Any]) -> None:

@@ -150,6 +150,15 @@ def test_yaml_means_what_it_says(tmp_path):
     assert cfg.batch_size == 16, "the command line is a delta over the file"
 
 
+@pytest.mark.parametrize("words", [["save_dir=~/x"], ["--save-dir=~/x"], ["--save-dir", "~/x"], ["--config=~/c.yaml"]])
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch, words):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("save_dir: ~/x\ntask: ~/mine.py\ndataset: {samples: 5}\n")
+    (tmp_path / "mine.py").write_text("from tests.tasks.toy import Task as Toy\nclass Task(Toy): ...\n")
+    cfg = parse(*words)
+    assert cfg.save_dir == str(tmp_path / "x") and (words[0] != "--config=~/c.yaml" or cfg.dataset.samples == 5)
+
+
 def test_files_are_layers_and_may_be_empty(tmp_path):
     (tmp_path / "none.yaml").write_text("# nothing but a remark\n")
     (tmp_path / "a.yaml").write_text("task: har\nlr: 1e-4\nseed: 3\n")
