@@ -296,12 +296,11 @@ def _memory_mb(job: Job) -> float:
 def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any]]:
     """Drop the lines beyond step `start`, those that nobody can read, and the evaluation of that step if it is made
     again. Returns (time_s of the last line kept, the training's numbers of the step whose evaluation was dropped)."""
-    if not path.exists():
-        return 0.0, {}
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
     dropped = False
-    *lines, torn = path.read_bytes().split(b"\n")  # the last one is empty, unless a write was broken off
+    there = path.read_bytes() if path.exists() else b""
+    *lines, torn = there.split(b"\n")  # the last one is empty, unless a write was broken off
     for line in filter(None, [*lines, torn]):
         try:
             record = json.loads(line)
@@ -318,6 +317,7 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
     if unreadable:
         what = f"{unreadable} line(s) of {path} cannot be read and are dropped"
         print(f"warning: {what}: training goes on", file=sys.stderr)
+    # Where there is none, too: what is appended to would follow a link that was planted here.
     storage.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
     return time_s, numbers if dropped else {}

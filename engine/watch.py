@@ -432,7 +432,8 @@ def record(world: World, cause: Cause, claimed: bool) -> None:
             status.current.adopt()
         if cause.details and status.current.folder:
             with contextlib.suppress(OSError):
-                (status.current.folder / "error.txt").write_text(cause.details, encoding="utf-8")
+                text = cause.details.encode(errors="replace")
+                storage.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
         status.current.write("failed", cause.exit_code, cause.text)
 
 
