@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -374,6 +375,7 @@ def fit(prepared: Prepared, profile: bool = False) -> dict[str, float]:
         if prepared.profile:
             prepared.profile.finish()
         world.on_main(keeper.settle)
+        keeper.report()
     if isinstance(logger, log.Log):
         if metrics and not job.stopped:
             log.add_hparams(logger, job, metrics)
@@ -420,8 +422,7 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
             elif due(cfg.save_every, progress.step, pause):
                 keeper.save(checkpoint.capture(job))
 
-            for problem in keeper.problems():
-                logger.say(f"warning: {problem}")
+            keeper.report()
             if job.finished or job.stopped:
                 break
         else:
@@ -457,8 +458,7 @@ def evaluate(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str
     state["progress"] = progress.as_dict()  # for the rest it is as before: an evaluation changes nothing else
     if better:
         file = f"best_model_epoch{progress.epoch}.pt"
-        keeper.save(state, file)
-        logger.say(f"  ✓ Saved best model: {file} ({log.SHORT.get(task.monitor, task.monitor)}: {value:.4f})")
+        keeper.save(state, file, f"{log.SHORT.get(task.monitor, task.monitor)}: {value:.4f}")
     elif job.finished or due(job.cfg.save_every, progress.step, job.epoch_ended):
         keeper.save(state)
     keeper.unsaved = {}
@@ -472,20 +472,26 @@ class Keeper:
     def __init__(self, job: Job, logger: log.Silent, checkpoints: storage.Checkpoints | None):
         self.job, self.logger = job, logger
         self.writer = storage.Writer(checkpoints) if checkpoints else None
+        self.said: deque[str] = deque()  # by the thread that writes, to be passed on
         self.unsaved: dict[str, Any] = {}  # what is to be saved if the evaluation under way never ends
         if self.writer:
             status.current.settle = self._settle
 
-    def save(self, state: dict[str, Any], best_file: str = "") -> None:
-        """(main only) The log goes to the disk first, so that a checkpoint never is ahead of it."""
+    def save(self, state: dict[str, Any], best_file: str = "", score: str = "") -> None:
+        """(main only) The log goes to the disk first, so that a checkpoint never is ahead of it.
+
+        best_file, score  of a best model: its file, and why it is the best, in words
+        """
         self.unsaved = {}
         if self.writer:
             with self.job.world.pulse.during("waiting for the checkpoint before"):
                 file = best_file or f"step_{state['progress']['step']}.pt"
-                self.writer.submit(state, file, bool(best_file), self.logger.sync, self._saved)
+                self.writer.submit(state, file, bool(best_file), self.logger.sync, partial(self._saved, score))
 
-    def _saved(self, path: Path, step: int) -> None:
+    def _saved(self, score: str, path: Path, step: int) -> None:
         status.current.update(step=step, checkpoint=str(path))
+        if score:
+            self.said.append(f"  ✓ Saved best model: {path.name} ({score})")
 
     def _settle(self, seconds: float) -> None:
         """Before this process ends, from whatever thread ends it."""
@@ -494,8 +500,12 @@ class Keeper:
         assert self.writer is not None
         self.writer.wait(seconds)
 
-    def problems(self) -> list[str]:
-        return self.writer.problems() if self.writer else []
+    def report(self) -> None:
+        """Say what has become of the checkpoints meanwhile."""
+        for problem in self.writer.problems() if self.writer else []:
+            self.logger.say(f"warning: {problem}")
+        while self.said:
+            self.logger.say(self.said.popleft())
 
     def settle(self) -> None:
         if self.writer:

@@ -30,7 +30,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import config, log, storage
+import train
+from engine import config, log, status, storage
 from engine.contract import LockstepError
 from engine.loop import Progress
 from engine.storage import Checkpoints
@@ -431,6 +432,27 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
         if not faults.struck:
             break
     assert n > 10
+
+
+def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
+    """It is written while the training goes on, and the folder may be gone by then."""
+    monkeypatch.setattr(status.current, "settle", status.current.settle)
+    said = []
+    job = SimpleNamespace(world=SimpleNamespace(pulse=SimpleNamespace(during=contextlib.nullcontext)))
+    logger = SimpleNamespace(say=said.append, sync=lambda: None)
+    (tmp_path / "run").mkdir()
+    with train.Keeper(job, logger, Checkpoints(tmp_path / "run")) as keeper:
+        for step in (1, 2):
+            keeper.save(state(step), "best.pt", f"F1: 0.{step}")
+            keeper.settle()
+        keeper.report()
+        names = ["best.pt", "best_step2_1.pt"]
+        assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n})" for n, name in enumerate(names, 1)]
+        shutil.rmtree(tmp_path / "run")
+        keeper.save(state(3), "best.pt", "F1: 0.3")
+        keeper.writer.wait(60)
+        keeper.report()
+    assert len(said) == 3 and said[2].startswith("warning: the checkpoint could not be written: No such file")
 
 
 # ---- no room --------------------------------------------------------------------------------------------------------
