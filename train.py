@@ -94,6 +94,11 @@ def prepare(
             lambda: checkpoint.check_same_run(state, cfg, task.free, the_plan, data, found, force)
         ):
             say(f"warning: {warning}")
+    if state and split == "val" and data != state["data"]:
+        say(
+            f"warning: the data, or their split, are not those of the checkpoint ({state['data']} -> {data}): "
+            "it may have been trained on some of what is scored\n"
+        )
 
     say("Creating model...")
     the_precision = _precision(cfg, world, state, strict)

@@ -196,19 +196,23 @@ class ClipsWriter:
 
 
 def split_by_video(
-    videos: np.ndarray, labels: np.ndarray, val_share: float, seed: int = 0
+    videos: np.ndarray, labels: np.ndarray, val_share: float, seed: int = 0, val_videos: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """(train, val) indices, both sorted int64: no video on both sides, the classes' shares as alike as that allows.
 
     Trials of one video share cage, light and animal; split by trial, the validation score would be of no use.
-    Videos are taken into `val` greedily, then swapped while that brings `val` nearer to `val_share` of all trials
-    and of each class; a class that occurs in two videos or more ends up on both sides where any choice can do that.
-    The same arguments give the same split. Raises LockstepError if there are too few videos.
+    `val_videos` are the ones to validate on, if any are named. Else they are found from `seed`: a class that occurs in
+    two videos or more is on both sides where any choice can do that, then `val` is as near to `val_share` of all
+    trials, and of each class, as moving and swapping single videos brings it. The same arguments give the same split,
+    on any machine. Raises LockstepError if there are too few videos.
     """
     videos, labels = np.asarray(videos), np.asarray(labels)
     names, video = np.unique(videos, return_inverse=True)
     if not 0.0 <= val_share < 1.0:
         raise LockstepError(f"val_share {val_share} is not a share", where="dataset", todo="give one from 0 to below 1")
+    if len(val_videos):
+        in_val = _named(names.tolist(), val_videos)[video]
+        return np.flatnonzero(~in_val), np.flatnonzero(in_val)
     if val_share == 0.0:
         return np.arange(len(labels)), np.arange(0)
     if len(names) < 2:
@@ -217,47 +221,83 @@ def split_by_video(
         )
     table = np.zeros((len(names), int(labels.max()) + 1))
     np.add.at(table, (video, labels), 1)
-    table = table[:, table.sum(0) > 0]
-    order = np.random.default_rng(seed).permutation(len(names))
-    inside = np.zeros(len(names), dtype=bool)
-    inside[order] = _choose(table[order], val_share)
-    in_val = inside[video]
+    in_val = _choose(table[:, table.sum(0) > 0], val_share, np.random.default_rng(seed))[video]
     return np.flatnonzero(~in_val), np.flatnonzero(in_val)
 
 
-def _choose(table: np.ndarray, share: float) -> np.ndarray:
-    """(V, C) trials per video and class -> (V,) bool: the videos to validate on."""
+def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
+    """(V,) bool: which of the videos are named."""
+    where, known = "dataset.val_videos", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    if unknown := [name for name in val_videos if name not in names]:
+        raise LockstepError(f"no video {', '.join(unknown[:5])}", where=where, todo=f"it may name {known}")
+    inside = np.isin(names, val_videos)
+    if inside.all():
+        raise LockstepError("every video is to validate on", where=where, todo="leave some to train on")
+    return inside
+
+
+def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
+    """(V, C) trials per video and class -> (V,) bool: the videos to validate on.
+
+    Searches from one random choice after another until a search ends well: all classes that can be are on both sides,
+    and `val` is off by half a usual video at most. The best of a bounded number of searches where none does.
+    """
+    found: tuple[float, np.ndarray] | None = None
+    for _ in range(max(8, min(64, 4000 // len(table)))):
+        cost, inside = _search(table, share, rng.permutation(len(table)))
+        found = min(found or (cost, inside), (cost, inside), key=lambda one: one[0])
+        off = table[inside].sum() - table.sum() * share
+        if cost < _MISSING and abs(off) <= 0.5 * table.sum() / len(table):
+            return inside
+    assert found
+    return found[1]
+
+
+_MISSING = 1e6
+"""What a class on one side costs: more than any number of trials too many or too few."""
+
+
+def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, np.ndarray]:
+    """(cost, (V,) bool): the first videos of `order` up to the share, then moved and swapped while that brings `val`
+    nearer to the share of all trials and of each class."""
     everything = table.sum(0)
-    target = everything * share
+    target, size = everything * share, everything.sum() * share
     spread = (table > 0).sum(0) > 1  # classes that can be on both sides
     mean_size = everything.sum() / len(table)
 
     def cost(taken: np.ndarray) -> np.ndarray:
-        """(..., C) trials in val -> (...): 0 is a perfect split."""
-        size_off = 10 * (taken.sum(-1) - target.sum()) / mean_size
-        class_off = (taken - target) / np.maximum(target, 1)
-        one_sided = ((taken == 0) | (taken == everything)) & spread
-        return size_off**2 + (class_off**2).sum(-1) + 10 * one_sided.sum(-1)
+        """(..., C) trials in val -> (...): 0 is a perfect split. Added class by class: a sum over an axis rounds as the
+        machine likes, and ranks on two kinds of machine would choose differently."""
+        size_off = 10 * (taken.sum(-1) - size) / mean_size
+        total = size_off * size_off
+        for c in range(len(target)):
+            off = (taken[..., c] - target[c]) / max(target[c], 1.0)
+            one_sided = (taken[..., c] == 0) | (taken[..., c] == everything[c])
+            total = total + off * off + _MISSING * (one_sided & spread[c])
+        return total
 
     inside = np.zeros(len(table), dtype=bool)
-    taken, best = np.zeros(table.shape[1]), np.inf
-    while inside.sum() < len(table) - 1:
-        costs = np.where(inside, np.inf, cost(taken + table))
-        pick = int(costs.argmin())
-        if costs[pick] >= best:
-            break
-        inside[pick], best, taken = True, costs[pick], taken + table[pick]
-    for _ in range(10):  # enough in practice; each round only ever improves
+    most = len(table) - 1
+    fitting = int((np.cumsum(table[order].sum(1)) <= size).sum())
+    inside[order[: min(max(fitting, 1), most)]] = True
+    taken = table[inside].sum(0)
+    best, before = float(cost(taken)), np.inf
+    while best < before:
         before = best
-        for out in np.flatnonzero(inside):
+        sign = np.where(inside, -1.0, 1.0)[:, None]
+        costs = cost(taken + sign * table)
+        costs[inside & (inside.sum() == 1) | ~inside & (inside.sum() == most)] = np.inf  # neither side ends up empty
+        pick = int(costs.argmin())
+        if costs[pick] < best:
+            best, taken = float(costs[pick]), taken + sign[pick] * table[pick]
+            inside[pick] = not inside[pick]
+        for out in order[inside[order]]:
             costs = np.where(inside, np.inf, cost(taken - table[out] + table))
             pick = int(costs.argmin())
-            if costs[pick] < best - 1e-9:
+            if costs[pick] < best:
+                best, taken = float(costs[pick]), taken - table[out] + table[pick]
                 inside[out], inside[pick] = False, True
-                best, taken = costs[pick], taken - table[out] + table[pick]
-        if best == before:
-            break
-    return inside
+    return best, inside
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

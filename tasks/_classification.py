@@ -39,12 +39,15 @@ def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndar
     return raw * counts.sum() / (raw * counts).sum()
 
 
-def class_table(classes: list[str], counts: np.ndarray, weights: np.ndarray) -> str:
-    """The table of the guides: counts, shares and weights of the training classes."""
+def class_table(
+    classes: list[str], counts: np.ndarray, weights: np.ndarray, val_counts: np.ndarray | None = None
+) -> str:
+    """The table of the guides: counts, shares and weights of the training classes, and beside them the counts of those
+    to validate on."""
     bar = "=" * 60
     rows = [
         f"Class {c} ({name:<15}): {counts[c]:6d} samples ({100 * counts[c] / max(1, counts.sum()):5.2f}%)"
-        f" -> weight: {weights[c]:.4f}"
+        f" -> weight: {weights[c]:.4f}" + ("" if val_counts is None else f"  val: {val_counts[c]:5d}")
         for c, name in enumerate(classes)
     ]
     return "\n".join([bar, "Class Distribution and Weights", bar, *rows, bar])
@@ -55,22 +58,41 @@ class Classification(contract.Task):
 
     A subclass sets `classes` and calls `count` in `datasets()`, has a section `loss: LossSettings`, and may
     override `augment`.
+
+    splitting  what to do about a class that is on one side only, in words
     """
 
     monitor = "macro_f1"
     higher_is_better = True
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
+    val_counts: np.ndarray | None = None
+    splitting = "choose another split"
 
-    def count(self, labels: np.ndarray, where: str) -> None:
-        """Set `train_counts` from the (N,) labels to train on. LockstepError if there is nothing to tell apart."""
+    def count(self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None) -> None:
+        """Set `train_counts` from the (N,) labels to train on, `val_counts` from those to validate on. LockstepError if
+        there is nothing to tell apart."""
         self.train_counts = np.bincount(labels, minlength=len(self.classes))
+        if val_labels is not None:
+            self.val_counts = np.bincount(val_labels, minlength=len(self.classes))
         if np.count_nonzero(self.train_counts) < 2:
             raise contract.LockstepError(
                 f"all {len(labels)} samples to train on are of class {self.classes[int(self.train_counts.argmax())]!r}",
                 where=where,
                 todo="give data of at least two classes, or another split",
             )
+
+    def class_summary(self) -> str:
+        """The table of classes, and a warning for those that are missing on either side."""
+        weights, val = class_weights(self.train_counts, self.cfg.loss.class_weights), self.val_counts
+        warnings = [class_table(self.classes, self.train_counts, weights, val)]
+        never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
+        unseen = [] if val is None else [name for name, count in zip(self.classes, val, strict=True) if not count]
+        if never:
+            warnings.append(f"warning: nothing to train on of {_some(never)}: never learned; {self.splitting}")
+        if unseen:
+            warnings.append(f"warning: nothing to validate on of {_some(unseen)}: no score tells; {self.splitting}")
+        return "\n".join(warnings)
 
     def known(self) -> dict[str, Any]:
         return {"classes": self.classes, "train_counts": self.train_counts.tolist()}
@@ -149,6 +171,10 @@ class Classification(contract.Task):
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         return {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more classes" if len(names) > 10 else "")
 
 
 class Deployed(nn.Module):

@@ -24,7 +24,7 @@ from formats import windows
 from models.conv1d import Conv1d
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
-from tasks._classification import Classification, Deployed, LossSettings, class_table, class_weights
+from tasks._classification import Classification, Deployed, LossSettings
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
 SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}  # width and depth where the config says 0
@@ -73,6 +73,7 @@ class Task(Classification):
     """Batches of windows x (B, C, T) float32 in sensor units; the model normalises."""
 
     Settings = Settings
+    splitting = "choose the people to validate on by dataset.val_subjects"
     aliases = {"mode": "model.mode"}
     defaults = {
         "epochs": 12,
@@ -89,7 +90,7 @@ class Task(Classification):
         self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
         train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
         self.classes, self.length = self.recordings.classes, self.recordings.length
-        self.count(train.labels, self.recordings.where)
+        self.count(train.labels, self.recordings.where, val.labels)
         self.mean, self.std = train.statistics()
         return train, val
 
@@ -164,13 +165,12 @@ class Task(Classification):
         held_out = [found.subjects[g] for g in sorted({*found.groups[val].tolist()})] if found.subjects else []
         out = ", ".join(held_out) or "unknown (the data name none: one person may be on both sides)"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
-        weights = class_weights(self.train_counts, self.cfg.loss.class_weights)
         return "\n".join(
             [
                 f"Found {len(found)} recordings{people} with {counts.sum()} windows"
                 f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
                 f"Train windows: {counts[~val].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}",
-                class_table(self.classes, self.train_counts, weights),
+                self.class_summary(),
             ]
         )
 

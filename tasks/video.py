@@ -18,7 +18,7 @@ from engine.contract import Batch, LockstepError, Sums
 from formats.clips import Clips, split_by_video
 from formats.synthetic_clips import Recipe, ensure
 from models.cnn3d import CNN3d
-from tasks._classification import Classification, LossSettings, class_table, class_weights
+from tasks._classification import Classification, LossSettings
 from tasks._pictures import caption
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
@@ -34,6 +34,7 @@ class Dataset:
     data_seed: int = option(0, "of the synthetic clips", low=0, high=2**31 - 1)
     val_share: float = option(0.2, "share of the trials to validate on, in whole videos", low=0.01, high=0.9)
     split_seed: int = option(0, "of the choice of these videos", low=0, high=2**31 - 1)
+    val_videos: list[str] = option([], "videos to validate on, by name, such as a.mp4,b.mp4; they overrule val_share")
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Task(Classification):
         "optim.lr": 4e-3,
         "schedule.warmup_epochs": 1.0,
     }
+    splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
     aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
 
     def _clips(self) -> Clips:
@@ -84,13 +86,16 @@ class Task(Classification):
 
     def datasets(self) -> tuple[Clips, Clips]:
         wanted, clips = self.cfg.dataset, self._clips()
-        train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed)
+        train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed, wanted.val_videos)
         self.classes = clips.classes
-        self.count(clips.labels[train], str(clips.folder))
+        self.count(clips.labels[train], str(clips.folder), clips.labels[val])
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
+        held_out, videos = sorted({*clips.videos[val].tolist()}), {*clips.videos.tolist()}
+        some = ", ".join(held_out[:8]) + (", ..." if len(held_out) > 8 else "")
         self._found = (
-            f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials\n"
-            f"Train trials: {len(train)}, Val trials: {len(val)}"
+            f"Found {len(videos)} unique videos with {len(clips)} total trials\n"
+            f"Train trials: {len(train)}, Val trials: {len(val)}\n"
+            f"Held-out videos: {some} ({len(held_out)} of {len(videos)})"
         )
         return clips.subset(train), clips.subset(val)
 
@@ -122,8 +127,7 @@ class Task(Classification):
         return augment(x, contract.uniform(seeds, 8), self.cfg.augment)
 
     def summary(self) -> str:
-        weights = class_weights(self.train_counts, self.cfg.loss.class_weights)
-        return f"{self._found}\n\n{class_table(self.classes, self.train_counts, weights)}"
+        return f"{self._found}\n\n{self.class_summary()}"
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         x, y = batch["x"][:4], batch["y"][:4]

@@ -298,6 +298,53 @@ def test_a_rare_class_is_on_both_sides_where_possible():
         assert not set(videos[train]) & set(videos[val]) and 10 <= len(val) <= 30
 
 
+def _recorded(videos=20, classes=7, seed=0):
+    """(videos, labels) as a laboratory has them: each video shows some of the classes, each class is in two videos or
+    more, and no two videos are alike."""
+    rng = np.random.default_rng(seed)
+    counts = np.zeros((videos, classes), int)
+    for c in range(classes):
+        where = rng.choice(videos, size=rng.integers(2, videos // 3), replace=False)
+        counts[where, c] = rng.integers(1, 60, len(where))
+    video, label = np.nonzero(counts)
+    return (np.repeat(one, counts[video, label]) for one in (video, label))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_class_is_on_both_sides_of_real_videos(seed):
+    videos, labels = _recorded(seed=seed)
+    for split_seed in range(4):
+        train, val = split_by_video(videos, labels, 0.2, split_seed)
+        assert set(labels[train]) == set(labels[val]) == set(labels)
+        assert not set(videos[train]) & set(videos[val]) and abs(len(val) / len(labels) - 0.2) < 0.06
+
+
+def test_the_seed_chooses_among_good_splits():
+    videos, labels = _recorded()
+    chosen = {tuple(split_by_video(videos, labels, 0.2, seed)[1]) for seed in range(10)}
+    assert len(chosen) >= 3
+
+
+def test_a_split_is_the_same_on_every_machine():
+    """Ranks of one run may be on different kinds; a run that is resumed too."""
+    videos, labels = _recorded()
+    assert np.unique(videos[split_by_video(videos, labels, 0.2, 0)[1]]).tolist() == [5, 14, 16, 18]
+    videos, labels = _labels_and_videos(trials=200, videos=20)
+    assert np.unique(videos[split_by_video(videos, labels, 0.25, 3)[1]]).tolist() == [
+        f"video {n}" for n in (10, 11, 13, 4, 6)
+    ]
+
+
+def test_videos_are_chosen_by_name():
+    videos, labels = np.array(["a", "a", "b", "c"]), np.array([0, 1, 0, 1])
+    train, val = split_by_video(videos, labels, 0.2, val_videos=["c", "a"])
+    assert train.tolist() == [2] and val.tolist() == [0, 1, 3]
+    with pytest.raises(LockstepError, match=r"no video x \(dataset.val_videos\): it may name a, b, c"):
+        split_by_video(videos, labels, 0.2, val_videos=["a", "x"])
+    with pytest.raises(LockstepError, match="leave some to train on"):
+        split_by_video(videos, labels, 0.2, val_videos=["a", "b", "c"])
+
+
 def test_uneven_videos_still_give_about_the_share():
     rng = np.random.default_rng(0)
     videos = np.repeat(np.arange(40), rng.integers(1, 120, 40))
@@ -480,6 +527,9 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     train, val = task.datasets()
     summary = task.summary()
     assert "Found 10 unique videos with 100 total trials\nTrain trials: 80, Val trials: 20\n" in summary
+    assert f"\nHeld-out videos: {', '.join(sorted({*val.videos.tolist()}))} (2 of 10)\n" in summary
+    counts = [int(line.split("  val: ")[1]) for line in summary.splitlines() if "  val: " in line]
+    assert counts == np.bincount(val.labels, minlength=5).tolist() and "warning" not in summary
     assert "paw_withdraw" in summary and task.train_counts.sum() == len(train) == 80
     assert not set(train.videos) & set(val.videos)
     model = task.model()
@@ -496,6 +546,21 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     cfg.dataset.root = str(tmp_path / "none")
     with pytest.raises(LockstepError, match="prepare_clips"):
         task.datasets()
+
+
+def test_classes_on_one_side_only_are_named(tmp_path):
+    with ClipsWriter(tmp_path / "set", ["rest", "walk", "rear", "groom"]) as writer:
+        for video, label in (("a", "rest"), ("a", "walk"), ("b", "rest"), ("b", "walk"), ("c", "rest"), ("c", "rear")):
+            writer.add(np.zeros((2, 8, 8), np.uint8), video, label)
+    task_class = tasks.load("video")
+    cfg = schema(task_class)()
+    cfg.dataset.root, cfg.dataset.frames, cfg.dataset.val_videos = str(tmp_path / "set"), 2, ["c"]
+    task = task_class(cfg)
+    train, val = task.datasets()
+    assert {*train.videos} == {"a", "b"} and {*val.videos} == {"c"}
+    never, unseen = task.summary().splitlines()[-2:]
+    assert never.startswith("warning: nothing to train on of rear, groom: ") and "dataset.val_videos" in never
+    assert unseen.startswith("warning: nothing to validate on of walk, groom: ")
 
 
 @pytest.mark.slow

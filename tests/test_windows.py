@@ -492,7 +492,10 @@ def test_task_from_data_to_report():
     text = task.summary()
     assert "Found 140 recordings of 10 subjects with 3605 windows" in text
     assert "Train windows: 2832, Val windows: 773, held-out subjects: 9, 10" in text
-    assert "Class 5 (TRAP           ):    361 samples (12.75%) -> weight: 1.1207" in text
+    assert (
+        "Class 5 (TRAP           ):    361 samples (12.75%) -> weight: 1.1207  val:    88\n" in text
+        and "warning" not in text
+    )
     torch.manual_seed(0)
     model = task.model()
     batch = train.__getitems__(list(range(0, 2832, 45)))
