@@ -31,14 +31,8 @@ STORE_GONE = (
 )
 
 BEAT_S = 1.0
-GRACE_S = 4.0
-"""What a rank gets, once another has failed, to notice by itself and say nothing."""
-
 
 MACHINE = machine()
-
-ORPHAN_S = 20.0
-"""What a rank gets to stop in good order, once the torchrun that started it is dead."""
 
 
 @dataclass
@@ -53,10 +47,17 @@ class Cause:
 
 
 class Watch:
-    """One per process; `with` starts and ends it."""
+    """One per process; `with` starts and ends it.
+
+    timeout_s  seconds that a rank may wait for the slowest one. The intervals below follow it where it is short
+    beat_s     between two looks, and two heartbeats
+    grace_s    what a rank gets, once another has failed, to notice by itself and say nothing
+    orphan_s   what a rank gets to stop in good order, once the torchrun that started it is dead
+    """
 
     def __init__(self, world: World, stop: Stop, timeout_s: float):
         self.world, self.stop, self.timeout_s = world, stop, timeout_s
+        self.beat_s, self.grace_s, self.orphan_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2), 20.0
         self.notes = _Notes(world, timeout_s)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.orphaned = self.heard = self.lost = self.bereft = 0.0
@@ -76,7 +77,7 @@ class Watch:
         self.thread.join()
 
     def _run(self) -> None:
-        while not self.over.wait(BEAT_S):
+        while not self.over.wait(self.beat_s):
             self._mind_the_parent()
             if self.world.size > 1:
                 self._beat()
@@ -122,7 +123,7 @@ class Watch:
         now = time.monotonic()
         self.orphaned = self.orphaned or now
         self.stop.ask("torchrun is gone")
-        if now - self.orphaned > ORPHAN_S:
+        if now - self.orphaned > self.orphan_s:
             self._end(Cause(self.world.rank, "torchrun is gone, and this run could not stop by itself", 6))
 
     def _mind_the_failed(self) -> None:
@@ -131,7 +132,7 @@ class Watch:
         if cause is None:
             return
         self.heard = self.heard or time.monotonic()
-        if time.monotonic() - self.heard > GRACE_S:
+        if time.monotonic() - self.heard > self.grace_s:
             self._end(cause)
 
     def _mind_the_store(self) -> None:
@@ -139,7 +140,7 @@ class Watch:
         if self.notes.store is not None or self.orphaned:
             return
         self.lost = self.lost or time.monotonic()
-        if time.monotonic() - self.lost > GRACE_S:
+        if time.monotonic() - self.lost > self.grace_s:
             cause = Cause(0, STORE_GONE, status.DISTRIBUTED)
             record(self.world, cause, claimed=True)
             if speaks():
@@ -150,7 +151,7 @@ class Watch:
         """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
         cause = _dead_peer(self.notes, self.world)
         self.bereft = (self.bereft or time.monotonic()) if cause else 0.0
-        if cause and time.monotonic() - self.bereft > GRACE_S:
+        if cause and time.monotonic() - self.bereft > self.grace_s:
             claimed = self.notes.claim(cause)
             if claimed:
                 announce(self.world, cause)
@@ -172,7 +173,7 @@ class Watch:
                 _, text, _ = self._verdict()
                 if pulse.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
                     self._say(text, self._stacks_of_all())
-        if took > max(self.timeout_s - 3 * BEAT_S, self.timeout_s / 2):
+        if took > max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2):
             blamed, text, silent = self._verdict()
             if pulse.now[2] != since or self.over.is_set() or self.notes.store is None:
                 return
@@ -196,7 +197,7 @@ class Watch:
         """(the rank to blame, one line about what all ranks do, the last beats of those that no longer beat)."""
         before = self.notes.beats()
         for _ in range(3):  # a heart that doesn't beat meanwhile has stopped
-            time.sleep(BEAT_S)
+            time.sleep(self.beat_s)
             self._beat()
         now = self.notes.beats()
         silent = [beat for rank, beat in now.items() if beat["beats"] == before.get(rank, beat)["beats"]]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
-TIMEOUT = "ddp.timeout_s=8"
+TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
 
 
@@ -53,7 +53,7 @@ FAILURES = {
         6,
         r"rank 1 gives no sign of life \(process \d+ on .*\); waiting: rank 0 in gradient sync \(step 2, ddp",
     ),
-    "hang": (6, r"rank 1 has been in forward for \d+ s; waiting: rank 0 in gradient sync \(step 2, ddp.timeout_s=8\)"),
+    "hang": (6, r"rank 1 has been in forward for \d+ s; waiting: rank 0 in gradient sync \(step 2, ddp.timeout_s=2\)"),
     "hang in data": (6, r"rank 1 has been in preparing for \d+ s; waiting: rank 0 in all_gather"),
     "hang in validation": (
         6,
@@ -72,7 +72,7 @@ FAILURES = {
     "corrupt sample": (5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)"),
     "worker killed": (5, r"a loader process failed: .* killed by signal: Killed \(.* rank 1", "num_workers=2"),
     "worker crashes": (5, r"a loader process failed: .* Segmentation fault \(.* rank 1", "num_workers=1"),
-    "worker hangs": (5, r"timed out after 5.0 seconds \(.* rank 1, data", "num_workers=1", "loader_timeout_s=5"),
+    "worker hangs": (5, r"timed out after 1.0 seconds \(.* rank 1, data", "num_workers=1", "loader_timeout_s=1"),
     "worker unpicklable": (5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be", "num_workers=1"),
 }
 
@@ -150,9 +150,9 @@ def test_a_single_process_fails_in_the_same_words(launch, tmp_path):
 @pytest.mark.slow
 def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, tmp_path):
     """A loader process ignores SIGTERM, and Python would join it at the end."""
-    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=1", "loader_timeout_s=5")
+    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=1", "loader_timeout_s=1")
     done = launch.start(sys.executable, "train.py", *words).wait(60)
-    assert done.code == 5 and len(done.err.splitlines()) == 1 and "timed out after 5.0 seconds" in done.errors[0], (
+    assert done.code == 5 and len(done.err.splitlines()) == 1 and "timed out after 1.0 seconds" in done.errors[0], (
         done.err
     )
 
