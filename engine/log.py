@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -51,6 +52,7 @@ class Log(Silent):
         self.start = start = job.progress.step
         self.config = job.cfg
         self.lost: set[str] = set()  # what can no longer be written
+        self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         self.blind = False  # it has been said that the terminal is gone
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
@@ -174,8 +176,9 @@ class Log(Silent):
 
     def sync(self) -> None:
         """A run that goes on from a checkpoint takes the log to be complete up to it: on the disk, before it."""
-        with self._no_matter("the log"):
+        with self._no_matter("metrics.jsonl"):
             os.fsync(self.lines.fileno())
+        with self._no_matter("TensorBoard"):
             self.writer.flush()
 
     @contextlib.contextmanager
@@ -187,6 +190,14 @@ class Log(Silent):
             if what not in self.lost:
                 self.lost.add(what)
                 print(f"warning: {what} cannot be written ({self.folder}): {error}: training goes on", file=sys.stderr)
+
+    def _thread_failed(self, about: Any) -> None:
+        """TensorBoard writes in a thread of its own, which would end with a traceback."""
+        if not type(about.thread).__module__.startswith("tensorboard"):
+            self.excepthook(about)
+            return
+        with self._no_matter("TensorBoard"):
+            raise about.exc_value
 
     def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
         with self._no_matter("TensorBoard"):
@@ -215,9 +226,11 @@ class Log(Silent):
 
     def close(self) -> None:
         self.epochs.close()
-        with self._no_matter("the log"):
+        with self._no_matter("metrics.jsonl"):
             self.lines.close()
+        with self._no_matter("TensorBoard"):
             self.writer.close()
+        threading.excepthook = self.excepthook
         if self.wandb:
             self.wandb.finish()
 
@@ -241,6 +254,11 @@ def start(folder: Path, job: Job) -> Log:
 
 def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
     """The config beside the final metrics, for TensorBoard's HPARAMS tab; in the same folder, not in a sub-run."""
+    with log._no_matter("TensorBoard"):
+        _add_hparams(log, job, metrics)
+
+
+def _add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
     from torch.utils.tensorboard.summary import hparams
 
     flat = config.flatten(config.to_dict(job.cfg))

@@ -510,6 +510,17 @@ def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
     assert status(run)["state"] == "done" and weights(run)
 
 
+def test_tensorboard_on_a_full_disk_costs_a_warning_and_no_traceback(launch, tmp_path):
+    """It writes in a thread of its own, whose errors nobody else sees."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    words = ["train.py", TOY, "epochs=5", "log_every=1", "save_every=4", f"save_dir={run}"]
+    done = succeed(launch.on_a_small_disk(run / "logs", "4k", *words))
+    assert "warning: TensorBoard cannot be written" in done.err and "No space left" in done.err
+    assert all(line.startswith("warning: ") for line in done.err.splitlines()), done.err
+    assert len(done.err.splitlines()) == 1 and status(run)["state"] == "done"
+
+
 @pytest.mark.parametrize("size", ["4k", "64k"])  # room for nothing; for the loader's semaphores, but for no batch
 def test_no_room_in_dev_shm_is_said_at_once(launch, tmp_path, size):
     words = ["train.py", TOY, "batch_size=60", "num_workers=2", f"save_dir={tmp_path / 'run'}"]
