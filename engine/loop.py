@@ -141,7 +141,11 @@ class Mailbox:
         event = torch.cuda.Event()
         self.posted.append((values.to("cpu", non_blocking=True), note, event))
         event.record()
-        arrived = [self.posted.pop(0) for _ in range(len(self.posted) - (0 if wait else 1))]
+        return self.take(left=0 if wait else 1)
+
+    def take(self, left: int = 0) -> list[tuple[list[float], Any]]:
+        """What was posted, but for the last so many."""
+        arrived = [self.posted.pop(0) for _ in range(len(self.posted) - left)]
         for _, _, event in arrived:
             event.synchronize()  # of the step before: long over, or the host is a whole step ahead
         return [(copy.tolist(), note) for copy, note, _ in arrived]
@@ -155,7 +159,7 @@ class Skipped(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What all ranks know after a step. On a GPU it is about the step before, but at the end of an epoch."""
+    """What all ranks know after a step. On a GPU it is about the step before, but where the training pauses."""
 
     stopping: bool
     skipped: list[Skipped]
@@ -195,6 +199,12 @@ class Job:
     def finished(self) -> bool:
         p, patience = self.progress, self.cfg.patience
         return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether an evaluation or a checkpoint follows on this step: what has come of it must be known by then."""
+        intervals = (self.cfg.eval_every, self.cfg.save_every)
+        return self.epoch_ended or self.finished or any(n and self.progress.step % n == 0 for n in intervals)
 
     def stop_reason(self) -> str:
         """(all ranks) Whoever asked for it first, by rank."""
@@ -257,7 +267,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
                 buffer.copy_(torch.where(skipped > 0, before, buffer))
             if job.ema is not None:
-                optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay)
+                optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay, skipped)
             tally.add(["loss", "weight", *loss.sums], sums[1:], skipped)
             tally.timed_samples += micro.consumed - progress.position
             progress.samples += micro.consumed - progress.position
@@ -265,7 +275,9 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             pulse.step = progress.step
             with world.reading():
                 values = torch.stack([sums[0], skipped])
-                news = job.mailbox.exchange(values, (progress.step, passes), wait=job.epoch_ended)
+                news = job.mailbox.exchange(values, (progress.step, passes), wait=job.pauses)
+                if any(votes for (votes, _), _ in news):  # the run stops here
+                    news += job.mailbox.take()
             pulse.set("logging")
             yield _outcome(job, news)
             _begin_step(job, trained)

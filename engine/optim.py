@@ -178,17 +178,20 @@ def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> 
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
-    """torch's exponential moving average of the weights, or None."""
+    """torch's exponential moving average of the weights, or None; all of it lies where the model does."""
     if not cfg.ema_decay:
         return None
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
+    return ema.to(next(model.parameters()).device)
 
 
 @torch.no_grad()
-def update_ema(ema: AveragedModel, model: nn.Module, decay: float) -> None:
-    """Take one step of the average, as `ema.update_parameters(model)` does, but without its copies between host and
-    device, which are sync points; counters, such as BatchNorm's, are copied."""
-    first = int(ema.n_averaged) == 0  # it lies on the CPU
+def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tensor) -> None:
+    """Take one step of the average, as `ema.update_parameters(model)` does, but not where the optimizer has skipped its
+    own; without torch's copies between host and device, which are sync points. Counters, such as BatchNorm's, are
+    copied."""
+    taken = 1 - skipped.double()
+    share = taken * torch.where(ema.n_averaged == 0, 1.0, taken.new_full((), 1 - decay))  # the first copies
     pairs = [
         (average, value.detach())
         for average, value in zip(
@@ -197,13 +200,13 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float) -> None:
             strict=True,
         )
     ]
-    lerped = [] if first else [pair for pair in pairs if pair[0].is_floating_point()]
-    if lerped:
-        get_ema_multi_avg_fn(decay)([a for a, _ in lerped], [v for _, v in lerped], None)
+    lerped = [pair for pair in pairs if pair[0].is_floating_point()]
+    shares = {dtype: share.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
+    torch._foreach_lerp_([a for a, _ in lerped], [v for _, v in lerped], [shares[a.dtype] for a, _ in lerped])
     for average, value in pairs:
-        if first or not average.is_floating_point():
+        if not average.is_floating_point():
             average.copy_(value)
-    ema.n_averaged += 1
+    ema.n_averaged += taken.long()
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:

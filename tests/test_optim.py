@@ -100,12 +100,30 @@ def test_the_average_is_torchs_own():
             for p in model.parameters():
                 p.add_(torch.randn_like(p))
         model(torch.randn(8, 4) + n)
-        optim.update_ema(ours, model, 0.9)
+        optim.update_ema(ours, model, 0.9, torch.tensor(0.0))
         theirs.update_parameters(model)
         for name, value in theirs.state_dict().items():
             if value.is_floating_point() or name == "n_averaged":
                 assert torch.equal(ours.state_dict()[name], value), name
         assert ours.module[1].num_batches_tracked == model[1].num_batches_tracked, "a counter has no average"
+
+
+def test_a_skipped_step_is_none_for_the_average_either():
+    """Not for the first one, which copies, either."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
+    ours, theirs = (optim.make_ema(model, Optim(ema_decay=0.9)) for _ in range(2))
+    for skipped in (1.0, 0.0, 0.0, 1.0, 0.0):
+        before = copy.deepcopy(ours.state_dict())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        optim.update_ema(ours, model, 0.9, torch.tensor(skipped))
+        if skipped:
+            assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+        else:
+            theirs.update_parameters(model)
+            assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
 def test_the_optimizer_is_torchs_bit_for_bit():
