@@ -59,7 +59,15 @@ def main(argv: list[str]) -> int:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if args.rdzv_backend == "static" and not args.standalone:
         os.environ[STATIC] = "1"
-    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
+    try:
+        place = temporary_folder()
+    except OSError:
+        print(
+            "error: no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)",
+            file=sys.stderr,
+        )
+        return 2
+    with tempfile.TemporaryDirectory(prefix="lockstep_", dir=place, ignore_cleanup_errors=True) as scratch:
         os.environ[SCRATCH], path = scratch, os.path.join(scratch, EXIT_CODE)
         args.log_dir = args.log_dir or scratch  # torchrun's own would stay
         try:
@@ -78,6 +86,18 @@ def main(argv: list[str]) -> int:
         finally:  # torch's handlers would raise an error from whatever is left to do
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def temporary_folder() -> str:
+    """Where temporary files go, here and in the processes to come. Where nothing else can be written, as in
+    `docker run --read-only`, that is shared memory. Raises FileNotFoundError where that cannot, either."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        if not os.access("/dev/shm", os.W_OK):
+            raise
+        os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
+        return tempfile.tempdir
 
 
 def way_to(host: str) -> tuple[str, str]:

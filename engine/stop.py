@@ -15,6 +15,7 @@ import time
 from types import FrameType
 
 from engine import agent, dist, oom, terminal
+from engine.contract import LockstepError
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
@@ -74,7 +75,15 @@ def own_scratch() -> None:
     """Before the first loader process: it would make a folder of its own for its sockets, which is left behind where it
     is killed. It inherits this process's; under the launcher that lies in the agent's."""
     if not _scratch:
-        _scratch.append(tempfile.mkdtemp(prefix="lockstep_", dir=os.environ.get(agent.SCRATCH)))
+        try:
+            place = os.environ.get(agent.SCRATCH) or agent.temporary_folder()
+            _scratch.append(tempfile.mkdtemp(prefix="lockstep_", dir=place))
+        except OSError as error:
+            raise LockstepError(
+                f"no folder for the temporary files of loader processes: {error.strerror}",
+                where="TMPDIR",
+                todo="mount one (docker run --tmpfs /tmp), or num_workers=0",
+            ) from error
         atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
         # What multiprocessing.util.get_temp_dir() looks up; its own folder complains where it is gone at the end.
         getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]

@@ -328,6 +328,28 @@ def test_another_first_argument_is_passed_on(home: Home, first: str) -> None:
     assert home.words("2", first, "5")[-2:] == [first, "5"]
 
 
+def test_temporary_files_where_only_shared_memory_can_be_written(home: Home) -> None:
+    """As under `docker run --read-only`; /proc is a folder that nobody can write to."""
+    script = """
+for folder in /tmp /var/tmp; do mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 99; done
+[ "$1" = yes ] || { mount --bind /dev/shm /dev/shm && mount -o remount,ro,bind /dev/shm; } || exit 99
+cd /proc && shift && exec "$@"
+"""
+    home.train("import os; print(os.environ['LOCKSTEP_SCRATCH'])")
+    for can in ("yes", "no"):
+        words = ["unshare", "-rm", "bash", "-c", script, "bash", can, str(home.script), "1"]
+        env = os.environ | home.env | {"PATH": os.environ["PATH"]}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+        if done.returncode == 99 or done.stderr.startswith("unshare: "):
+            pytest.skip("this kernel lets no user mount a file system")
+        assert done.returncode == (0 if can == "yes" else 2), done.stderr
+        if can == "yes":
+            assert "\n/dev/shm/lockstep_" in done.stdout and "Traceback" not in done.stderr
+        else:
+            error = "error: no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)"
+            assert done.stderr.splitlines()[-1] == error, done.stderr
+
+
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
