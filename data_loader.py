@@ -469,6 +469,15 @@ def _no_shared_memory() -> LockstepError:
     return LockstepError("/dev/shm is full", where="the loader's processes", todo=todo, exit_code=5)
 
 
+def _unusable_shared_memory(error: OSError) -> LockstepError:
+    return LockstepError(
+        f"/dev/shm cannot be used: {error.strerror}",
+        where="the loader's processes",
+        todo="mount it so that this user can write there (docker run --tmpfs /dev/shm), or num_workers=0",
+        exit_code=5,
+    )
+
+
 def _fails(dataset: Any, index: int) -> bool:
     try:
         _get(dataset, [index])
@@ -529,7 +538,11 @@ def _starting_processes() -> Iterator[None]:
     try:
         yield
     except OSError as error:  # semaphores lie in /dev/shm, too
-        raise _no_shared_memory() if error.errno == errno.ENOSPC else error from error
+        if error.errno == errno.ENOSPC:
+            raise _no_shared_memory() from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
+            raise _unusable_shared_memory(error) from error
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

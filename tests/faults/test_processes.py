@@ -529,6 +529,29 @@ def test_no_room_in_dev_shm_is_said_at_once(launch, tmp_path, size):
     assert "/dev/shm is full (the loader's processes): give it more (docker run --shm-size=8g)" in done.errors[0]
 
 
+def test_a_dev_shm_that_cannot_be_written_is_named_with_the_cure(launch, tmp_path):
+    words = ["train.py", TOY, "num_workers=1", f"save_dir={tmp_path / 'run'}"]
+    done = launch.on_a_small_disk("/dev/shm", "64k,ro", *words)
+    assert done.code == 5 and done.err.splitlines() == done.errors, done.err
+    said = "error: /dev/shm cannot be used: Read-only file system (the loader's processes): mount it so that"
+    assert done.errors[0].startswith(said) and "num_workers=0" in done.errors[0]
+
+
+def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
+    import tempfile
+
+    from engine import stop
+    from engine.contract import LockstepError
+
+    monkeypatch.delenv("LOCKSTEP_SCRATCH", raising=False)
+    monkeypatch.setattr(stop, "_scratch", [])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(LockstepError, match=r"loader processes: No usable .* \(TMPDIR\): mount one .* num_workers=0"):
+        stop.own_scratch()
+
+
 # ---- who can read it ----
 
 
