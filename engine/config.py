@@ -278,6 +278,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def task_in(path: str) -> str:
+    """The task that a YAML names; nothing of it is run."""
+    named = (str(setting.value) for setting in _read_yaml(path, []) if setting.key == "task")
+    return _at_home(next(named, Config.task))
+
+
 def to_yaml(cfg: Any) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
 

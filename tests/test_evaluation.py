@@ -9,11 +9,12 @@ import torch
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
-from engine.contract import Sums
+from engine.contract import LockstepError, Sums
 from engine.dist import World
 from engine.loop import Tallied
 from tasks._classification import class_weights, precision_recall_f1
 from tasks.har import SHIPPED
+from tools.evaluate import of_run
 
 SIZES = [1, 2, 7, 61, 196]
 
@@ -172,3 +173,45 @@ def test_a_checkpoint_that_does_not_know_its_classes(launch, run, tmp_path):
     }
     done = launch.python("tools/evaluate.py", str(tmp_path / "old.pt"), "--split=all")
     assert done.code == 3 and "does not hold the names of its classes" in done.err
+
+
+OPENED = """
+import sys
+from tools import evaluate, export, predict, save_pretrained
+for tool, words in ((evaluate, []), (export, []), (predict, ["new.npz"]), (save_pretrained, [])):
+    for trust in ([], ["--trust"]):
+        assert tool.main([sys.argv[1], *words, *trust]) == 2
+"""
+
+
+def test_a_task_inside_a_runs_folder_is_not_run(launch, tmp_path):
+    """A run from elsewhere may name a program that it brings along: every tool that opens a run refuses it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/mine.py").write_text("open('ran', 'a').write('.')\nraise ValueError('so far')\n")
+    (tmp_path / "run/config.yaml").write_text("task: run/mine.py\n")
+    done = succeed(launch.python("-c", OPENED, str(tmp_path / "run"), cwd=tmp_path))
+    refused, ran = done.errors[::2], done.errors[1::2]
+    assert len(refused) == len(ran) == 4 and (tmp_path / "ran").read_text() == "....", done.err
+    what = "error: the run's task is a program in its own folder, run/mine.py"
+    assert set(refused) == {f"{what} ({tmp_path}/run/config.yaml): read it, then give --trust to run it"}
+    assert all(line.startswith("error: cannot import the task: ValueError: so far") for line in ran)
+
+
+def test_where_a_task_may_lie(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/a"
+    run.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run)
+    (run / "beside.py").symlink_to(tmp_path / "mine.py")
+
+    def refused(task, folder):
+        (run / "config.yaml").write_text(f"task: {task}\n")
+        try:
+            return not of_run(False, [folder])
+        except LockstepError as error:
+            return "--trust" in str(error)
+
+    inside = ["runs/a/mine.py", f"{run}/deep/mine.py", "link/mine.py", "mine/../runs/a/mine.py", f"{run}/beside.py"]
+    for folder in ("runs/a", str(run), "link", "runs/a/best.pt"):
+        assert [task for task in inside if not refused(task, folder)] == []
+        assert [task for task in ("har", "mine.py", "runs/mine.py", "runs/ab/mine.py") if refused(task, folder)] == []

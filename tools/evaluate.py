@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import dist, loop, status, storage
+from engine import config, dist, loop, status, storage
 from engine.contract import LockstepError, Sums
 from engine.stop import Stop
 from engine.watch import Watch
@@ -45,16 +46,28 @@ def main(argv: list[str]) -> int:
         "--split", choices=("val", "train", "all"), default="val", help="all: both, or other data by dataset.root"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every digit")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _evaluate(about.cfg, asked), of_run)
+    return train.guarded([asked.run, *rest], lambda about: _evaluate(about.cfg, asked), partial(of_run, asked.trust))
 
 
-def of_run(argv: list[str]) -> list[str]:
-    """RUN and what follows -> the command line of the training that left it, to go on from that checkpoint."""
+TRUST = "run a task file that lies in RUN's own folder"
+
+
+def of_run(trust: bool, argv: list[str]) -> list[str]:
+    """RUN and what follows -> the command line of the training that left it, to go on from that checkpoint.
+
+    trust  also where the run brings its task along: a folder from elsewhere would be a program from elsewhere
+    """
     run, rest = Path(argv[0]), argv[1:]
     folder = run if run.is_dir() else run.parent
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", where="the first word", todo="give the folder of a run")
+    task = config.task_in(str(folder / "config.yaml"))
+    above = [*Path.cwd().joinpath(task).parents, *Path(task).resolve().parents]  # as it is written, and without links
+    if task.endswith(".py") and folder.resolve() in [place.resolve() for place in above] and not trust:
+        what = f"the run's task is a program in its own folder, {task}"
+        raise LockstepError(what, where=str(folder / "config.yaml"), todo="read it, then give --trust to run it")
     checkpoints = storage.Checkpoints(folder)
     file = folder / (checkpoints.best or storage.LAST) if run.is_dir() else run
     return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}"]

@@ -25,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from engine import dist, memory, storage
 from engine.contract import LockstepError
-from tools.evaluate import of_run
+from tools.evaluate import TRUST, of_run
 
 Input = Tensor | dict[str, Tensor]
 Run = Callable[[Input], dict[str, Tensor]]
@@ -64,8 +65,9 @@ def main(argv: list[str]) -> int:
     add("--out", type=Path, help="the file (default: model.pt2 or model.onnx in the run's folder)")
     add("--tolerance", type=float, default=1e-4, help="largest difference, where outputs are about 1 (default: 1e-4)")
     add("--json", action="store_true", help="one JSON object on stdout")
+    add("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _export(about.cfg, asked), of_run)
+    return train.guarded([asked.run, *rest], lambda about: _export(about.cfg, asked), partial(of_run, asked.trust))
 
 
 def _export(cfg: Any, asked: argparse.Namespace) -> int:

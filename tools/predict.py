@@ -21,6 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from formats import videos
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
-from tools.evaluate import aligned, of_run
+from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import whole_number
 
 Ask = Callable[[Tensor], np.ndarray]
@@ -68,7 +69,7 @@ class Said:
 
 def main(argv: list[str]) -> int:
     asked, rest = _parser().parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _predict(about.cfg, asked), of_run)
+    return train.guarded([asked.run, *rest], lambda about: _predict(about.cfg, asked), partial(of_run, asked.trust))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
     add("--json", action="store_true", help="one JSON object on stdout")
+    add("--trust", action="store_true", help=TRUST)
     return parser
 
 

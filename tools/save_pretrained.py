@@ -4,12 +4,14 @@
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER
 
-RUN is the folder of a run of the robot task, or one of its checkpoints.
+RUN is the folder of a run of the robot task, or one of its checkpoints. --trust runs a task file that lies in RUN's own
+folder.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,6 +23,7 @@ from tools.evaluate import of_run
 
 
 def main(argv: list[str]) -> int:
+    trust, argv = "--trust" in argv, [word for word in argv if word != "--trust"]
     if not 1 <= len(argv) <= 2 or argv[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
@@ -40,7 +43,7 @@ def main(argv: list[str]) -> int:
         world.leave()
         return 0
 
-    return train.guarded(argv[:1], work, of_run)
+    return train.guarded(argv[:1], work, partial(of_run, trust))
 
 
 if __name__ == "__main__":
