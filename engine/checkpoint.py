@@ -38,6 +38,11 @@ def capture(job: Job) -> dict[str, Any]:
     ranks, optimizer = job.world.gather(rng), job.optimizer.whole_state()
     if not job.world.main:
         return {}
+    model, ema = _weights(job.model.state_dict()), _weights(job.ema.state_dict()) if job.ema is not None else {}
+    frozen = {name for name, p in job.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for name in frozen & model.keys() if ema else ():
+        if torch.equal(ema[f"module.{name}"], model[name]):  # as the average of what never changes is
+            ema[f"module.{name}"] = model[name]
     return {
         "format": FORMAT,
         "config": config.to_dict(job.cfg),
@@ -49,12 +54,26 @@ def capture(job: Job) -> dict[str, Any]:
         "data": job.fingerprint,
         "known": job.task.known(),
         "tally": _copy(job.tally.state()),
-        "model": _copy(job.model.state_dict()),
-        "ema": None if job.ema is None else _copy(job.ema.state_dict()),
+        "model": model,
+        "ema": ema or None,
         "optimizer": _copy(optimizer),
         "scaler": job.scaler.state_dict(),
         "rng": ranks,
     }
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which what is one tensor, such as tied weights, is one tensor again: the file holds it once."""
+    copies: dict[Any, Any] = {}
+    for value in state.values():
+        copies.setdefault(_place(value), _copy(value))
+    return {name: copies[_place(value)] for name, value in state.items()}
+
+
+def _place(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel():
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    return id(value)
 
 
 def _copy(value: Any) -> Any:

@@ -1,12 +1,15 @@
 """The loop of an epoch, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import FAULTY
 
 import tasks
 import train
-from engine import config, loop, status
+from engine import checkpoint, config, loop, status
 from engine.dist import World
 
 
@@ -15,12 +18,13 @@ def steps(monkeypatch):
     """Make a job of six steps an epoch and its steps; what `prepare` sets for a whole process is put back."""
     monkeypatch.setattr(status, "current", status.Status())
 
-    def begin(*words):
-        cfg = config.parse(
-            [FAULTY, "amp=off", "allocator=system", "dataset.samples=72", "fault.rank=0", *words], tasks.load
-        ).cfg
+    def begin(*words, task=FAULTY, state=None):
+        own = ["fault.rank=0"] if task == FAULTY else []
+        cfg = config.parse([task, "amp=off", "allocator=system", "dataset.samples=72", *own, *words], tasks.load).cfg
         prepared = train.prepare(cfg, World(0, 0, 1, torch.device("cpu")))
-        prepared.train_loader.set_epoch(0)
+        if state:
+            checkpoint.restore(prepared.job, state, Path("state.pt"))
+        prepared.train_loader.set_epoch(prepared.job.progress.epoch, prepared.job.progress.position)
         return prepared.job, loop.train_epoch(prepared.job, prepared.train_loader)
 
     return begin
@@ -83,6 +87,54 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps):
         assert same == [job.progress.step == 3] * 3 and bool(outcome.skipped) is (job.progress.step == 3)
         before = now
     assert job.progress.step == 6
+
+
+TIED = """
+import torch
+from torch import nn
+from tests.tasks.toy import Net as ToyNet, Task as Toy
+
+class Net(ToyNet):
+    def __init__(self):
+        super().__init__(16, 0.0)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.first.weight
+        self.base = nn.Linear(8, 5000).requires_grad_(False)
+
+    def forward(self, x):
+        x = x.float()
+        return super().forward(x + self.again(self.first(x)) + self.base(x).mean(1, keepdim=True))
+
+class Task(Toy):
+    def model(self):
+        return Net()
+"""
+
+
+def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
+    (tmp_path / "own.py").write_text(TIED)
+    words = ["optim.ema_decay=0.5", "epochs=1"]
+    job, outcomes = steps(*words, task=str(tmp_path / "own.py"))
+    for _ in itertools.islice(outcomes, 3):
+        pass
+    torch.save(checkpoint.capture(job), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    held = {value.untyped_storage().data_ptr(): value.numel() for value in tensors(state)}
+    sizes = {name: value.numel() for name, value in job.model.state_dict().items() if name != "again.weight"}
+    frozen = sizes["base.weight"] + sizes["base.bias"]
+    trained = sum(sizes.values()) - frozen
+    assert frozen == 45_000 and sum(held.values()) - frozen - 4 * trained < 6000, "the rest: random states, counters"
+    assert all(torch.equal(value, job.model.state_dict()[name]) for name, value in state["model"].items())
+    again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
+    for _ in zip(outcomes, more, strict=False):
+        pass
+    ours, theirs = ([*tensors(job.ema.state_dict()), *tensors(job.model.state_dict())] for job in (again, job))
+    assert all(map(torch.equal, ours, theirs)), "it goes on from there"
+    moved = state["model"]["first.weight"].clone()
+    checkpoint.load_evaluated(again.model, state, Path("state.pt"))
+    assert torch.equal(again.model.again.weight, state["ema"]["module.first.weight"])
+    assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
 
 
 def tensors(tree):
