@@ -104,7 +104,7 @@ def prepare(
     the_precision = _precision(cfg, world, state, strict)
     if state and cfg.memory_format == "auto":
         cfg.memory_format = state["config"].get("memory_format", "auto")
-    job = _make_job(cfg, world, the_plan, task, the_precision, loaders[0], say)
+    job = _make_job(cfg, world, the_plan, task, the_precision, say)
     job.fingerprint, job.stop = data, stop or job.stop
     if found and state:
         world.together(lambda: checkpoint.restore(job, state, found))
@@ -231,7 +231,6 @@ def _make_job(
     the_plan: plan.Plan,
     task: Task,
     the_precision: precision.Precision,
-    loader: TrainLoader,
     say: Any,
 ) -> Job:
     """(all ranks) Model, optimizer and what belongs to them, not yet wrapped."""
@@ -242,7 +241,7 @@ def _make_job(
     torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout, which is another on every rank
     if memory.convolutions(model):
         if cfg.memory_format == "auto":
-            cfg.memory_format = _layout(cfg, world, task, model, the_precision, loader, say)
+            cfg.memory_format = memory.faster_order(model, world.device, the_precision.name)
         memory.lay_out(model, cfg.memory_format)
     return Job(
         cfg=cfg,
@@ -259,48 +258,6 @@ def _make_job(
         tally=Tally(world.device),
         stop=Stop(cfg.max_time_s),
     )
-
-
-def _layout(
-    cfg: Any,
-    world: dist.World,
-    task: Task,
-    model: torch.nn.Module,
-    precise: precision.Precision,
-    loader: TrainLoader,
-    say: Any,
-) -> str:
-    """(all ranks) Which order of convolutions is faster. On CPUs that differs from one to the next, and with the
-    network: rank 0 takes some steps with copies of it."""
-    if world.device.type != "cpu":  # in float32 cuDNN has its fast kernels for the usual order
-        return "contiguous" if precise.name == "off" else "channels_last"
-    if cfg.deterministic:
-        return "channels_last"
-    if cfg.allocator == "keep":
-        memory.keep_freed()  # as in the steps to come
-
-    def measure() -> str:
-        batch = loader.example()
-
-        def step(net: torch.nn.Module) -> None:
-            with world.own_random_numbers(), precise.autocast():
-                task.loss(net, batch).total.backward()
-            net.zero_grad()
-
-        # Of a sample's shape, not of the batch's: the same for every cut.
-        shapes = {name: tuple(values.shape[1:]) for name, values in batch.items()}
-        try:
-            found = memory.faster_order(model, f"{precise.name} {shapes}", step)
-        except LockstepError:
-            raise
-        except Exception:  # a mistake in the task's loss: the first step says it in words
-            return "channels_last"
-        if found.fresh:
-            times = [f"{ms:.3g} ms in {memory.ORDERS[order]} order" for order, ms in found.ms.items()]
-            say(f"Measured, once on this machine: forward and backward take {' and '.join(times)}")
-        return found.chosen
-
-    return world.on_main(measure)
 
 
 def _wrap(job: Job, say: Any) -> None:

@@ -26,7 +26,7 @@ AREAS = {
     ),
     "The arithmetic, the model, the training": (
         "engine/plan.py", "engine/optim.py", "engine/compiler.py", "engine/loop.py", "engine/faults.py",
-        "engine/memory.py", "engine/choice.py", "tasks/_classification.py",
+        "engine/memory.py", "tasks/_classification.py",
     ),
     "Loading data": ("data_loader.py", "engine/cache.py", "formats/arrays.py"),
     "Folders, checkpoints, logs": (

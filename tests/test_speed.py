@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,7 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-import train
-from engine import choice, compiler, config, memory
-from engine.dist import World
+from engine import compiler, config, memory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -53,86 +50,24 @@ def test_the_arithmetic_says_what_was_chosen(launch, tmp_path):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(1, 2), nn.Conv2d(20, 3, 3), nn.Flatten())
+    first = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 4, 1), nn.ReLU(), nn.Flatten(1, 2))
+    return nn.Sequential(*first, nn.Conv2d(20, 3, 3), nn.Flatten())
 
 
 def test_layouts_change_no_number():
     usual, last = network(), network()
     memory.lay_out(last, "channels_last")
-    assert last[0].weight.is_contiguous(memory_format=torch.channels_last_3d) and not last[0].weight.is_contiguous()
-    assert last[3].weight.is_contiguous(memory_format=torch.channels_last)
-    x = torch.randn(2, 2, 5, 6, 7)
+    assert last[5].weight.is_contiguous(memory_format=torch.channels_last) and not last[5].weight.is_contiguous()
+    # Kernels of one channel, or one pixel, are contiguous in either order; by their strides torch chooses the output's.
+    assert (last[0].weight.stride(), last[2].weight.stride()) == ((27, 1, 9, 3, 1), (2, 1, 2, 2, 2))
+    x = torch.randn(2, 1, 5, 6, 7)
+    assert last[0](x).is_contiguous(memory_format=torch.channels_last_3d) and usual[0](x).is_contiguous()
     torch.testing.assert_close(last(x), usual(x))
     for name, value in usual.state_dict().items():
         assert torch.equal(last.state_dict()[name], value)
     usual.load_state_dict(last.state_dict())
     assert usual[0].weight.is_contiguous(), "a checkpoint brings no layout with it"
     assert memory.lay_out(last, "contiguous")[0].weight.is_contiguous()
-
-
-@pytest.fixture
-def stopwatch(monkeypatch, tmp_path):
-    """Time that only the ways take: each as many ms as it is called, and a count of the calls."""
-    now, called = [0.0], []
-    monkeypatch.setattr(choice.time, "perf_counter", lambda: now[0])
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-
-    def take(ms):
-        now[0] += ms / 1e3
-        called.append(ms)
-
-    return take, called
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "chosen"), [(10, 9, "second"), (10, 9.8, "first"), (9, 10, "first"), (9000, 8000, "second")]
-)
-def test_the_faster_way_is_chosen_and_kept(stopwatch, first, second, chosen):
-    take, called = stopwatch
-
-    def ways():
-        return {"first": partial(take, first), "second": partial(take, second)}
-
-    found = choice.fastest("which", ways)
-    assert (found.chosen, found.fresh) == (chosen, True)
-    assert found.ms == pytest.approx({"first": first, "second": second})
-    assert 2 * len(found.ms) <= len(called) <= max(4, 1000 * (2 * choice.BUDGET_S) / min(first, second))
-    called.clear()
-    again = choice.fastest("which", lambda: pytest.fail("measured again"))
-    assert again == found._replace(fresh=False) and not called
-    assert choice.fastest("another", ways).fresh
-
-
-def test_what_disturbs_a_measurement_does_not_count(stopwatch):
-    take, called = stopwatch
-
-    def disturbed():
-        take(100 if len(called) % 3 else 5)
-
-    assert choice.fastest("which", lambda: {"first": partial(take, 10), "second": disturbed}).chosen == "second"
-
-
-def test_of_two_that_measure_at_once_the_first_answer_holds(stopwatch):
-    take, _ = stopwatch
-
-    def other():
-        choice.fastest("which", lambda: {"first": partial(take, 1), "second": partial(take, 5)})
-
-    found = choice.fastest("which", lambda: {"first": partial(take, 10), "second": other})
-    assert (found.chosen, found.fresh, found.ms["second"]) == ("first", False, pytest.approx(5))
-
-
-def test_a_choice_that_cannot_be_kept_or_read_is_measured(stopwatch, tmp_path):
-    take, _ = stopwatch
-    (tmp_path / "choices").write_text("a file where the folder should be")
-    for _ in range(2):
-        found = choice.fastest("which", lambda: {"first": partial(take, 10), "second": partial(take, 5)})
-        assert (found.chosen, found.fresh) == ("second", True)
-    (tmp_path / "choices").unlink()
-    choice.fastest("which", lambda: {"first": partial(take, 5)})
-    (kept,) = (tmp_path / "choices").iterdir()
-    kept.write_text("torn")
-    assert choice.fastest("which", lambda: {"first": partial(take, 5)}).fresh
 
 
 CONV = ["har", "dataset.stride=512", "model.width=8"]
@@ -143,40 +78,25 @@ def order_said(done):
     return line.split("convolutions in ")[1].split(" order")[0]
 
 
-def test_the_order_of_convolutions_is_measured_once_and_stays_that_of_a_run(launch, tmp_path):
-    """On any number of processes; and to measure it, or not, changes nothing else."""
-    env, choices = {"LOCKSTEP_CACHE": str(tmp_path / "cache")}, tmp_path / "cache" / "choices"
-    words = [*CONV, "model.dropout=0.2", "schedule.horizon=6"]
-    first = succeed(launch.python("train.py", *words, "steps=3", f"save_dir={tmp_path / 'a'}", **env))
-    assert "Measured, once on this machine: forward and backward take" in first.out
-    (kept,) = choices.iterdir()
-    chosen = json.loads(kept.read_text())["chosen"]
-    (other,) = memory.ORDERS.keys() - {chosen}
-    kept.write_text(kept.read_text().replace(f'"chosen": "{chosen}"', f'"chosen": "{other}"'))
-    two = succeed(launch.torchrun(2, "train.py", *words, "batch_size=32", "--dry-run", **env))
-    assert "Measured" not in two.out and order_said(two) == memory.ORDERS[other], "one choice for every cut"
-    more = succeed(launch.python("train.py", *words, "steps=6", f"save_dir={tmp_path / 'a'}", **env))
-    assert "Measured" not in more.out and order_said(more) == order_said(first) == memory.ORDERS[chosen]
-    words += ["steps=6", f"memory_format={chosen}", f"save_dir={tmp_path / 'b'}"]
-    succeed(launch.python("train.py", *words, LOCKSTEP_CACHE=str(tmp_path / "none")))
-    assert not (tmp_path / "none").exists()
-    ours, theirs = (torch.load(tmp_path / run / "last.pt", weights_only=True)["model"] for run in "ab")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def test_the_order_of_convolutions_is_one_for_every_cut_and_stays_that_of_a_run(launch, tmp_path):
+    one = succeed(launch.python("train.py", *CONV, "--dry-run"))
+    two = succeed(launch.torchrun(2, "train.py", *CONV, "batch_size=32", "--dry-run"))
+    assert order_said(one) == order_said(two) == "the usual"  # it has GroupNorm
+    run = [*CONV, "schedule.horizon=4", f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.python("train.py", *run, "steps=2", "memory_format=channels_last"))
+    assert order_said(succeed(launch.python("train.py", *run, "steps=4"))) == "channels-last"
 
 
 @pytest.mark.parametrize(
-    ("amp", "order"), [("off", "contiguous"), ("bf16", "channels_last"), ("fp16", "channels_last")]
-)
-def test_on_a_gpu_the_order_is_chosen_by_rule(amp, order):
-    gpu = World(0, 0, 1, torch.device("cuda", 0))
-    assert train._layout(config.Config(), gpu, None, None, SimpleNamespace(name=amp), None, print) == order
-
-
-def test_where_nothing_may_depend_on_a_stopwatch_nothing_is_measured(launch, tmp_path):
-    for words in (["deterministic=true"], ["model.mode=flatten"]):
-        done = succeed(launch.python("train.py", *CONV, *words, "--dry-run", LOCKSTEP_CACHE=str(tmp_path / "none")))
-        assert "Measured" not in done.out and not (tmp_path / "none").exists()
-        assert "deterministic=true" not in words or order_said(done) == "channels-last"
+    ("device", "amp", "norm", "order"),
+    [("cpu", "off", nn.GroupNorm(2, 4), "contiguous"), ("cpu", "bf16", nn.GroupNorm(2, 4), "contiguous"),
+     ("cpu", "off", nn.BatchNorm2d(4), "channels_last"), ("cpu", "bf16", nn.Identity(), "channels_last"),
+     ("cuda", "off", nn.Identity(), "contiguous"), ("cuda", "bf16", nn.GroupNorm(2, 4), "channels_last"),
+     ("cuda", "fp16", nn.Identity(), "channels_last")],
+)  # fmt: skip
+def test_the_order_of_convolutions_is_chosen_by_rule(device, amp, norm, order):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+    assert memory.faster_order(model, torch.device(device), amp) == order
 
 
 def rounds(**step_ms):
