@@ -36,6 +36,7 @@ def look(cfg: Any) -> tuple[Path | None, list[str]]:
                 todo="give save_dir, the same on every machine",
             )
         return storage.find(cfg.resume, None)
+    storage.check_files(folder)
     storage.lock(folder, only_look=True)
     found, warnings = storage.find(cfg.resume, folder)
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()

@@ -101,6 +101,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metrics.jsonl", "error.txt", "stacks.txt")
+"""What a run writes into its folder beside checkpoints and `logs/`."""
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder in which something else has the name of one of the run's files: to open a pipe waits for ever."""
+    for name in FILES:
+        path = folder / name
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a pipe or a device"
+            raise LockstepError(
+                f"{name} is {kind}, and not the run's file",
+                where=str(folder),
+                todo="move it away, or give another save_dir",
+            )
+
+
 # ---- one owner ------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +368,8 @@ def find(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
 
 
 def _find_path(path: Path) -> tuple[Path, list[str]]:
+    if path.is_dir():
+        check_files(path)
     if path.is_dir() and (there := _read_manifest(path))[0]:
         return _newest_whole(path.resolve(), there[0], there[2])
     if not path.is_file():
@@ -382,6 +401,8 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
 
 def damage(path: Path, sha256: str) -> str:
     """What is wrong with a checkpoint file, in words; empty if nothing. Reads it all, runs nothing in it."""
+    if path.exists() and not path.is_file():
+        return "it is no file"
     try:
         if sha256:
             actual = sha256_of(path)

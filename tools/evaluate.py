@@ -63,6 +63,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     folder = run if run.is_dir() else run.parent
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", where="the first word", todo="give the folder of a run")
+    storage.check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
     above = [*Path.cwd().joinpath(task).parents, *Path(task).resolve().parents]  # as it is written, and without links
     if task.endswith(".py") and folder.resolve() in [place.resolve() for place in above] and not trust:

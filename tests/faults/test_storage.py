@@ -33,8 +33,10 @@ import torch
 import train
 from engine import config, log, status, storage
 from engine.contract import LockstepError
+from engine.folder import look as look_into
 from engine.loop import Progress
 from engine.storage import Checkpoints
+from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -623,6 +625,45 @@ def test_a_manifest_that_is_a_folder(run):
     before = snapshot(run)
     assert error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
     assert snapshot(run) == before
+
+
+@pytest.fixture
+def patience():
+    """To open a pipe that nobody writes to would take for ever."""
+
+    def late(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", storage.FILES)
+@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a pipe or a device"), (os.mkdir, "a folder")])
+def test_what_is_no_file_of_the_run_is_refused(name, make, kind, run, patience):
+    """Each of them would be opened, and a pipe that nobody writes to is waited for."""
+    (run / name).unlink(missing_ok=True)
+    make(run / name)
+    cfg = SimpleNamespace(save_dir=str(run), resume="auto")
+    asked = [lambda: look_into(cfg), lambda: storage.find(str(run), None)]
+    if name != "config.yaml":
+        (run / "config.yaml").touch()
+        asked.append(lambda: evaluate.of_run(False, [str(run)]))
+    for ask in asked:
+        error = error_of(ask)
+        assert error.exit_code == 2 and str(error).startswith(f"{name} is {kind}, and not the run's file ({run}): ")
+
+
+def test_a_checkpoint_that_is_a_pipe_is_passed_over(run, patience):
+    assert found(run) == 2
+    newest = Checkpoints(run).last
+    newest.unlink()
+    os.mkfifo(newest)
+    path, warnings = storage.find("auto", run)
+    assert path.name != newest.name and "it is no file" in warnings[0]
 
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(run, monkeypatch):
