@@ -16,11 +16,18 @@ test: $(VENV)/installed-dev
 quick: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) -m "not slow" $(ARGS)
 
+# Every process started anew, none forked from a warm parent: see tests/warm.py.
+test-real: $(VENV)/installed-dev
+	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
+
 soak: $(VENV)/installed-dev
 	$(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
 
 lint: $(VENV)/installed-dev
-	$(PYTHON) -m pytest tests/test_house.py
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) dev/layers.py
 
 $(VENV)/installed: requirements.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -32,4 +39,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick soak lint
+.PHONY: train test quick test-real soak lint

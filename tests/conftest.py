@@ -130,7 +130,7 @@ class Launcher:
         return Running(process, files)
 
     def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple) -> Any:
-        env = self.environment(**changes)
+        env = {"PYTHON": sys.executable} | self.environment(**changes)
         how = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stdout": files[0], "stderr": files[1]}
         descriptors = [file.fileno() for file in files]
         if self.zygote and command[0] == sys.executable and can_be_warm(command[1:], changes):
@@ -157,9 +157,7 @@ class Launcher:
 
     def start_launcher(self, processes: int, *words: str, **how) -> Running:
         """./train_multigpu.sh on CPUs."""
-        return self.start(
-            "./train_multigpu.sh", str(processes), *words, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **how
-        )
+        return self.start("./train_multigpu.sh", str(processes), *words, CUDA_VISIBLE_DEVICES="", **how)
 
     def launcher(self, processes: int, *words: str, timeout: float = 100, **how) -> Done:
         return self.start_launcher(processes, *words, **how).wait(timeout)

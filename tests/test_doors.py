@@ -54,6 +54,7 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
+@pytest.mark.real
 def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     config_file = tmp_path / "toy.yaml"
     config_file.write_text(f"task: {TOY}\nbatch_size: 6\nmodel: {{width: 8}}\n")
@@ -299,6 +300,7 @@ def test_data_parallel_keeps_the_dtype_of_autocast():
         assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16
 
 
+@pytest.mark.real
 def test_what_is_not_used_is_not_loaded(launch, tmp_path):
     """Torch's compiler takes as long to import as torch; a DDP, an optimizer and a checkpoint would each load it."""
     script = (

@@ -87,11 +87,15 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "words"), COMMANDS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [pytest.param(*each, marks=[pytest.mark.real] * (SHORT_HAR in each[1])) for each in COMMANDS],
+    ids=lambda value: str(value)[:60],
+)
 def test_the_guides_commands_train(launch, tmp_path, processes, words):
     if torch.cuda.is_available():
         pytest.skip("written for a machine without GPUs; the tests below are for one with them")
-    done = launch(*command(words, tmp_path), PYTHON=sys.executable)
+    done = launch(*command(words, tmp_path))
     assert_trained(done, tmp_path, processes)
     if "--multi-gpu dp" in words:
         assert "warning: --multi-gpu dp, but no GPU is visible" in done.err
@@ -103,7 +107,7 @@ def test_the_guides_commands_train(launch, tmp_path, processes, words):
 
 def test_two_nodes_as_two_launchers(launch, tmp_path):
     """One process on the first node, two on the second; here both nodes are this machine."""
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHON": sys.executable}
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor() as nodes:
         first, second = (
             nodes.submit(

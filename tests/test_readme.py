@@ -121,7 +121,7 @@ def test_a_command_trains(launch, tmp_path, words):
     processes, short = TRAINED[words]
     settings = dict(re.findall(r"(\w+)=(\S*) ", PROGRAMS.match(words)[1]))
     line = f"{words.removeprefix(PROGRAMS.match(words)[1])} {short}"
-    assert_trained(launch(*command(line, tmp_path), PYTHON=sys.executable, **settings), tmp_path, processes)
+    assert_trained(launch(*command(line, tmp_path), **settings), tmp_path, processes)
 
 
 def test_one_and_three_processes_print_the_same(launch, tmp_path):
@@ -148,7 +148,7 @@ def test_make_starts_what_it_says(launch):
 
 
 def test_the_launcher_prints_its_command(launch):
-    done = succeed(launch("./train_multigpu.sh", "--print", "2", "har", PYTHON=sys.executable))
+    done = succeed(launch("./train_multigpu.sh", "--print", "2", "har"))
     assert "--nproc_per_node=2" in done.out and shlex.split(done.out)[-2].endswith("/train.py")
 
 

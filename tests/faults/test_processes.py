@@ -19,6 +19,12 @@ TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
 
 
+def some_real(values, is_real):
+    """Parameters of a test whose processes are started anew where `is_real`: one and another of each kind."""
+    values = values if isinstance(values, tuple) else (values,)
+    return pytest.param(*values, marks=[pytest.mark.real] * is_real)
+
+
 def status(folder):
     return json.loads((folder / "status.json").read_text())
 
@@ -78,7 +84,7 @@ FAILURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("kind", [some_real(kind, kind in ("kill", "freeze")) for kind in FAILURES])
 def test_one_rank_fails(launch, tmp_path, kind):
     """All processes end, one line says who and where, the exit code says what, the run's status holds both."""
     code, said, *more = FAILURES[kind]
@@ -209,7 +215,7 @@ RESTARTS = [(kind, rank) for kind in ("kill", "leave", "raise", "hang", "corrupt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rank"), RESTARTS)
+@pytest.mark.parametrize(("kind", "rank"), [some_real((kind, rank), kind == "kill") for kind, rank in RESTARTS])
 def test_a_restart_joins_and_ends_in_the_same_weights(launch, tmp_path, straight, kind, rank):
     """Ten restarts, all of which must join: torchrun's own do in one of six, see CONTRIBUTING.md."""
     more = ["save_every=1", TIMEOUT, "ddp.init_timeout_s=30", f"fault.rank={rank}"]
@@ -293,12 +299,12 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        ("SIGTERM", "launcher"),
+        some_real(("SIGTERM", "launcher"), True),
         ("SIGINT", "everybody"),
         ("SIGHUP", "launcher"),
         ("SIGUSR1", "launcher"),
         ("SIGTERM", "rank 1"),
-        ("SIGTERM", "everybody"),
+        some_real(("SIGTERM", "everybody"), True),
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
@@ -390,6 +396,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(launch, tmp_path):
     assert done.code == -signal.SIGINT and not done.err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.real
 @pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
     run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1")
@@ -568,6 +575,7 @@ def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
 # ---- who can reach it ----
 
 
+@pytest.mark.real
 def test_the_store_of_torchrun_listens_on_all_interfaces(launch, tmp_path):
     """The README says so, and advises a firewall; if torch changes it, the README must."""
     run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG)
