@@ -3,7 +3,6 @@ neither run here, nor in test_guides.py, nor has a reason in NOT_RUN, fails a te
 
 import re
 import shlex
-import sys
 
 import pytest
 import torch
