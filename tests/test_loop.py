@@ -124,7 +124,8 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     sizes = {name: value.numel() for name, value in job.model.state_dict().items() if name != "again.weight"}
     frozen = sizes["base.weight"] + sizes["base.bias"]
     trained = sum(sizes.values()) - frozen
-    assert frozen == 45_000 and sum(held.values()) - frozen - 4 * trained < 6000, "the rest: random states, counters"
+    rest = sum(held.values()) - frozen - 4 * trained  # weights, their average, two moments
+    assert 0 < rest < 30, "counters"
     assert all(torch.equal(value, job.model.state_dict()[name]) for name, value in state["model"].items())
     again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
     for _ in zip(outcomes, more, strict=False):
