@@ -608,6 +608,8 @@ def guarded(argv: list[str], work: Any, spell_out: Any = list) -> int:
         if asked.print_config:
             print(config.to_yaml(asked.cfg), end="", flush=True)
             return int(terminal.unread())
+        for note in asked.notes if dist.speaks() else ():
+            print(f"note: {note}", file=sys.stderr)
         return int(work(asked))
     except BaseException as error:
         return faults.end(error, debug)
@@ -618,7 +620,7 @@ def guarded(argv: list[str], work: Any, spell_out: Any = list) -> int:
 
 def _parse(argv: list[str], spell_out: Any) -> config.Asked:
     try:
-        return config.parse(spell_out(argv), tasks.load, oom.settings())
+        return config.parse(spell_out(argv), tasks.load, oom.settings(), tasks.names())
     except LockstepError as error:
         error.everywhere = True  # every rank reads the same command line
         raise

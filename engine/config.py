@@ -11,10 +11,11 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import types
 import typing
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -185,6 +186,13 @@ ALIASES = {
 }
 """Everyday spellings, the guides' among them."""
 
+SETS_NOTHING: dict[str, tuple[Any, str]] = {
+    "torch.backends.cudnn.benchmark": (True, "cuDNN tries its kernels; deterministic=true ends that"),
+    "torch.backends.cuda.matmul.allow_tf32": (True, "TF32 is on; amp=off ends that"),
+    "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
+}
+"""What the guides advise and is so already: {key: (the only value that it may have, None for any; why)}."""
+
 EVERYDAY = (
     "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
     "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
@@ -205,6 +213,7 @@ class Asked(NamedTuple):
     debug: bool
     force: bool
     profile: bool
+    notes: tuple[str, ...] = ()  # what was accepted, and sets nothing
 
 
 class Setting(NamedTuple):
@@ -213,10 +222,16 @@ class Setting(NamedTuple):
     where: str
 
 
-def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mapping[str, Any] | None = None) -> Asked:
+def parse(
+    argv: list[str],
+    load_task: Callable[[str], type[Task]],
+    again: Mapping[str, Any] | None = None,
+    others: Iterable[str] = (),
+) -> Asked:
     """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2.
 
-    again  settings that this process was started again with: a delta over the command line
+    again   settings that this process was started again with: a delta over the command line
+    others  tasks to look in for keys that this one doesn't have
     """
     problems: list[str] = []
     switches, files, given = _tokens(argv, problems)
@@ -235,13 +250,17 @@ def parse(argv: list[str], load_task: Callable[[str], type[Task]], again: Mappin
     aliases = _aliases(task)
     for key, value in (task.defaults | _choose(cfg, layers)).items():
         _assign(cfg, key, value)
+    unknown: dict[int, Setting] = {}
     for layer in layers:
-        _apply(cfg, layer, aliases, problems)
+        _apply(cfg, layer, aliases, problems, unknown)
+    notes = _settle(unknown, problems, cfg, task)
+    _name_another_task(unknown, problems, layers, load_task, others)
+    problems = [line for line in problems if line]
     cfg.resume = {"true": "auto", "false": "never"}.get(cfg.resume.lower(), cfg.resume)  # LeRobot's is a switch
     problems += _contradictions(cfg)
     if problems and not switches & {"help"}:
         raise LockstepError("\n".join(problems))
-    return Asked(cfg, **{name: name in switches for name in SWITCHES})
+    return Asked(cfg, **{name: name in switches for name in SWITCHES}, notes=tuple(notes))
 
 
 def _aliases(task: Task | type[Task]) -> dict[str, str]:
@@ -419,11 +438,12 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-        raise _no_yaml(error, path, text) from None
+        raise _as_python(path, text) or _no_yaml(error, path, text) from None
     if root is None or root.value == "":  # comments only, or a lone `---`: an empty delta
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
+        none = LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
+        raise _as_python(path, text) or none
     settings: list[Setting] = []
     for count, setting in enumerate(_leaves(root, path, "", 0)):
         if count == _MAX_VALUES:
@@ -434,6 +454,16 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
         elif setting:
             problems.append(setting)
     return settings
+
+
+def _as_python(path: str, text: str) -> LockstepError | None:
+    """What to say of a line such as `a.b = c` in what is no YAML."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):
+            key, value = found.groups()
+            todo = f"drop it: {SETS_NOTHING[key][1]}" if key in SETS_NOTHING else f"write `{key}: {value}`"
+            return LockstepError(f"`{_shown(found[0].strip())}` is not YAML", where=f"{path}:{number}", todo=todo)
+    return None
 
 
 def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
@@ -505,14 +535,17 @@ def _assign(cfg: Any, key: str, value: Any) -> None:
     setattr(cfg, name, value)
 
 
-def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: list[str]) -> None:
-    """Set what one layer (a file, the command line) says."""
+def _apply(
+    cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: list[str], unknown: dict[int, Setting]
+) -> None:
+    """Set what one layer (a file, the command line) says; `unknown` gets {its place among the problems: setting}."""
     fields = _fields(cfg)
     said: dict[str, Setting] = {}
     for setting in layer:
         key = aliases.get(setting.key, setting.key)
         if key not in fields:
-            problems.append(_unknown(setting, fields, aliases))
+            unknown[len(problems)] = setting
+            problems.append("")
             continue
         if key in said:
             problems.append(f"{key!r} is given twice ({said[key].where} and {setting.where}): keep one")
@@ -523,13 +556,70 @@ def _apply(cfg: Any, layer: list[Setting], aliases: dict[str, str], problems: li
             value = _coerce(setting.value, kind)
             _check_range(value, f.metadata)
         except ValueError as error:
-            given = ",".join(setting.value) if isinstance(setting.value, list) else setting.value or ""
-            problems.append(f"{setting.key}={_shown(given)} ({setting.where}): {error}")
+            problems.append(f"{_given(setting)}: {error}")
         else:
             _assign(cfg, key, value)
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
         if one in said and other not in said and getattr(cfg, one):
             _assign(cfg, other, 0)  # the one that is asked for, not the default of the other
+
+
+def _given(setting: Setting) -> str:
+    value = ",".join(setting.value) if isinstance(setting.value, list) else setting.value or ""
+    return f"{setting.key}={_shown(value)} ({setting.where})"
+
+
+def _settle(unknown: dict[int, Setting], problems: list[str], cfg: Any, task: type[Task]) -> list[str]:
+    """Take out of `unknown` what sets nothing, and put the problems with it and with the rest into their places;
+    returns notes on what is accepted."""
+    fields, aliases, nothing = _fields(cfg), _aliases(task), SETS_NOTHING | task.sets_nothing(cfg)
+    notes = []
+    for place, setting in list(unknown.items()):
+        key = next((key for key in nothing if f"{setting.key}.".startswith(f"{key}.")), "")
+        if not key:
+            problems[place] = _unknown(setting, fields, aliases)
+            continue
+        only, why = nothing[key]
+        if only is None or (setting.key == key and _is(setting.value, only)):
+            notes.append(f"{_given(setting)} sets nothing here: {why}")
+        else:
+            shown = str(only).lower() if isinstance(only, bool) else only
+            problems[place] = f"{_given(setting)}: {f'only {shown}' if shown != '' else 'drop it'}: {why}"
+        del unknown[place]
+    return notes
+
+
+def _is(raw: str | list[str] | None, value: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(_coerce(raw, type(value)) == value)
+    return False
+
+
+def _name_another_task(
+    unknown: dict[int, Setting],
+    problems: list[str],
+    layers: list[list[Setting]],
+    load_task: Callable[[str], type[Task]],
+    others: Iterable[str],
+) -> None:
+    """Keys of another task become one problem, which names it: the task that knows most of them."""
+    theirs: dict[str, list[int]] = {}
+    for name in others if unknown else ():
+        with contextlib.suppress(LockstepError):
+            task = load_task(name)
+            cfg = schema(task)()
+            _choose(cfg, layers)
+            known = {*_fields(cfg), *_aliases(task), *task.sets_nothing(cfg)}
+            theirs[name] = [place for place, setting in unknown.items() if setting.key in known]
+    name = max(theirs, key=lambda name: len(theirs[name]), default="")
+    places = theirs.get(name, [])
+    if places:
+        keys = ", ".join(repr(unknown[place].key) for place in places)
+        which = f"a key of task {name}" if len(places) == 1 else f"keys of task {name}"
+        todo = f"begin with its name, as in `python train.py {name} ...`"
+        problems[places[0]] = f"{keys} ({unknown[places[0]].where}): {which}: {todo}"
+        for place in places[1:]:
+            problems[place] = ""
 
 
 def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) -> str:

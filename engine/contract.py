@@ -85,6 +85,12 @@ class Task:
     def __init__(self, cfg: Any):
         self.cfg = cfg
 
+    @classmethod
+    def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
+        """Another suite's keys that are accepted and change nothing: {key: (the only value that it may have, None for
+        any; why)}."""
+        return {}
+
     def datasets(self) -> tuple[Any, Any]:
         """(train, val), called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`, which
         gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random

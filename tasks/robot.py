@@ -70,6 +70,27 @@ class Task(contract.Task):
     }
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
 
+    @classmethod
+    def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
+        """LeRobot's keys whose place something else takes, or nothing."""
+        return {
+            "policy.repo_id": (None, "nothing is uploaded; tools/save_pretrained.py writes the folder that you can"),
+            "policy.n_obs_steps": (1, "the policies see the present alone"),
+            "policy.optimizer_lr_backbone": (cfg.optim.lr, "all parameters have the learning rate optim.lr"),
+            "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
+            "use_policy_training_preset": (
+                True,
+                "optim.* and schedule.* begin with the policy's: set what shall differ",
+            ),
+            "dataset.video_backend": (None, "videos are decoded by PyAV"),
+            "rename_map": ("{}", "features keep the names that the dataset gives them"),
+            "prefetch_factor": (None, "a loader process is two batches ahead"),
+            "save_checkpoint": (True, "a run is saved at its end at least; save_every says how often before"),
+            "wandb.disable_artifact": (True, "no checkpoint is uploaded"),
+            "eval.batch_size": (None, "all trials of an evaluation are made side by side"),
+            "env.task": ("PushT-v0" if cfg.env.type == "pusht" else "", "env.type is discs, or pusht with PushT-v0"),
+        }
+
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
         cfg, policy = self.cfg.dataset, self.cfg.policy
         check(self.cfg)
@@ -347,7 +368,9 @@ def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot
             used[name] = feature
     if "action" not in columns or not (cameras or columns.keys() & set(STATES)):
         what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
-        raise LockstepError(what, where=str(demos.root), todo="imitation needs both")
+        there = ", ".join(name for name in demos.features if name not in lerobot.BOOKKEEPING)
+        todo = f"imitation needs both, under these names; there are {there or 'none'}"
+        raise LockstepError(what, where=str(demos.root), todo=todo)
     for name in columns.keys() & {"action", *STATES}:
         if columns[name].ndim != 2:
             what = f"{name} has {columns[name].ndim - 1} axes"

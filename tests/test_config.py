@@ -59,6 +59,69 @@ def test_every_spelling_of_the_guides(argv, key, value):
 
 
 @pytest.mark.parametrize(
+    ("word", "refused"),
+    [
+        ("--policy.repo_id=me/act", ""),
+        ("--policy.n_obs_steps=1", "2"),
+        ("--policy.optimizer_lr_backbone=1e-5", "1e-4"),
+        ("--policy.pretrained_backbone_weights=null", "ResNet18_Weights.IMAGENET1K_V1"),
+        ("--use_policy_training_preset=true", "false"),
+        ("--dataset.video_backend=torchcodec", ""),
+        ("--rename_map={}", '{"observation.image": "observation.images.top"}'),
+        ("--prefetch_factor=4", ""),
+        ("--save_checkpoint=True", "no"),
+        ("--wandb.disable_artifact=true", "false"),
+        ("--eval.batch_size=10", ""),
+        ("--env.task=PushT-v0", "AlohaInsertion-v0"),
+    ],
+)
+def test_keys_of_lerobot_that_set_nothing(word, refused):
+    """Those of another place are accepted with a note, where they ask for what is so anyway, and refused otherwise."""
+    common = ["robot", "--policy.type=act", "--env.type=pusht"]
+    asked = config.parse([*common, word], tasks.load)
+    assert config.to_dict(asked.cfg) == config.to_dict(parse(*common))
+    name = word[2:].partition("=")[0]
+    assert len(asked.notes) == 1 and asked.notes[0].startswith(f"{word[2:]} (command line) sets nothing here: ")
+    why = asked.notes[0].partition("here: ")[2]
+    if refused:
+        (line,) = problems(*common, f"--{name}={refused}")
+        assert line.startswith(f"{name}={refused[:70]}") and line.endswith(f": {why}"), line
+
+
+def test_a_map_of_names_in_a_yaml_is_refused_as_a_whole(tmp_path):
+    (tmp_path / "c.yaml").write_text("rename_map:\n  observation.image: observation.images.top\n")
+    (line,) = problems("robot", "--config", str(tmp_path / "c.yaml"))
+    assert "c.yaml:2): only {}: features keep the names" in line
+
+
+def test_keys_of_another_task_name_it():
+    lerobot = "--policy.type=act --dataset.repo_id=x --eval.n_episodes=3 --env.type=pusht --policy.n_obs_steps=1"
+    with pytest.raises(LockstepError) as caught:
+        config.parse([*lerobot.split(), "epochss=3", "--output_dir=o"], tasks.load, others=tasks.names())
+    first, second = str(caught.value).splitlines()
+    names = ["policy.type", "dataset.repo_id", "eval.n_episodes", "env.type", "policy.n_obs_steps", "output_dir"]
+    assert first.startswith(", ".join(map(repr, names)) + " (command line): keys of task robot: begin with its name")
+    assert "unknown key 'epochss'" in second
+    with pytest.raises(LockstepError, match=r"'dataset.trials' .*: a key of task video: .* `python train.py video"):
+        config.parse(["har", "dataset.trials=3"], tasks.load, others=tasks.names())
+
+
+@pytest.mark.parametrize("before", ["", "epochs: 3\n", "# a remark\n\n"])
+def test_lines_of_python_in_a_yaml(tmp_path, before):
+    """Guide 000 gives the first two as YAML."""
+    (tmp_path / "c.yaml").write_text(
+        f"{before}torch.backends.cudnn.benchmark = True  # Auto-select\n"
+        "torch.backends.cuda.matmul.allow_tf32 = True  # Use TF32\n"
+    )
+    where = f"{tmp_path / 'c.yaml'}:{before.count(chr(10)) + 1}"
+    what = "`torch.backends.cudnn.benchmark = True` is not YAML"
+    todo = "drop it: cuDNN tries its kernels; deterministic=true ends that"
+    assert problems("--config", str(tmp_path / "c.yaml")) == [f"{what} ({where}): {todo}"]
+    (tmp_path / "c.yaml").write_text(f"{before}batch_size = 3\n")
+    assert problems("--config", str(tmp_path / "c.yaml"))[0].endswith("): write `batch_size: 3`")
+
+
+@pytest.mark.parametrize(
     ("argv", "expected"),
     [
         (["epoch=3"], "unknown key 'epoch' (command line): did you mean 'epochs'?"),
@@ -212,7 +275,10 @@ def test_errors_come_before_any_process_group_and_before_any_file(launch, tmp_pa
 def test_print_config_and_dry_run_write_nothing(launch, tmp_path):
     shown = succeed(launch.python("train.py", TOY, "--print-config", "--lr", "3e-4", f"--save-dir={tmp_path / 'run'}"))
     assert yaml.safe_load(shown.out)["optim"]["lr"] == pytest.approx(3e-4)
-    dry = succeed(launch.python("train.py", TOY, "--dry-run", "global_batch=24", f"--save-dir={tmp_path / 'run'}"))
+    already = "torch.backends.cudnn.benchmark=True"
+    dry = launch.python("train.py", TOY, already, "--dry-run", "global_batch=24", f"--save-dir={tmp_path / 'run'}")
+    note = f"note: {already} (command line) sets nothing here: cuDNN tries its kernels; deterministic=true ends that"
+    assert note in succeed(dry).err.splitlines()
     assert "12 per process x 1 process(es) x 2 accumulation = 24" in dry.out
     assert "3 of 61 samples, the last of 13; 0 samples dropped" in dry.out
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from formats import lerobot
 from formats.lerobot_writer import Recorder
 from models.policy import Policy
 from tasks import _simulation as simulation
+from tasks import robot
 
 TINY_ACT = (
     "policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
@@ -478,6 +480,15 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     )
     done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
     assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err
+
+
+def test_a_dataset_of_other_names_is_told_what_it_has():
+    features = dict.fromkeys(
+        ["actions", "qpos", *lerobot.BOOKKEEPING], lerobot.Feature("float32", (2,), [], None, False)
+    )
+    demos = SimpleNamespace(features=features, columns=dict.fromkeys(features), root="data/arm")
+    with pytest.raises(LockstepError, match=r"\(data/arm\): imitation .* these names; there are actions, qpos$"):
+        robot._for_imitation(demos, [])
 
 
 def test_a_mode_without_its_statistics_and_a_foreign_simulation_are_told(walks):
