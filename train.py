@@ -190,6 +190,8 @@ def _read(found: Path, world: dist.World) -> dict[str, Any]:
 def _precision(cfg: Any, world: dist.World, state: dict[str, Any] | None, strict: bool = False) -> precision.Precision:
     """(all ranks) What the config asks for; left to itself, what the checkpoint was trained in."""
     chosen = world.together(lambda: precision.choose(cfg.amp, world.device, strict))
+    if len(set(world.gather(chosen.name))) > 1:
+        chosen = replace(chosen, name="off", note="not all processes have bf16")
     if state and cfg.amp == "auto" and state["precision"] != chosen.name:
         return replace(chosen, name=state["precision"], note="as in the run it continues")
     return chosen

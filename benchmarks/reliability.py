@@ -71,7 +71,7 @@ def prepared(world: dist.World, *words: str) -> train.Prepared:
     """An endless training that is neither evaluated nor saved by itself."""
     endless = [f"{name}=1000000000" for name in ("steps", "epochs", "eval_every", "save_every")]
     with contextlib.redirect_stdout(io.StringIO()):
-        return train.prepare(config.parse(["har", *endless, *words], tasks.load).cfg, world, Stop())
+        return train.prepare(config.parse([*words, *endless], tasks.load).cfg, world, Stop())
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -189,7 +189,7 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     names = ["bare", "watched", "observed", "counted"]
     times: dict[str, list[float]] = {name: [] for name in names}
     busy: dict[str, list[float]] = {name: [] for name in names}
-    ready = prepared(world)
+    ready = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
         logger = world.on_main(lambda: log.start(Path(folder), ready.job), local=True) or log.Silent()
         ways = Ways(ready, logger, steps)
@@ -263,7 +263,7 @@ def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     )
     found = []
     for width in WIDTHS:
-        ready = prepared(world, f"model.width={width}", "model.mode=flatten")
+        ready = prepared(world, "har", f"model.width={width}", "model.mode=flatten")
         with tempfile.TemporaryDirectory(dir=".") as folder:
             times = saves(ready, Path(folder), rounds, steps)
             size = max(path.stat().st_size for path in Path(folder).glob("*.pt"))
@@ -286,7 +286,7 @@ def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     times: dict[str, dict[str, list[float]]] = {"ms a step": {}, "ms that a checkpoint stops the training": {}}
     jobs, trainings = {}, {}
     for kind in kinds:
-        ready = prepared(world, "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
+        ready = prepared(world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
         jobs[kind], trainings[kind] = ready.job, loop.endless(ready.job, ready.train_loader)
         next(trainings[kind])
         for values in times.values():

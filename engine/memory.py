@@ -49,8 +49,9 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
     """Which of ORDERS. A rule and not a stopwatch, so that all ranks, and a run on another day, come to the same.
 
-    On CPUs GroupNorm's backward pass takes 9 times as long in channels-last order as in the usual one, and 37 times as
-    long in bf16: more than the convolutions gain. On GPUs cuDNN's fast float32 kernels are those of the usual order.
+    On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
+    (`benchmarks/precision.py`): more than the convolutions gain. On GPUs cuDNN's fast float32 kernels are those of the
+    usual order.
     """
     if device.type == "cpu":
         usual = any(isinstance(module, nn.GroupNorm) for module in model.modules())

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.name == "bf16" and self.device.type == "cpu":
-            _shield_convolutions()
+            _repair_bf16()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.name == "off":
@@ -57,7 +56,8 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
     """`auto` becomes bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
 
     What is asked for but not there becomes the next best thing, or with `strict` an error.
-    By capability and not by a stopwatch: every rank, and a resumed run, must come to the same answer.
+    By capability and not by a stopwatch: every rank, and a resumed run, must come to the same answer. That CPUs with
+    bf16 instructions are fast at it, whatever the network, is measured by `benchmarks/precision.py`.
     """
     asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if amp == "auto" and asked_of_accelerate in DTYPES:
@@ -74,32 +74,55 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
             return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")
     elif amp == "auto":
         if _cpu_has_bf16():
-            return Precision("bf16", device, "the CPU has bf16 instructions")
+            return Precision("bf16", device, "the CPU has bf16 instructions; attention in fp32, which is faster")
         return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")
     return Precision(amp, device, "as amp asks")
 
 
 def _cpu_has_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    """Whether torch and oneDNN use such instructions: they are there, and no variable hides them."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return (
+        torch.cpu._is_avx512_bf16_supported()
+        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # which says yes where it would only imitate them
+        and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    )
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @functools.cache
-def _shield_convolutions() -> None:
-    """Convolutions that torch gets wrong in bf16 on CPUs run in float32, in this process from now on.
+def _repair_bf16() -> None:
+    """From now on this process computes in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
 
-    Where an element of the kernel meets nothing but padding, oneDNN's backward pass leaves its gradient as memory had
-    it, or writes beyond the end (torch 2.13, any CPU with AVX-512). Such maps are tiny, and so is what this costs.
-    Functions such as `torch.conv3d`, called directly, are not covered.
+    Convolutions of maps that are small beside kernel and stride: where an element of the kernel meets nothing but
+    padding, oneDNN's backward pass leaves its gradient as memory had it, or writes beyond the end (torch 2.13, any CPU
+    with AVX-512). Functions such as `torch.conv3d`, called directly, are not covered.
+
+    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. Without it every kind of
+    network that is shipped gains by bf16 (`benchmarks/precision.py`); with it the transformers lose.
     """
     for kind in CONVOLUTIONS:
         kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
+    nn.functional.scaled_dot_product_attention = _in_float32(nn.functional.scaled_dot_product_attention)
+
+
+def _in_float32(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(attention)
+    def wrapped(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
+    ) -> Tensor:
+        if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or query.dtype == torch.float64:
+            return attention(query, key, value, attn_mask, *rest, **more)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.float()
+        with torch.autocast("cpu", enabled=False):
+            mixed = attention(query.float(), key.float(), value.float(), attn_mask, *rest, **more)
+        return mixed.to(torch.get_autocast_dtype("cpu"))
+
+    return wrapped
 
 
 def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,11 +1,14 @@
 """Which precision a run takes, and what torch gets wrong in it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import succeed
 from torch import nn
 
-from engine.precision import Precision
+import train
+from engine.precision import Precision, _in_float32, choose
 
 CPU_BF16 = Precision("bf16", torch.device("cpu"), "")
 
@@ -38,6 +41,7 @@ print("alive")
 """
 
 
+@pytest.mark.real
 def test_convolutions_of_tiny_maps_train_in_bf16(launch):
     """In a process of its own, for what is wrong ends it; with memory that is not clean."""
     env = {"PYTHONPATH": "tests", "MALLOC_PERTURB_": "128", "OMP_NUM_THREADS": "1"}
@@ -58,3 +62,66 @@ def test_other_convolutions_compute_in_bf16():
         with CPU_BF16.autocast():
             rounded = layer(x)
         assert rounded.dtype == torch.bfloat16 and not torch.equal(rounded, layer(x).bfloat16())
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_computes_in_float32(mask):
+    """Also where a module calls it."""
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    where = None if mask is None else torch.rand(5, 5) if mask == "float" else torch.eye(5) < 1
+    with CPU_BF16.autocast():
+        rounded = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=where, scale=0.5)
+    exact = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=where, scale=0.5)
+    assert torch.equal(rounded, exact.bfloat16()) and not torch.equal(rounded, exact)
+
+
+def test_a_modules_attention_computes_in_float32(monkeypatch):
+    module, x, seen = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8), []
+    plain = nn.functional.scaled_dot_product_attention.__wrapped__
+    spy = _in_float32(lambda query, *rest, **more: seen.append(query.dtype) or plain(query, *rest, **more))
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+    with CPU_BF16.autocast():
+        module(x, x, x, need_weights=False)
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("hiding", "found"),
+    [({}, True), ({"DNNL_MAX_CPU_ISA": "avx512_core"}, False), ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+     ({"DNNL_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True)],
+)  # fmt: skip
+def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in hiding.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert choose("auto", torch.device("cpu")).name == ("bf16" if found else "off")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert choose("auto", torch.device("cpu")).name == "off"
+
+
+@pytest.mark.parametrize("elsewhere", ["bf16", "off"])
+def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
+    cfg = SimpleNamespace(amp="auto")
+    monkeypatch.setattr("engine.precision._cpu_has_bf16", lambda: True)
+    cpu = torch.device("cpu")
+    world = SimpleNamespace(together=lambda act: act(), gather=lambda mine: [mine, elsewhere], device=cpu)
+    assert train._precision(cfg, world, None).name == elsewhere
+    assert train._precision(cfg, world, {"precision": "bf16"}).name == "bf16", "a resumed run keeps its own"
+
+
+@pytest.mark.real
+def test_torch_says_which_instructions_are_hidden(launch):
+    """torch reads these variables when it starts."""
+    ask = "import torch; from engine.precision import choose; print(choose('auto', torch.device('cpu')).name)"
+    for hiding in ({"ATEN_CPU_CAPABILITY": "avx2"}, {"DNNL_MAX_CPU_ISA": "AVX2"}):
+        assert succeed(launch.python("-c", ask, **hiding)).out == "off\n"
+
+
+@pytest.mark.slow
+def test_what_bf16_gains_is_measured(launch):
+    done = succeed(launch.python("benchmarks/precision.py", "--only", "flatten", "--rounds", "2", "--seconds", "0.01"))
+    assert "amp=auto is" in done.out and "\n| flatten | " in done.out
