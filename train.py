@@ -157,7 +157,7 @@ def _begin(cfg: Any, world: dist.World, say: Any) -> tuple[Path | None, dict[str
         say(f"Network: {world.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     say(f"Using device: {world.device}")
     if cfg.wandb.enable:
-        world.on_main(log.require_wandb)
+        world.on_main(lambda: log.require_wandb(cfg))
     _set_backends(cfg)
     if oom.times():
         say(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")

@@ -96,8 +96,8 @@ class Wandb:
     project: str = option("lockstep", "the project's name")
     name: str = option("", "the run's name; empty = the run folder's")
     entity: str = option("", "the account or team that the run belongs to; empty = your own")
-    mode: Literal["online", "offline"] = option(
-        "online", "offline writes to the run folder, `wandb sync` sends it later"
+    mode: Literal["auto", "online", "offline"] = option(
+        "auto", "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE says, or online"
     )
 
 

@@ -268,23 +268,45 @@ def _add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
         log.writer.file_writer.add_summary(summary)
 
 
-def require_wandb() -> None:
-    """Say that the package is missing before anything has begun."""
+NO_WANDB = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
+
+
+def require_wandb(cfg: Any) -> None:
+    """Before anything is loaded: refuse where the package is missing, or where nobody has logged in. Sends nothing."""
     if not find_spec("wandb"):
         raise LockstepError("the package wandb is not installed", where="wandb.enable", todo="pip install wandb")
+    if cfg.wandb.mode != "auto":
+        os.environ["WANDB_MODE"] = cfg.wandb.mode
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
+        return
+    try:
+        try:
+            known = wandb.login(prompt=False, verify=False)
+        except TypeError:  # an older version, which would ask
+            known = bool(wandb.api.api_key)
+    except Exception as error:  # of a key that cannot be one
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LockstepError(f"wandb: {why}", where="wandb.enable", todo=NO_WANDB) from None
+    if not known:
+        raise LockstepError("wandb has no login on this machine", where="wandb.enable", todo=NO_WANDB)
 
 
 def _start_wandb(cfg: Any, folder: Path) -> Any:
     import wandb
 
-    return wandb.init(
-        project=cfg.wandb.project,
-        name=cfg.wandb.name or folder.name,
-        entity=cfg.wandb.entity or None,
-        mode=cfg.wandb.mode,
-        dir=str(folder),
-        config=config.to_dict(cfg),
-    )
+    try:
+        return wandb.init(
+            project=cfg.wandb.project,
+            name=cfg.wandb.name or folder.name,
+            entity=cfg.wandb.entity or None,
+            dir=str(folder),
+            config=config.to_dict(cfg),
+        )
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LockstepError(f"wandb cannot be started: {why}", where="wandb.enable", todo=NO_WANDB) from error
 
 
 def _few(samples: list[int]) -> str:

@@ -1,16 +1,22 @@
 """What a run leaves to read, as other programs read it."""
 
+import contextlib
 import itertools
 import json
 import math
-from importlib.util import find_spec
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from conftest import FAULTY, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine import log
+import tasks
+from engine import config, log
+from engine.contract import LockstepError
+from tools.evaluate import of_run
 
 
 @pytest.fixture(scope="module")
@@ -210,12 +216,58 @@ def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
 
 
 def test_wandb_logs_offline(launch, tmp_path):
-    if not find_spec("wandb"):
-        pytest.skip("wandb is not installed")
+    pytest.importorskip("wandb", reason="wandb is not installed")
     run = tmp_path / "run"
-    words = ["wandb.enable=true", "wandb.project=my-robot-project", "wandb.mode=offline"]
-    succeed(launch.torchrun(2, "train.py", TOY, *words, f"save_dir={run}", WANDB_SILENT="true"))
+    words = ["wandb.enable=true", "wandb.project=my-robot-project"]
+    env = {"WANDB_SILENT": "true", "WANDB_MODE": "offline"}
+    succeed(launch.torchrun(2, "train.py", TOY, *words, f"save_dir={run}", **env))
     assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1, "rank 0 alone"
+    opened = config.parse(of_run(False, [str(run)]), tasks.load).cfg
+    assert not opened.wandb.enable, "to look at a run takes no login"
+
+
+NO_WANDB = "(wandb.enable): `wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
+
+
+def test_wandb_without_a_login_is_refused_before_anything_is_loaded(launch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    env = dict.fromkeys(["WANDB_MODE", "WANDB_API_KEY", "NETRC"]) | {"HOME": str(tmp_path)}
+    done = launch.python("train.py", TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}", **env)
+    assert done.code == 2 and done.errors == [f"error: wandb has no login on this machine {NO_WANDB}"], done.err
+    assert "Loading data" not in done.out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "known", "refused"),
+    [
+        ("auto", "offline", None, ""),
+        ("offline", "online", None, ""),
+        ("online", "offline", False, "wandb has no login on this machine"),
+        ("auto", "", True, ""),
+        ("auto", "", ValueError("the API key is too short"), "wandb: the API key is too short"),
+        ("auto", "", "key", ""),  # of a version whose `login` cannot be told not to ask
+        ("auto", "", "", "wandb has no login on this machine"),
+    ],
+)
+def test_who_decides_on_wandb(monkeypatch, asked, said, known, refused):
+    class Wandb:
+        __spec__ = object()
+        api = SimpleNamespace(api_key=known)
+        setup = staticmethod(lambda: SimpleNamespace(settings=SimpleNamespace(mode=os.environ["WANDB_MODE"] or None)))
+
+        @staticmethod
+        def login(prompt, verify):
+            if isinstance(known, str):
+                raise TypeError("an unexpected argument")
+            if isinstance(known, Exception):
+                raise known
+            return known
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.setenv("WANDB_MODE", said)
+    with pytest.raises(LockstepError) if refused else contextlib.nullcontext() as caught:
+        log.require_wandb(SimpleNamespace(wandb=config.Wandb(enable=True, mode=asked)))
+    assert not refused or (str(caught.value), caught.value.exit_code) == (f"{refused} {NO_WANDB}", 2)
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):

@@ -71,7 +71,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(what, where=str(folder / "config.yaml"), todo="read it, then give --trust to run it")
     checkpoints = storage.Checkpoints(folder)
     file = folder / (checkpoints.best or storage.LAST) if run.is_dir() else run
-    return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}"]
+    return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}", "wandb.enable=false"]
 
 
 def _evaluate(cfg: Any, asked: argparse.Namespace) -> int:
