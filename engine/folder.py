@@ -57,7 +57,7 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, sto
         if cfg.save_dir:
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            folder = _new_folder(f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
+            folder = new_folder(Path("checkpoints"), f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
         _owned.append(storage.lock(folder))
         for torn in folder.glob(".*.tmp"):  # what a process that was killed in the middle of a write left
             torn.unlink()
@@ -81,10 +81,10 @@ _owned: list[Any] = []
 """The lock files of this process, open until it ends."""
 
 
-def _new_folder(stem: str) -> Path:
+def new_folder(parent: Path, stem: str) -> Path:
     """Made, not only named: two runs may start in the same second."""
     for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
-        folder = Path("checkpoints") / (stem + suffix)
+        folder = parent / (stem + suffix)
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

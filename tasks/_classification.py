@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, Loss, Sums
+from tasks._pictures import text_width
 
 
 @dataclass
@@ -139,14 +140,18 @@ class Classification(contract.Task):
         losses = F.cross_entropy(
             logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="none"
         )
-        num_classes = logits.shape[1]
-        cells = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
+        num_classes, guesses = logits.shape[1], logits.argmax(1)
+        self.guessed(batch, guesses)
+        cells = torch.bincount(y * num_classes + guesses, minlength=num_classes**2)
         return Sums(
             loss_total=losses.double().sum(),
             loss_weight=weights[y].double().sum(),
             confusion=cells.view(num_classes, num_classes),  # [true, predicted]
             count=y.new_full((), len(y)),
         )
+
+    def guessed(self, batch: Batch, guesses: Tensor) -> None:
+        """What an evaluation says of a batch, (B,) class numbers on its device: to be remembered for `pictures`."""
 
     def report(self, sums: Sums) -> dict[str, float]:
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
@@ -203,26 +208,35 @@ def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     return ratio(hits, predicted), ratio(hits, actual), ratio(2 * hits, predicted + actual)
 
 
-def draw_confusion(matrix: np.ndarray, classes: list[str], cell: int = 64) -> np.ndarray:
+def draw_confusion(matrix: np.ndarray, classes: list[str]) -> np.ndarray:
     """(C, C) counts [true, predicted] -> uint8 picture (H, W, 3): rows are the truth, shade is the row's share."""
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
-    num_classes, margin, font = len(classes), 150, ImageFont.load_default(15)
-    size = margin + cell * num_classes + 60, 72 + cell * num_classes  # the last name reaches beyond its column
-    picture = Image.new("RGB", size, "white")
+    num_classes, title = len(classes), "rows: true, columns: predicted"
+    names = [name if len(name) <= 60 else name[:59] + "…" for name in classes]
+    longest = max(text_width(name, 15) for name in names) + 12
+    cell = max(30, min(64, 1200 // num_classes))
+    left, top = longest, 30 + longest
+    width = max(left + cell * num_classes, text_width(title, 15) + 12)
+    picture = Image.new("RGB", (width, top + cell * num_classes), "white")
     pen = ImageDraw.Draw(picture)
-    pen.text((6, 6), "rows: true, columns: predicted", fill="black", font=font)
+    font, small = ImageFont.load_default(15), ImageFont.load_default(15 if cell > 44 else 9)
+    pen.text((6, 6), title, fill="black", font=font)
+    for c, name in enumerate(names):
+        middle = cell * c + cell // 2
+        pen.text((left - 6, top + middle), name, fill="black", font=font, anchor="rm")
+        upright = Image.new("L", (longest, 20))  # names are longer than a cell is wide: they stand on their columns
+        ImageDraw.Draw(upright).text((6, 10), name, fill=255, font=font, anchor="lm")
+        upright = upright.rotate(90, expand=True)
+        picture.paste("black", (left + middle - 10, top - longest), upright)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-    for c, name in enumerate(classes):
-        pen.text((6, 72 + cell * c + cell // 2 - 9), name[:17], fill="black", font=font)
-        # Every second one higher: names are longer than a cell is wide.
-        pen.text((margin + cell * c + 2, 48 - 18 * (c % 2)), name[:14], fill="black", font=font)
     for row in range(num_classes):
         for column in range(num_classes):
             share = shares[row, column]
-            x, y = margin + cell * column, 72 + cell * row
+            x, y = left + cell * column, top + cell * row
             shade = tuple(int(255 - share * (255 - full)) for full in (33, 102, 172))
             pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=shade)
-            ink = "white" if share > 0.5 else "black"
-            pen.text((x + 6, y + cell // 2 - 9), str(int(matrix[row, column])), fill=ink, font=font)
+            ink = "white" if share > 0.5 else "black" if share else "#b0b0b0"
+            at = x + cell // 2 - 1, y + cell // 2 - 1
+            pen.text(at, str(int(matrix[row, column])), fill=ink, font=small, anchor="mm")
     return np.asarray(picture)

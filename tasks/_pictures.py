@@ -7,6 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def text_width(line: str, size: int = 14) -> int:
+    """In pixels."""
+    from PIL import ImageFont
+
+    return int(ImageFont.load_default(size).getlength(line)) + 1
+
+
 def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
     """Lines of text -> (18 * lines, width) uint8: white on black, or the other way round."""
     from PIL import Image, ImageDraw, ImageFont
@@ -14,7 +21,7 @@ def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarr
     strip, font = Image.new("L", (width, 18 * len(lines)), 255 * inverse), ImageFont.load_default(14)
     pen = ImageDraw.Draw(strip)
     for row, line in enumerate(lines):
-        pen.text((3, 18 * row), line[: width // 7], fill=255 * (not inverse), font=font)
+        pen.text((3, 18 * row), line, fill=255 * (not inverse), font=font)
     return np.asarray(strip)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from formats.clips import Clips, split_by_video
 from formats.synthetic_clips import Recipe, ensure
 from models.cnn3d import CNN3d
 from tasks._classification import Classification, LossSettings
-from tasks._pictures import caption
+from tasks._pictures import caption, text_width
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 
@@ -82,7 +83,9 @@ class Task(Classification):
             raise LockstepError(
                 f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
             )
-        return Clips(folder, wanted.frames)
+        clips = Clips(folder, wanted.frames)
+        self._guesses = torch.full((len(clips),), -1)  # of each scored sample by its index, whichever split is scored
+        return clips
 
     def datasets(self) -> tuple[Clips, Clips]:
         wanted, clips = self.cfg.dataset, self._clips()
@@ -97,7 +100,8 @@ class Task(Classification):
             f"Train trials: {len(train)}, Val trials: {len(val)}\n"
             f"Held-out videos: {some} ({len(held_out)} of {len(videos)})"
         )
-        return clips.subset(train), clips.subset(val)
+        self._val = clips.subset(val)
+        return clips.subset(train), self._val
 
     def known(self) -> dict[str, Any]:
         return super().known() | self.about
@@ -129,14 +133,42 @@ class Task(Classification):
     def summary(self) -> str:
         return f"{self._found}\n\n{self.class_summary()}"
 
+    def guessed(self, batch: Batch, guesses: Tensor) -> None:
+        if "index" in batch:
+            self._guesses = self._guesses.to(guesses.device)  # moved once: a copy is a sync point
+            self._guesses[batch["index"]] = guesses
+
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        x, y = batch["x"][:4], batch["y"][:4]
-        with torch.no_grad():
-            guesses = model(x).argmax(1).tolist()
-        pairs = [*zip(y.tolist(), guesses, strict=True)]
-        captions = [(f"true {self.classes[truth]}", f"pred {self.classes[guess]}") for truth, guess in pairs]
-        shown = draw_clips(x.cpu().numpy(), captions, [truth != guess for truth, guess in pairs])
-        return super().pictures(model, batch, sums) | {"clips": shown}
+        """The confusion matrix, and a clip of each class, of those that this rank has scored."""
+        val, found = self._val, super().pictures(model, batch, sums)
+        guesses = self._guesses[: len(val)].cpu().numpy()
+        chosen = one_of_each(val.labels, guesses)
+        if not len(chosen):
+            return found
+        captions, wrong = [], []
+        for n in chosen.tolist():
+            truth, guess = int(val.labels[n]), int(guesses[n])
+            where = f"{val.videos[n]} trial {val.trials[n]}"
+            captions.append((f"true {self.classes[truth]}", f"pred {self.classes[guess]}", where))
+            wrong.append(truth != guess)
+        clips = stretched(val.__getitems__(chosen.tolist())["x"].numpy())
+        return found | {"clips": draw_clips(clips, captions, wrong)}
+
+
+def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.ndarray:
+    """(N,) classes and guesses, -1 where there is none -> which samples to look at: of each class one that was taken
+    for another, if there is one, and those first."""
+    told = np.flatnonzero(guesses >= 0)
+    right = (guesses == labels)[told]
+    order = told[np.lexsort((told, labels[told], right))]
+    _, first = np.unique(labels[order], return_index=True)
+    return order[np.sort(first)][:most]
+
+
+def stretched(clips: np.ndarray) -> np.ndarray:
+    """(N, T, H, W) uint8 -> the same, each clip from black to white but for a hundredth at either end."""
+    low, high = np.percentile(clips, (1, 99), axis=(1, 2, 3), keepdims=True)
+    return np.clip((clips - low) * (255 / np.maximum(high - low, 1)), 0, 255).astype(np.uint8)
 
 
 def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
@@ -167,45 +199,105 @@ def _moved(length: int, most: float, u: Tensor) -> Tensor:
     return (torch.arange(length, device=u.device) + steps[:, None]).clamp(0, length - 1)
 
 
-def draw_ethogram(labels: np.ndarray, classes: list[str], fps: float, width: int = 1200) -> np.ndarray:
-    """(N,) class numbers of a video's frames -> uint8 picture (H, W', 3): a row per class, in colour where the video
-    shows it, over an axis of time, or of frames where fps is 0. W' is `width` and room for the names."""
-    from PIL import Image, ImageDraw  # comes with tensorboard; imported when the first picture is drawn
+def draw_ethogram(
+    probabilities: np.ndarray,
+    classes: list[str],
+    fps: float,
+    title: str = "",
+    truth: np.ndarray | None = None,
+    width: int = 1200,
+) -> np.ndarray:
+    """(N, C) probabilities of a video's frames -> uint8 picture (H, W', 3) under a title: the label of each frame as a
+    strip of colours, above it the annotation's where there is one, and below a row for each class, as high as it is
+    probable and pale where another class is the label. The axis is of time, or of frames where fps is 0.
 
-    pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    row, margin = 26, 16 + max(int(pen.textlength(name)) for name in classes)
-    picture = np.full((row * len(classes) + 30, margin + width + 24, 3), 255, dtype=np.uint8)
-    first = (
-        np.arange(width) * len(labels) // width
-    )  # a column of pixels may stand for many frames, or for a part of one
-    last = np.maximum(first + 1, np.arange(1, width + 1) * len(labels) // width)
-    for c in range(len(classes)):
-        seen = np.concatenate([[0], np.cumsum(labels == c)])
-        share = ((seen[last] - seen[first]) / (last - first))[:, None]  # (width, 1)
-        full = np.array([round(255 * part) for part in colorsys.hsv_to_rgb(c / len(classes), 0.75, 0.75)])
-        picture[row * c + 3 : row * (c + 1) - 3, margin : margin + width] = 240 + share * (full - 240)
+    truth  (N,) class numbers, -1 where nothing is annotated
+    width  of the axis in pixels; W' is that and room for the names
+    """
+    from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
+
+    count, num_classes = probabilities.shape
+    first = np.arange(width) * count // width  # a column of pixels stands for many frames, or for a part of one
+    last = np.maximum(first + 1, np.arange(1, width + 1) * count // width)
+
+    def columns(values: np.ndarray) -> np.ndarray:
+        """(N, C) of frames -> (width, C) means of columns."""
+        total = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, 0)])
+        return (total[last] - total[first]) / (last - first)[:, None]
+
+    def strip(labels: np.ndarray) -> np.ndarray:
+        """(N,) class numbers or -1 -> (width, 3) the colours of those that a column stands for."""
+        shares = columns(labels[:, None] == np.arange(num_classes))
+        return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
+
+    colours = np.array([colorsys.hsv_to_rgb(c / num_classes, 0.75, 0.8) for c in range(num_classes)]) * 255
+    labels = probabilities.argmax(1)
+    strips = ({} if truth is None else {"annotated": strip(truth)}) | {"predicted": strip(labels)}
+    font = ImageFont.load_default(14)
+    margin = 16 + max(text_width(name) for name in (*classes, *strips))
+    top, high, row = 30, 20, 36  # pixels of the title, of a strip and of a class's row
+    begin = top + (high + 4) * len(strips) + 6
+    picture = np.full((begin + row * num_classes + 30, margin + width + 50, 3), 255, dtype=np.uint8)
+    for n, shades in enumerate(strips.values()):
+        picture[top + (high + 4) * n :][:high, margin : margin + width] = np.rint(shades)
+    level, won = columns(probabilities), columns(labels[:, None] == np.arange(num_classes))
+    inside = np.arange(row - 6, 0, -1)[:, None]  # pixels above the row's base line
+    for c in range(num_classes):
+        filled = (inside <= np.rint(level[:, c] * (row - 6)))[:, :, None]
+        shade = 255 - (255 - colours[c]) * (0.35 + 0.65 * won[:, c, None])  # (width, 3)
+        base = begin + row * (c + 1) - 1
+        picture[base - (row - 6) : base, margin : margin + width] = np.where(filled, np.rint(shade), 247)
+        picture[base, margin : margin + width] = 160
     image = Image.fromarray(picture)
     pen = ImageDraw.Draw(image)
+    pen.text((8, 6), title, fill="black", font=font)
+    for n, name in enumerate(strips):
+        pen.text((8, top + (high + 4) * n + high // 2), name, fill="black", font=font, anchor="lm")
     for c, name in enumerate(classes):
-        pen.text((8, row * c + 7), name, fill="black")
-    whole = len(labels) / (fps or 1.0)
-    nice = [digit * 10.0**power for power in range(-2, 8) for digit in (1, 2, 5)]
-    step = next(one for one in nice if whole / one <= 12)
-    for n in range(int(whole / step) + 1):
-        at, bottom = margin + round(n * step / whole * width), row * len(classes)
+        pen.text((8, begin + row * c + row // 2), name, fill="black", font=font, anchor="lm")
+    bottom = begin + row * num_classes
+    for share, words in _ticks(count, fps):
+        at = margin + round(share * width)
         pen.line((at, bottom, at, bottom + 5), fill="black")
-        pen.text((at + 2, bottom + 8), f"{n * step:g}" + (" s" if fps else ""), fill="black")
+        pen.text((at, bottom + 7), words, fill="black", font=font, anchor="ma" if share else "la")
     return np.asarray(image)
 
 
-def draw_clips(clips: np.ndarray, captions: list[tuple[str, str]], wrong: list[bool] | None = None) -> np.ndarray:
-    """(N, T, H, W) uint8 and N captions of two lines -> one clip (T, H', W'), side by side under their captions; those
-    that are wrong stand black on white."""
+def _ticks(count: int, fps: float) -> list[tuple[float, str]]:
+    """The marks of an axis of `count` frames: where, as a share of it, and what stands there."""
+    whole = count / (fps or 1.0)
+    in_minutes = bool(fps) and whole >= 120
+    nice = [digit * 10.0**power for power in range(-2, 8) for digit in (1, 2, 5)]
+    if in_minutes:
+        nice = [
+            15.0,
+            30.0,
+            *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
+            *(3600 * hours for hours in nice[6:]),
+        ]
+    step = next(one for one in nice if whole / one <= 12)
+    times = [n * step for n in range(int(whole / step) + 1)]
+    clock = [f"{time // 60:.0f}:{time % 60:02.0f}" if in_minutes else f"{time:g}" for time in times]
+    unit = " min" if in_minutes else " s" if fps else " frames"
+    return [(time / whole, words + unit * (n == 0)) for n, (time, words) in enumerate(zip(times, clock, strict=True))]
 
+
+def draw_clips(
+    clips: np.ndarray, captions: Sequence[Sequence[str]], wrong: Sequence[bool] | None = None, columns: int = 4
+) -> np.ndarray:
+    """(N, T, H, W) uint8 and N captions of as many lines each -> one clip (T, H', W'), in rows of `columns` or fewer,
+    each under its caption; those that are wrong stand black on white."""
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
-    count, frames, height, width = clips.shape
-    lines = zip(captions, wrong or [False] * count, strict=True)
-    strip = np.concatenate([caption(pair, width, inverse=odd) for pair, odd in lines], 1)
-    side_by_side = clips.transpose(1, 2, 0, 3).reshape(frames, height, count * width)
-    return np.concatenate([np.repeat(strip[None], frames, 0), side_by_side], 1)
+    count, frames, _, width = clips.shape
+    room = max(width, *(text_width(line) + 10 for lines in captions for line in lines))
+    spare = room - width
+    clips = np.pad(clips, ((0, 0), (0, 0), (0, 0), (spare // 2, spare - spare // 2)))
+    tiles = []
+    for clip, lines, odd in zip(clips, captions, wrong or [False] * count, strict=True):
+        strip = caption(lines, room, inverse=odd)
+        tiles.append(np.concatenate([np.repeat(strip[None], frames, 0), clip], 1))
+    rows = -(-count // columns)
+    across = -(-count // rows)  # as many in each row
+    tiles += [np.zeros_like(tiles[0])] * (rows * across - count)
+    return np.concatenate([np.concatenate(tiles[n : n + across], 2) for n in range(0, rows * across, across)], 1)

@@ -26,8 +26,8 @@ from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
 from models.cnn3d import CNN3d
-from tasks._classification import precision_recall_f1
-from tasks.video import Augment, augment, draw_clips
+from tasks._classification import draw_confusion, precision_recall_f1
+from tasks.video import Augment, augment, draw_clips, one_of_each, stretched
 
 TINY = Recipe(trials=40, videos=8, frames=5, size=16)
 
@@ -515,6 +515,50 @@ def test_sample_clips_are_drawn_under_their_captions():
     assert np.array_equal(wrong, 255 - right) and 0 < (right > 128).mean() < 0.3, "white on black, and the other way"
 
 
+def test_captions_are_never_cut():
+    clips = np.zeros((5, 2, 16, 16), np.uint8)
+    names = ["a class with a name that is longer than its clip is wide", "b"]
+    short, long = (draw_clips(clips, [(names[n],)] * 5) for n in (1, 0))
+    assert short.shape == (2, 2 * (18 + 128), 3 * 128), "in rows of as many each"
+    assert long.shape[2] > short.shape[2] and long.shape[1] == short.shape[1]
+    last = [draw_clips(clips[:1], [(names[0] + letter,)]) for letter in "IW"]
+    assert not np.array_equal(last[0][..., : last[1].shape[2]], last[1])
+
+
+def test_one_of_each_class_and_mistakes_first():
+    labels = np.array([0, 0, 0, 1, 1, 2, 2, 3, 4])
+    guesses = np.array([0, 0, 0, 1, 1, 0, 2, 0, -1])
+    assert one_of_each(labels, guesses).tolist() == [5, 7, 0, 3], "class 4 was scored by another rank"
+    guesses[4] = 2
+    assert one_of_each(labels, guesses).tolist() == [4, 5, 7, 0]
+    assert one_of_each(labels, guesses, most=2).tolist() == [4, 5]
+    assert not len(one_of_each(labels, np.full(9, -1)))
+
+
+def test_dark_clips_are_stretched():
+    dark = np.random.default_rng(0).integers(20, 40, (2, 3, 16, 16), dtype=np.uint8)
+    dark[1] //= 2
+    dark[0, 0, 0, 0] = 255  # one bright pixel leaves the rest dark no more
+    light = stretched(dark)
+    assert light.dtype == np.uint8 and (light.min((1, 2, 3)) == 0).all() and (light.max((1, 2, 3)) == 255).all()
+    assert (light[0] > 128).mean() > 0.4
+    assert not stretched(np.full((1, 2, 4, 4), 9, np.uint8)).any(), "a clip of one gray"
+
+
+def test_names_stand_whole_around_the_matrix():
+    """On both sides: two names that differ in their last letter make two pictures."""
+    name = "a long name of a behaviour "
+    pictures = [draw_confusion(np.array([[5, 1], [0, 7]]), ["rest", name + letter]) for letter in "bd"]
+    first, second = pictures
+    assert first.shape == second.shape, "as wide as each other"
+    top, left = len(first) - 2 * 64, first.shape[1] - 2 * 64
+    assert not np.array_equal(first[top:, :left], second[top:, :left]), "before the row"
+    assert not np.array_equal(first[:top, left:], second[:top, left:]), "above the column"
+    assert np.array_equal(first[top:, left:], second[top:, left:])
+    many = draw_confusion(np.eye(40, dtype=int), [f"class {n}" for n in range(40)])
+    assert max(many.shape) < 1500
+
+
 # ---- the task -------------------------------------------------------------------------------------------------------
 
 
@@ -541,8 +585,12 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     with torch.no_grad():
         sums = task.score(model.eval(), batch)
     assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
-    pictures = task.pictures(model, batch, sums)
-    assert pictures["clips"].shape == (17, 36 + 128, 4 * 128) and pictures["confusion_matrix"].shape[2] == 3
+    assert task.pictures(model, batch, sums).keys() == {"confusion_matrix"}, "no sample was told by its number"
+    with torch.no_grad():
+        task.score(model, batch | {"index": torch.arange(len(val))})
+    there = len({*val.labels.tolist()})
+    pictures, tile = task.pictures(model, batch, sums), (54 + 128) * (1 + (there > 4))
+    assert pictures["clips"].shape[:2] == (17, tile) and pictures["confusion_matrix"].shape[2] == 3
     cfg.dataset.root = str(tmp_path / "none")
     with pytest.raises(LockstepError, match="prepare_clips"):
         task.datasets()

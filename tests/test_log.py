@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -190,7 +191,11 @@ def test_two_runs_of_the_same_second_have_two_folders(tmp_path, monkeypatch):
     from engine import folder
 
     monkeypatch.chdir(tmp_path)
-    assert [folder._new_folder("toy_now").name for _ in range(3)] == ["toy_now", "toy_now-2", "toy_now-3"]
+    assert [folder.new_folder(Path("checkpoints"), "toy_now").name for _ in range(3)] == [
+        "toy_now",
+        "toy_now-2",
+        "toy_now-3",
+    ]
 
 
 def test_evaluations_may_fall_between_log_lines(launch, tmp_path):

@@ -1,9 +1,12 @@
 """tools/predict.py: labels of new data, from a run alone; videos frame by frame, as they follow one another."""
 
 import csv
+import itertools
 import json
 import shutil
 import weakref
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from conftest import launching, succeed
 
 from formats.clips import ClipsWriter
 from tasks.har import SHIPPED
-from tasks.video import draw_ethogram
+from tasks.video import _ticks, draw_ethogram
 from tools import predict, prepare_clips
 
 FPS = 20
@@ -90,7 +93,9 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     film(recordings / "a.mp4", moves, seed=20)
     film(recordings / "day 2" / "b.AVI", ~moves, seed=21)
     out = tmp_path / "said" / "table.csv"
-    done = succeed(launch.python("tools/predict.py", str(video_run), str(recordings), "--out", str(out), "--json"))
+    (tmp_path / "seen.csv").write_text("video,start_s,label\na.mp4,0,still\na.mp4,2.5,moving\na.mp4,4.5,sleep\n")
+    words = ["tools/predict.py", str(video_run), str(recordings), "--out", str(out)]
+    done = succeed(launch.python(*words, "--annotations", str(tmp_path / "seen.csv"), "--json"))
     said = json.loads(done.out)
     rows = table(out)
     assert [*rows[0]] == ["video", "frame", "time_s", "label", "p_moving", "p_still"]
@@ -105,9 +110,20 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
         assert np.allclose(sums, 1, atol=2e-6)
     about = said["found"][0]
     assert about["name"] == "a.mp4" and sum(about["labels"].values()) == about["rows"] == 150 and about["fps"] == FPS
-    picture = np.asarray(Image.open(about["ethogram"]))
-    assert about["ethogram"] == str(tmp_path / "said/table/a.mp4.png") and picture.ndim == 3
-    assert sorted(path.name for path in out.parent.iterdir()) == ["table", "table.csv"], "nothing else is left"
+    folder = Path(said["ethograms"])
+    assert folder.parent == out.parent and folder.name.startswith("table_ethograms_")
+    pictures = [np.asarray(Image.open(folder / f"{name}.png")) for name in ("a.mp4", "day 2/b.AVI")]
+    assert about["ethogram"] == str(folder / "a.mp4.png")
+    assert pictures[0].shape[0] == pictures[1].shape[0] + 24, "only the first one was annotated"
+    mine = [row["label"] for row in rows if row["video"] == "a.mp4"]
+    hits = [*(label == "still" for label in mine[:9]), *(label == "moving" for label in mine[50:59])]
+    assert about["as_annotated"] == round(np.mean(hits), 6) > 0.8 and "as_annotated" not in said["found"][1]
+    again = succeed(launch.python(*words)).out
+    elsewhere = launch.python(*words[:2], str(recordings / "day 2"), "--annotations", str(tmp_path / "seen.csv"))
+    assert elsewhere.code == 2 and "none of these videos is annotated" in elsewhere.err and "b.AVI" in elsewhere.err
+    (second,) = {path for path in out.parent.iterdir() if path.is_dir()} - {folder}
+    assert f"Wrote {out} and the ethograms in {second}/" in again, "the first pictures are as they were"
+    assert len({path.name for path in out.parent.iterdir()}) == 3, "nothing else is left"
     wrong = launch.python("tools/predict.py", str(video_run), str(recordings / "a.mp4"), "--out", str(out),
                           "--crop", "0", "0", "64", "48", "--stride", "3")  # fmt: skip
     labels = [row["label"] for row in table(succeed(wrong) and out)]
@@ -238,15 +254,52 @@ def test_fewer_frames_than_a_trial_are_none():
     assert not len(predict.slide(iter(np.zeros((8, 2, 2), np.uint8)), how, brightness, 4))
 
 
+STRIP = slice(30, 50)  # pixels of the upper strip; a second one is 24 lower
+
+
 @pytest.mark.parametrize(("count", "fps"), [(1, 0.0), (7, 30.0), (5000, 30.0), (200_000, 60.0)])
-def test_an_ethogram_is_coloured_where_a_class_is(count, fps):
+def test_an_ethogram_shows_labels_probabilities_and_annotations(count, fps):
     """Of few frames and of more than it has columns."""
-    labels = (np.arange(count) >= count // 2).astype(np.int64)
-    picture = draw_ethogram(labels, ["rest", "walk", "rear"], fps, width=400)
-    assert picture.dtype == np.uint8 and picture.shape[2] == 3
-    left = picture.shape[1] - 400 - 24
-    colour = [np.ptp(picture[26 * c + 13, left : left + 400].astype(int), axis=1) > 60 for c in range(3)]
-    change = 400 * (count // 2) // count
-    assert colour[0][: max(0, change - 1)].all() and not colour[0][change + 1 :].any()
-    assert colour[1][change + 1 :].all() and not colour[1][: max(0, change - 1)].any()
-    assert not colour[2].any()
+    second = np.arange(count) >= count // 2
+    probabilities = np.where(second[:, None], [0.2, 0.7, 0.1], [0.8, 0.2, 0.0])
+    truth = np.where(second, 2, -1)
+    names, width = ["rest", "walk", "a name that is longer than others"], 400
+    draw = partial(draw_ethogram, probabilities, names, fps, width=width)
+    plain, picture = draw(), draw("cage 7.mp4", truth)
+    assert picture.dtype == np.uint8 and len(picture) == len(plain) + 24
+    assert (plain[:26] == 255).all() and (picture[:26] < 100).any(), "the title"
+    left = picture.shape[1] - width - 50
+    change = width * (count // 2) // count
+    before, after = left + change // 2, left + (change + width) // 2
+    colours = [np.unique(plain[STRIP, at].reshape(-1, 3), axis=0) for at in (before, after)]
+    assert all(len(colour) == 1 and np.ptp(colour[0].astype(int)) > 100 for colour in colours)
+    if change:
+        assert not np.array_equal(*colours), "another class, another colour"
+        assert np.ptp(picture[STRIP, before].astype(int), 1).max() == 0, "nothing is annotated there"
+    assert np.ptp(picture[STRIP, after].astype(int), 1).min() > 100
+    assert np.array_equal(picture[24:][STRIP], plain[STRIP]), "below the annotation what is predicted"
+    begin, row = 30 + 24 + 6, 36
+    for c, at in itertools.product(range(3), {before, after} if change else {after}):
+        cell = plain[begin + row * c + 5 : begin + row * (c + 1) - 1, at]  # 30 pixels up from the base line
+        filled = np.ptp(cell.astype(int), 1) > 20
+        wanted = probabilities[count - 1 if at == after else 0, c]
+        assert filled.sum() == round(30 * wanted) and filled[len(cell) - filled.sum() :].all(), "from below"
+
+
+def test_the_axis_of_an_ethogram_is_of_time():
+    said = {about: [words for _, words in _ticks(*about)] for about in ((150, 20.0), (9000, 30.0), (90, 0.0))}
+    assert said[150, 20.0] == ["0 s", "1", "2", "3", "4", "5", "6", "7"]
+    assert said[9000, 30.0][:3] == ["0:00 min", "0:30", "1:00"] and said[90, 0.0][:2] == ["0 frames", "10"]
+    for count, fps in ((1, 30.0), (30 * 86400, 30.0), (10**7, 0.0)):
+        assert 1 <= len(_ticks(count, fps)) <= 14
+
+
+def test_trials_become_frames_of_a_video(tmp_path):
+    """Where they start, with the length of the model's own; another's class and what nobody looked at is nothing."""
+    (tmp_path / "seen.csv").write_text(
+        "video,center,label\na.mp4,4,walk\na.mp4,12,rest\na.mp4,20,sleep\nb.mp4,5,rest\n"
+    )
+    plan = predict.annotated_trials(tmp_path / "seen.csv", predict.Sliding(3, 2, 1, None, 8))
+    found = predict.annotated_frames(plan, "a.mp4", 30.0, 24, ["rest", "walk"])
+    assert found.tolist() == [-1] * 2 + [1] * 5 + [-1] * 3 + [0] * 5 + [-1] * 9
+    assert predict.annotated_frames(plan, "c.mp4", 30.0, 24, ["rest", "walk"]) is None

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a trained run says of new data: a CSV of labels with the probability of every class.
 
-python tools/predict.py RUN recordings                videos: a row per frame, and predictions/<video>.png, an ethogram
+python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of each, a picture
 python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
 python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels need not be there
 
@@ -18,6 +18,7 @@ import csv
 import io
 import json
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,14 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 import train
-from engine import dist, status, storage
+from engine import dist, folder, status, storage
 from engine.contract import LockstepError
 from formats import videos
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
-from tools.prepare_clips import whole_number
+from tools.prepare_clips import Plan, read_annotations, whole_number
 
 Ask = Callable[[Tensor], np.ndarray]
 """Samples as the model takes them, (B, ...) -> (B, C) float32, their probabilities."""
@@ -54,12 +55,14 @@ class Said:
     cells          {column: N values}, which tell the rows apart
     probabilities  (N, C)
     fps            rows to a second, or 0; of frames alone, which have a picture
+    truth          (N,) class numbers, -1 where nothing is annotated; of annotated videos alone
     """
 
     name: str
     cells: dict[str, Any]
     probabilities: np.ndarray
     fps: float | None = None
+    truth: np.ndarray | None = None
 
     @property
     def labels(self) -> np.ndarray:
@@ -83,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
+    add(
+        "--annotations",
+        type=Path,
+        metavar="CSV",
+        help="what people saw, as for tools/prepare_clips.py: in the ethograms",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     return parser
@@ -104,19 +113,23 @@ def _predict(cfg: Any, asked: argparse.Namespace) -> int:
     trained = train.trained(cfg, dist.join(cfg, launch))
     task = trained.task
     found: Iterator[Said | LockstepError]
+    if asked.annotations and (isinstance(task, har.Task) or (asked.data / FRAMES).is_file()):
+        raise LockstepError("only videos have frames to annotate", where="--annotations", todo="drop it")
     if isinstance(task, har.Task):
         found = of_windows(task, asked, _asker(trained))
     else:
         assert isinstance(task, video.Task)
         found = (of_clips if (asked.data / FRAMES).is_file() else of_videos)(task, asked, _asker(trained))
     left_out: list[LockstepError] = []
-    summary = _write(asked.out, task.classes, found, left_out)
+    drawn = Ethograms(asked.out, task.classes)
+    summary = _write(asked.out, task.classes, found, left_out, drawn)
     if asked.json:
-        print(json.dumps({"predictions": str(asked.out), "found": summary, "left_out": [*map(str, left_out)]}))
+        where = {"predictions": str(asked.out), "ethograms": str(drawn.folder) if drawn.folder else None}
+        print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]}))
     else:
         print(f"{trained.checkpoint}, step {trained.step}:")
         print(_table(summary, task.classes))
-        print(f"Wrote {asked.out}")
+        print(f"Wrote {asked.out}" + (f" and the ethograms in {drawn.folder}/" if drawn.folder else ""))
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
     return status.leave_code(status.DATA if left_out else status.DONE)
@@ -196,8 +209,8 @@ def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
         what = f"the model takes pictures of {height} x {width}, and videos become squares"
         raise LockstepError(what, where=asked.run, todo="pack the videos as its clips were, and give that folder")
     if not cutting:
-        words = "note: the run does not know how its clips were cut out of videos: by --crop and --every, or not at all"
-        print(words, file=sys.stderr)
+        words = "note: the run's clips do not say how they were cut out of videos: every frame is taken, whole"
+        print(words + " (--every and --crop change that)", file=sys.stderr)
     every, crop = asked.every or cutting.get("stride", 1), asked.crop or cutting.get("crop")
     span = (length - 1) * every + 1
     if asked.stride > span:
@@ -216,8 +229,12 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
     if not paths:
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError(what, where=str(asked.data), todo=todo)
-    for path in paths:
-        name = str(path.relative_to(asked.data)) if asked.data.is_dir() else path.name
+    names = [str(path.relative_to(asked.data)) if asked.data.is_dir() else path.name for path in paths]
+    annotated = annotated_trials(asked.annotations, how) if asked.annotations else None
+    if annotated and not annotated.trials.keys() & {*names}:
+        todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+        raise LockstepError("none of these videos is annotated", where=str(asked.annotations), todo=todo)
+    for path, name in zip(paths, names, strict=True):
         try:
             with videos.opened(path) as (decoded, fps):
                 pictures = (videos.gray_square(frame, how.crop, how.size, path) for frame in decoded)
@@ -230,7 +247,26 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
             continue
         frames = np.arange(len(probabilities))
         times = np.round(frames / fps, 6) if fps else [""] * len(frames)
-        yield Said(name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps)
+        count, classes = len(frames), task.classes
+        truth = annotated_frames(annotated, name, fps, count, classes) if annotated else None
+        yield Said(name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps, truth)
+
+
+def annotated_trials(table: Path, how: Sliding) -> Plan:
+    """The trials of a table, as long as those that the model was trained on."""
+    cutting = {"frames": how.length, "stride": how.every, "crop": None, "size": how.size}
+    return read_annotations(table, cutting, [])[0]
+
+
+def annotated_frames(plan: Plan, video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+    """(N,) class numbers of a video's frames, -1 where there is no trial or of a class that is not the model's; None
+    where nothing of that video is annotated."""
+    number = {name: c for c, name in enumerate(classes)}
+    truth = np.full(count, -1)
+    for trial in plan.trials.get(video, []):
+        frames = plan.numbers(trial, fps)
+        truth[max(0, frames[0]) : max(0, frames[-1] + 1)] = number.get(trial.label, -1)
+    return truth if video in plan.trials else None
 
 
 def slide(pictures: Iterable[np.ndarray], how: Sliding, ask: Ask, batch_size: int) -> np.ndarray:
@@ -274,8 +310,29 @@ def slide(pictures: Iterable[np.ndarray], how: Sliding, ask: Ask, batch_size: in
 # ---- what is left to read -------------------------------------------------------------------------------------------
 
 
+class Ethograms:
+    """Pictures in a folder beside the table, a new one each time: nothing of an earlier one is overwritten."""
+
+    def __init__(self, out: Path, classes: list[str]):
+        self.out, self.classes = out, classes
+        self.folder: Path | None = None
+
+    def draw(self, said: Said) -> Path:
+        stem = f"{self.out.stem}_ethograms_{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = self.folder or folder.new_folder(self.out.parent, stem)
+        path = self.folder / f"{said.name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = video.draw_ethogram(said.probabilities, self.classes, said.fps or 0.0, said.name, said.truth)
+        storage.write_atomically(path, lambda file: file.write(_png(picture)))
+        return path
+
+
 def _write(
-    out: Path, classes: list[str], found: Iterator[Said | LockstepError], left_out: list[LockstepError]
+    out: Path,
+    classes: list[str],
+    found: Iterator[Said | LockstepError],
+    left_out: list[LockstepError],
+    drawn: Ethograms,
 ) -> list[dict[str, Any]]:
     """The table, whole or not at all, and a picture of each video; returns what is in them, file by file."""
     summary: list[dict[str, Any]] = []
@@ -294,7 +351,7 @@ def _write(
             rows = zip(*said.cells.values(), names, shares, strict=True)
             table.writerows([*cells, *share] for *cells, share in rows)
             file.write(text.getvalue().encode())
-            summary.append(_about(said, classes, out))
+            summary.append(_about(said, classes, drawn))
         if not summary:
             raise LockstepError(f"not one video could be read: {left_out[0]}", exit_code=status.DATA)
 
@@ -307,7 +364,7 @@ def _write(
     return summary
 
 
-def _about(said: Said, classes: list[str], out: Path) -> dict[str, Any]:
+def _about(said: Said, classes: list[str], drawn: Ethograms) -> dict[str, Any]:
     counts = np.bincount(said.labels, minlength=len(classes)).tolist()
     about: dict[str, Any] = {
         "name": said.name,
@@ -316,12 +373,9 @@ def _about(said: Said, classes: list[str], out: Path) -> dict[str, Any]:
     }
     if said.fps is None:
         return about
-    path = out.with_suffix("") / f"{said.name}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_atomically(
-        path, lambda file: file.write(_png(video.draw_ethogram(said.labels, classes, said.fps or 0.0)))
-    )
-    return about | {"fps": said.fps, "ethogram": str(path)}
+    if said.truth is not None and (seen := said.truth >= 0).any():
+        about["as_annotated"] = round(float((said.labels == said.truth)[seen].mean()), 6)
+    return about | {"fps": said.fps, "ethogram": str(drawn.draw(said))}
 
 
 def _png(picture: np.ndarray) -> bytes:
@@ -333,10 +387,12 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
-    rows = [["", "rows", *classes]]
+    compared = any("as_annotated" in about for about in summary)
+    rows = [["", "rows", *classes, *["as annotated"] * compared]]
     for about in summary:
         shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]
-        rows.append([about["name"], str(about["rows"]), *shares])
+        same = f"{100 * about['as_annotated']:.1f}%" if "as_annotated" in about else ""
+        rows.append([about["name"], str(about["rows"]), *shares, *[same] * compared])
     return "\n".join(aligned(rows))
 
 
