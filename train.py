@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 from collections import deque
@@ -44,7 +45,7 @@ from engine import (
     terminal,
 )
 from engine.cache import Held
-from engine.contract import LockstepError, Task
+from engine.contract import LockstepError, Task, amount
 from engine.loop import Job, Progress, Tally
 from engine.profiler import Profile
 from engine.stop import Stop, leave_nothing
@@ -114,7 +115,8 @@ def prepare(
     speed = _speed(job, loaders)
     say(plan.describe(the_plan, cfg, world, job.model, job.optimizer, the_precision, speed) + "\n")
     if strict:
-        say(f"Preflight: {world.size} rank(s) agree on {', '.join(compared)}; all-reduce is right\n")
+        ranks = "1 rank agrees" if world.size == 1 else f"{world.size} ranks agree"
+        say(f"Preflight: {ranks} on {', '.join(compared)}; all-reduce is right\n")
     return Prepared(job, *loaders, found, state["horizon"] if state else None)
 
 
@@ -542,8 +544,8 @@ def _silence(*words: Any) -> None:
 
 
 def _processes(world: dist.World) -> str:
-    kind = "GPU(s)" if world.device.type == "cuda" else "CPU process(es)"
-    return f"{max(world.size, len(world.devices))} {kind}" + (" of DataParallel" if world.devices else "")
+    number = amount(max(world.size, len(world.devices)), "GPU" if world.device.type == "cuda" else "CPU process")
+    return re.sub("^1 ", "one ", number) + (" of DataParallel" if world.devices else "")
 
 
 def _set_backends(cfg: Any) -> None:

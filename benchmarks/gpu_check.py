@@ -201,7 +201,7 @@ def data_parallel(lab: Lab, facts: Facts) -> None:
     """DataParallel over one GPU, beside plain train.py"""
     words = [*lab.exact, "--multi-gpu", "dp", "--gpu-ids", "0"]
     compare(lab, facts, {"plain": plain(*lab.exact), "DataParallel": plain(*words)})
-    require(lab.tiny or "1 GPU(s) of DataParallel" in lab.said("DataParallel"), "it was not used")
+    require(lab.tiny or "one GPU of DataParallel" in lab.said("DataParallel"), "it was not used")
 
 
 def devices(lab: Lab, facts: Facts) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.contract import Batch, LockstepError
+from engine.contract import Batch, LockstepError, amount
 
 SHARE = 1 / 3
 """Of the memory that is free before there is a model: what `cache=auto` takes of a GPU at most."""
@@ -88,7 +88,7 @@ def hold(
         return None
     if copies * needed > free:
         raise LockstepError(
-            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of {copies} process(es), and "
+            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}, and "
             f"{free / 1e9:.1f} GB are free",
             where="cache",
             todo="use cache=none",

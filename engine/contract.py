@@ -37,6 +37,11 @@ class LockstepError(Exception):
         self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
 
 
+def amount(number: int, noun: str) -> str:
+    """`1 GPU`, `2 GPUs`, `2 processes`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 class Sums(dict[str, Tensor]):
     """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape."""
 

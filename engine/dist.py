@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from engine import agent, compiler, cores, oom
 from engine.config import DDP, Config
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from engine.pulse import Pulse
 from engine.shared import Shared, share
 
@@ -525,7 +525,7 @@ def _device(cfg: Config, launch: Launch | None) -> tuple[torch.device, tuple[int
         return torch.device("cuda", devices[0] if devices else (cfg.gpu_ids or [0])[0]), devices
     if launch.local_rank >= visible and cfg.ddp.backend != "gloo":
         raise LockstepError(
-            f"LOCAL_RANK={launch.local_rank}, but {visible} GPU(s) are visible",
+            f"LOCAL_RANK={launch.local_rank}, but {amount(visible, 'GPU')} visible",
             where="environment",
             todo=f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
         )

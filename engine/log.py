@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine import config, status, storage, terminal
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from engine.loop import Job, Skipped, Slow
 
 T = TypeVar("T")
@@ -355,7 +355,7 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
             time_s = seconds
             trained = record if (event, step) == ("train", start) else trained
     if unreadable:
-        what = f"{unreadable} line(s) of {path} cannot be read and are dropped"
+        what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         print(f"warning: {what}: training goes on", file=sys.stderr)
     # Where there is none, too: what is appended to would follow a link that was planted here.
     storage.write_atomically(path, lambda file: file.write(b"".join(kept)))

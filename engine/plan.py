@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.config import Config, Schedule
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from engine.dist import World
 from engine.optim import AdamW, lr_at, scaled_lr
 from engine.precision import Precision
@@ -141,7 +141,7 @@ def describe(
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
     rows = [
-        ("global batch", f"{plan.micro_batch} per process{spread} x {plan.processes} process(es) x "
+        ("global batch", f"{plan.micro_batch} per process{spread} x {amount(plan.processes, 'process')} x "
                          f"{plan.accumulation} accumulation = {plan.global_batch}"),
         ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
                             f"{plan.dropped} samples dropped"),
@@ -159,4 +159,4 @@ def describe(
 def _threads() -> str:
     import torch
 
-    return f"{torch.get_num_threads()} thread(s) per process"
+    return f"{amount(torch.get_num_threads(), 'thread')} per process"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from engine import contract
 from engine.config import choice, option, section
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from envs import discs
 from formats import pretrained
 from models import act, vla
@@ -257,7 +257,8 @@ def check(cfg: Any) -> None:
     if 0 < cfg.env.size < 16:
         raise LockstepError(f"{cfg.env.size} is too small", where="env.size", todo="give 16 or more, or 0")
     if len(cfg.dataset.resize) not in (0, 2):
-        raise LockstepError(f"{len(cfg.dataset.resize)} number(s)", where="dataset.resize", todo="give height,width")
+        what = f"{amount(len(cfg.dataset.resize), 'number')} where two belong"
+        raise LockstepError(what, where="dataset.resize", todo="give height,width")
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, where="policy.n_action_steps", todo="give at most chunk_size")

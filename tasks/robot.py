@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import contract
-from engine.contract import Batch, LockstepError, Loss, Sums
+from engine.contract import Batch, LockstepError, Loss, Sums, amount
 from envs.trials import roll_out
 from formats import lerobot, pretrained
 from formats.frames import Frames
@@ -320,7 +320,7 @@ class Task(contract.Task):
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
-            f" {len(self.cameras)} camera(s); {len(demos.tasks)} command(s): {texts}",
+            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
             f"Train episodes: {train}, Val episodes: {val}"
             + (" (the same: there is no other to validate on)" if self.shared else "")
             + f"; trials at each evaluation: {trials}",

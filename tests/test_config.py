@@ -279,7 +279,7 @@ def test_print_config_and_dry_run_write_nothing(launch, tmp_path):
     dry = launch.python("train.py", TOY, already, "--dry-run", "global_batch=24", f"--save-dir={tmp_path / 'run'}")
     note = f"note: {already} (command line) sets nothing here: cuDNN tries its kernels; deterministic=true ends that"
     assert note in succeed(dry).err.splitlines()
-    assert "12 per process x 1 process(es) x 2 accumulation = 24" in dry.out
+    assert "12 per process x 1 process x 2 accumulation = 24" in dry.out
     assert "3 of 61 samples, the last of 13; 0 samples dropped" in dry.out
     assert not (tmp_path / "run").exists()
 

@@ -64,13 +64,13 @@ def test_where_all_is_well_nothing_fails(healthy):
         r"ok +one process, as plain python starts it",
         r"(ok|warning) +port 29500 is ",
         rf"ok +task {re.escape(TOY)}: 61 training and 23 validation samples can be read; goes on from {run}/best_",
-        r"ok +1 process\(es\) x \(1 thread\(s\)\) on \d+ core",
+        r"ok +1 process x \(1 thread\) on \d+ core",
         r"ok +ulimit -n is ",
         r"ok +/dev/shm has \d+ MB free; no loader process needs it",
         r"ok +\d+ MB free at .*, the run keeps up to 4 checkpoints of ",
         r"(ok|warning) +the loader gives \d+ samples/s \(num_workers=0\), forward and backward take \d+: ",
         r"ok +one process: nothing to sum",
-        r"0 failure\(s\), \d warning",
+        r"0 failures, \d warning",
     ):
         assert re.search(f"^{words}", table.out, re.M), (words, table.out)
 
@@ -105,7 +105,7 @@ def test_two_processes_are_started_compared_and_timed(launch):
     done = launch.python(DOCTOR, "--launch", "2", "--json", TOY, OMP_NUM_THREADS=None, **CPU)
     told = json.loads(succeed(done).out)
     lines = {line["check"]: line["text"] for line in told["lines"]}
-    assert lines["launch"] == "2 process(es), 2 on this machine"
+    assert lines["launch"] == "2 processes, 2 on this machine"
     assert "2 ranks agree on config, code, data and weights" in lines["data"]
     speeds = [float(text) for text in re.findall(r"([\d.e+]+) GB/s", lines["sums"])]
     assert speeds and min(speeds) > 0 and "through gloo" in lines["sums"] and "the gradients" in lines["sums"]
@@ -124,7 +124,7 @@ def test_a_failure_on_several_processes_ends_all_of_them(launch, tmp_path):
 def test_a_rank_that_breaks_is_named(launch):
     done = launch.python(DOCTOR, "--launch", "2", FAULTY, "fault.kind=raise in data", "fault.rank=1", **CPU)
     assert done.code == 1 and "RuntimeError: the disk is on fire" in only(done.errors), done.err
-    assert "rank 1" in done.errors[0] and "2 process(es), 2 on this machine" in done.out
+    assert "rank 1" in done.errors[0] and "2 processes, 2 on this machine" in done.out
 
 
 def test_missing_data_and_a_sample_that_cannot_be_read(launch, tmp_path):
@@ -174,7 +174,7 @@ def test_little_of_everything(launch, tmp_path):
     assert "keeps up to 1000000000000003 checkpoints" in disk and "a smaller keep_checkpoints" in disk
     assert "Too many open files" in loader
     cores = len(os.sched_getaffinity(0))
-    assert f"warning  1 process(es) x 100 workers = 100 on {cores} core(s): num_workers=" in done.out
+    assert f"warning  1 process x 100 workers = 100 on {cores} cores: num_workers=" in done.out
 
 
 def test_a_small_disk_and_little_shared_memory(launch):
@@ -244,10 +244,10 @@ def test_cores_are_counted_against_threads_and_workers(monkeypatch):
     several = world(local_size=2)
     assert only(doctor.threads(config.Config(), several, 4)).level == "ok"
     line = only(doctor.threads(config.Config(), several, 3))
-    assert line.level == "warning" and "2 process(es) x 2 threads = 4 on 3" in line.text
+    assert line.level == "warning" and "2 processes x 2 threads = 4 on 3" in line.text
     assert line.remedy == "OMP_NUM_THREADS=1"
     line = only(doctor.threads(config.Config(num_workers=4), several, 6))
-    assert line.level == "warning" and "2 process(es) x 4 workers = 8 on 6" in line.text
+    assert line.level == "warning" and "2 processes x 4 workers = 8 on 6" in line.text
     assert line.remedy == "num_workers=2"
     line = only(doctor.threads(config.Config(), several, 1))
     assert line.level == "warning" and line.remedy == "start at most 1"
@@ -386,7 +386,7 @@ def test_gpus_that_this_torch_cannot_use(smi, cpu_build, monkeypatch):
     lines = machine.cards(config.Config())
     assert levels(lines) == ["ok", "ok", "failure"]
     assert lines[0].text == "GPU 0 (NVIDIA H200): 0.0 of 140 GiB in use, driver 580.65.06"
-    assert lines[2].text == "nvidia-smi lists 4 GPU(s), but this torch is built for the CPU"
+    assert lines[2].text == "nvidia-smi lists 4 GPUs, but this torch is built for the CPU"
     assert only(machine.cards(config.Config(device="cpu"))).level == "ok", "that is what was asked for"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert only(machine.cards(config.Config())).level == "ok"
@@ -448,7 +448,7 @@ def test_the_rules_of_cuda_visible_devices(smi, cpu_build, monkeypatch, asked, s
     if invalid:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
         first = machine.cards(config.Config())[0]
-        assert first.level == "failure" and f"{invalid!r} is none of the 4 GPU(s)" in first.text
+        assert first.level == "failure" and f"{invalid!r} is none of the 4 GPUs" in first.text
 
 
 def test_more_processes_than_gpus(smi, monkeypatch):
@@ -460,7 +460,7 @@ def test_more_processes_than_gpus(smi, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     launch, lines = machine.launch_of(config.Config())
     assert launch.local_size == 3 and only(lines).level == "failure"
-    assert only(lines).text == "3 processes on this machine, but 2 GPU(s) are visible (CUDA_VISIBLE_DEVICES=0,1)"
+    assert only(lines).text == "3 processes on this machine, but 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert levels(machine.launch_of(config.Config())[1]) == ["ok"]
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -474,7 +474,7 @@ def test_more_processes_than_gpus_under_torchrun(smi, launch):
     smi(slow=True)
     done = launch.python(DOCTOR, "--launch", "3", TOY, CUDA_VISIBLE_DEVICES="0,1", PATH=os.environ["PATH"])
     assert done.code == 1, done.out + done.err
-    assert any("3 processes on this machine, but 2 GPU(s) are visible" in line for line in lines_of(done, "failure"))
+    assert any("3 processes on this machine, but 2 GPUs visible" in line for line in lines_of(done, "failure"))
 
 
 def test_how_gpus_are_joined(smi, monkeypatch):

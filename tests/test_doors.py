@@ -50,7 +50,7 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
     ddp = succeed(launch.python("train_ddp.py", f"task={spy}", f"save_dir={tmp_path / 'b'}"))
     assert "SPY net Net out" in plain.out, "no DDP in plain train.py"
     assert "SPY net DistributedDataParallel out" in ddp.out, "DDP in plain train_ddp.py"
-    assert "Preflight: 1 rank(s) agree" in ddp.out
+    assert "Preflight: 1 rank agrees on" in ddp.out
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
@@ -64,7 +64,7 @@ def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     alone = succeed(
         launch.python("train.py", "--config", str(config_file), "global_batch=12", f"save_dir={tmp_path / 'one'}")
     )
-    assert "1 process(es) x 2 accumulation = 12" in alone.out
+    assert "1 process x 2 accumulation = 12" in alone.out
     for name, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "train")[name], value, rtol=1e-4, atol=1e-6)
 
@@ -210,7 +210,7 @@ def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
     """Without a GPU here, with the number of GPUs that torch would report on a machine with two."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(LockstepError, match=r"LOCAL_RANK=2, but 2 GPU\(s\) are visible.*at most 2 processes"):
+    with pytest.raises(LockstepError, match=r"LOCAL_RANK=2, but 2 GPUs visible.*at most 2 processes"):
         dist._device(config.Config(), dist.Launch(2, 2, 3))
     assert dist._device(config.Config(), dist.Launch(1, 1, 2))[0] == torch.device("cuda:1")
     assert dist._device(config.Config(multi_gpu="dp", gpu_ids=[1, 0]), None) == (torch.device("cuda:1"), (1, 0))

@@ -10,6 +10,13 @@ ROOMS = ("", "engine/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev
 SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}*.py"))
 
 
+def test_amounts_are_written_out():
+    """`2 processes`, not `2 process(es)`: engine.contract.amount knows how."""
+    texts = [(path.name, node.value) for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+    assert len(texts) > 1000 and not [text for text in texts if re.search(r"\w\((s|es)\)", text[1])]
+
+
 COLLECTIVES = {
     "all_reduce",
     "all_gather",

@@ -214,7 +214,7 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     with open(tmp_path / "run/metrics.jsonl", "ab") as file:
         file.write(b'5\n{"hello": 1}\n\xff\xfe')
     done = succeed(launch.python(*words))
-    assert "Resuming" in done.out and "2 line(s) of" in done.err
+    assert "Resuming" in done.out and "2 lines of" in done.err
     succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
     assert_same_run(tmp_path / "run", tmp_path / "straight")
     assert points(tmp_path / "run") == points(tmp_path / "straight")

@@ -132,7 +132,7 @@ def test_the_shipped_configs_parse(name):
         ("policy.push_to_hub=true", "nothing is uploaded (policy.push_to_hub)"),
         ("policy.n_action_steps=9", "n_action_steps 9"),
         ("policy.type=act policy.dim_model=30", "dim_model 30"),
-        ("dataset.resize=16", "1 number(s) (dataset.resize): give height,width"),
+        ("dataset.resize=16", "1 number where two belong (dataset.resize): give height,width"),
         ("policy.train_expert_only=true", "freeze weights that never learned (policy.train_expert_only)"),
         ("dataset.cameras=observation.images.top,observation.images.top", "a camera is named twice"),
         (

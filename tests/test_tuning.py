@@ -78,7 +78,7 @@ def test_the_largest_batch_and_a_delta_that_trains(launch, tmp_path):
     run = succeed(
         launch.torchrun(2, "train.py", "--config", out, *SO_MANY, "fault.fits=11", f"save_dir={tmp_path / 'r'}")
     )
-    assert f"{tuned['batch_size']} per process x 2 process(es)" in run.out
+    assert f"{tuned['batch_size']} per process x 2 processes" in run.out
     again = launch.python("tools/tune.py", "--out", out, *words)
     assert again.code == 2 and again.errors == [
         f"error: {out} is there already (--out): remove it, or give another name"

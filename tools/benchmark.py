@@ -34,7 +34,7 @@ import torch
 
 import train
 from engine import config, scaling
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from tools import machine
 from tools.probe import OutOfMemory, probe
 
@@ -196,7 +196,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
         return 0
     about = next(case.found[0] for case in found if case.found)
     floats = about["precision"].replace("off", "fp32")
-    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {threads} thread(s) a process\n")
+    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {amount(threads, 'thread')} a process\n")
     for kind, text in tables.items():
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
     if prophecy:

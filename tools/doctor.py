@@ -42,7 +42,7 @@ try:
     from data_loader import TrainLoader, create_data_loaders
     from engine import agent, dist, faults, loop, status
     from engine.cache import Held
-    from engine.contract import RESERVED, LockstepError
+    from engine.contract import RESERVED, LockstepError, amount
     from engine.stop import Stop
     from engine.watch import Watch
     from tools import machine, nvidia
@@ -93,7 +93,7 @@ class Report:
         failures, warned = (sum(line.level == level for _, line in self.lines) for level in ("failure", "warning"))
         code = int(failures > 0)
         if self.table:
-            print(f"\n{failures} failure(s), {warned} warning(s)", file=self.out, flush=True)
+            print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}", file=self.out, flush=True)
         if self.json:
             lines = [{"check": check, **line._asdict()} for check, line in self.lines]
             whole = {"exit_code": code, "failures": failures, "warnings": warned, "lines": lines}
@@ -230,17 +230,18 @@ def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
     """Cores against processes x (threads + loader processes)."""
     processes, own, workers = world.local_size, torch.get_num_threads(), cfg.num_workers
     lines = []
+    started, there = amount(processes, "process"), amount(cores, "core")
     if processes > cores:
-        lines.append(warning(f"{processes} processes on {cores} core(s): they take turns", f"start at most {cores}"))
+        lines.append(warning(f"{started} on {there}: they take turns", f"start at most {cores}"))
     elif world.device.type == "cpu" and processes * own > cores:
-        what = f"{processes} process(es) x {own} threads = {processes * own} on {cores} core(s): they spin, waiting"
+        what = f"{started} x {own} threads = {processes * own} on {there}: they spin, waiting"
         lines.append(warning(what, f"OMP_NUM_THREADS={cores // processes}"))
     if workers and processes * workers > cores:
-        what = f"{processes} process(es) x {workers} workers = {processes * workers} on {cores} core(s)"
+        what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
-    each = f"{own} thread(s)" + (f" + {workers} workers" if workers else "")
+    each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
     place = f", this one on {world.place}" if world.place else ""
-    return lines or [ok(f"{processes} process(es) x ({each}) on {cores} core(s){place}")]
+    return lines or [ok(f"{started} x ({each}) on {there}{place}")]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
@@ -277,7 +278,7 @@ def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list
     together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one that is worked on
     needed = processes * ahead * together
-    each = f"{processes} process(es) x {ahead} batches of {together / MB:.3g} MB"
+    each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
     text = f"/dev/shm has {free / MB:.0f} MB free, loader processes need up to {needed / MB:.3g} MB ({each})"
     todo = f"give it more (docker run --shm-size={max(1, math.ceil(2 * needed / 1e9))}g), or fewer num_workers"
     return [_compared(needed, free, text, todo)]

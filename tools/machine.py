@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine import dist
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from tools import nvidia
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,14 +125,14 @@ def launch_of(cfg: Any) -> tuple[dist.Launch | None, list[Line]]:
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count() or len(shown_cards())
     if 0 < gpus < launch.local_size and cfg.ddp.backend != "gloo":
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f"{gpus} GPU(s) are visible" + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else "")
+        seen = f"{amount(gpus, 'GPU')} visible" + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen else "")
         todo = f"start at most {gpus}, or show more with CUDA_VISIBLE_DEVICES"
         lines.append(failure(f"{launch.local_size} processes on this machine, but {seen}", todo))
     if not gpus and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         what = "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on the CPU dies of a segmentation fault"
         lines.append(failure(what, "TORCH_DISTRIBUTED_DEBUG=INFO"))
     return launch, lines or [
-        ok(f"{launch.size} process(es), {launch.local_size or 'nobody says how many'} on this machine")
+        ok(f"{amount(launch.size, 'process')}, {launch.local_size or 'nobody says how many'} on this machine")
     ]
 
 
@@ -207,7 +207,8 @@ def cards(cfg: Any) -> list[Line]:
     shown, invalid = nvidia.visible(asked)
     lines = []
     if invalid:
-        what = f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {len(there)} GPU(s) here, or comes twice"
+        here = amount(len(there), "GPU")
+        what = f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {here} here, or comes twice"
         lines.append(failure(f"{what}; CUDA shows {len(shown)}", f"give numbers from 0 to {len(there) - 1}, each once"))
     for card in shown:
         lines += _card(card)
@@ -248,7 +249,7 @@ def _card(card: nvidia.Card) -> list[Line]:
 def _cuda(there: list[nvidia.Card]) -> list[Line]:
     """Whether torch gets along with the driver."""
     if not (torch.version.cuda or torch.version.hip):
-        what = f"nvidia-smi lists {len(there)} GPU(s), but this torch is built for the CPU"
+        what = f"nvidia-smi lists {amount(len(there), 'GPU')}, but this torch is built for the CPU"
         return [failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

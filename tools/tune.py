@@ -35,7 +35,7 @@ import yaml
 
 import train
 from engine import config, precision
-from engine.contract import LockstepError
+from engine.contract import LockstepError, amount
 from tools import machine
 from tools.probe import OutOfMemory, probe
 
@@ -218,7 +218,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
     best = tuning.find_rest(best)
     delta = nested({"task": asked.cfg.task, **best["settings"]})
     command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
-    about = f"# {command}\n# {best['samples_per_s']:.4g} samples/s on {options.processes} process(es)\n"
+    about = f"# {command}\n# {best['samples_per_s']:.4g} samples/s on {amount(options.processes, 'process')}\n"
     text = about + yaml.safe_dump(delta, sort_keys=False)
     if options.json:
         print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))

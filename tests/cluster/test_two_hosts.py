@@ -75,7 +75,7 @@ def test_two_hosts_take_the_steps_of_one_process(launch, hosts, tmp_path, straig
     runs = start_both(launch, hosts, f"save_dir={tmp_path / 'run'}", RDZV=rendezvous)
     first, second = [succeed(run.wait(60)) for run in runs]
     said = first.out + second.out
-    assert said.count("Distributed training: 2 CPU process(es)") == 1
+    assert said.count("Distributed training: 2 CPU processes") == 1
     assert f"Network: {CABLE} (10.93.0." in said, "both names stand for 127.0.1.1 at home"
     assert "sums through shared memory" not in said
     assert_the_same(tmp_path / "run", straight)

@@ -45,7 +45,7 @@ def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank
     assert f"in misbehave, rank {rank}, forward at step " in done.err
     assert "all processes start again with global_batch=24 batch_size=6, from the last checkpoint" in done.err
     assert "Started again with global_batch=24 batch_size=6" in done.out and f"Resuming {run}/" in done.out
-    assert "4 per process x 2 process(es) x 3 accumulation = 24" in done.out
+    assert "4 per process x 2 processes x 3 accumulation = 24" in done.out
     assert_the_same(run, straight)
 
 
