@@ -321,6 +321,9 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
 def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     if [word.lower() for word in header.get("timestamps", [])] == ["true"]:
         raise LockstepError("@timeStamps true is not supported", where=where, todo="resample to an even rate")
+    if [word.lower() for word in header.get("targetlabel", [])][:1] == ["true"]:
+        what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
+        raise LockstepError(what, where=where, todo="write a task that learns numbers: examples/own_task.py is one")
     said, *classes = header.get("classlabel") or ["false"]
     if said.lower() != "true" or not classes:
         raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where=where, todo="add that line")
@@ -339,7 +342,8 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     if len(sizes) != 1:
         what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
         raise LockstepError(what, where=where, todo="give all channels the same steps")
-    if header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
+    unequal = [word.lower() for word in header.get("equallength", [])] == ["false"]
+    if not unequal and header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
         what = f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}"
         raise LockstepError(what, where=where, todo="mend the header or the line")
     try:
@@ -457,10 +461,12 @@ def _checked(recordings: Recordings) -> Recordings:
     """The checks that every layout shares."""
     short = np.flatnonzero(recordings.lengths < recordings.length)
     if len(short):
+        least = int(recordings.lengths.min())
         raise LockstepError(
             f"recording {short[0]} has {recordings.lengths[short[0]]} steps, a window {recordings.length}",
             where=recordings.where,
-            todo=f"set dataset.length to {recordings.lengths.min()} or less, or leave such recordings out",
+            todo=f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows; or leave such "
+            "recordings out, or pad all to one length",
         )
     if recordings.channels and len(recordings.channels) != recordings.signal.shape[1]:
         what = f"{len(recordings.channels)} channel names for {recordings.signal.shape[1]} channels"

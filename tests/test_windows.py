@@ -145,7 +145,8 @@ def test_ts_of_equal_lengths(tmp_path):
 
 
 def test_ts_of_other_lengths_is_cut(tmp_path):
-    root = save_ts(tmp_path, "1,2,3,4:5,6,7,8:up\n7,8,9:1,1,1:down\n", "0,1:0,0:up\n")
+    header = f"{TS_HEADER}@equalLength false\n@seriesLength 0\n"  # as some files of the archive say
+    root = save_ts(tmp_path, "1,2,3,4:5,6,7,8:up\n7,8,9:1,1,1:down\n", "0,1:0,0:up\n", header)
     found = windows.read(root, length=2, stride=1)
     train, val = sides(found)
     assert everything(train)["x"][:, 0].tolist() == [[1, 2], [2, 3], [3, 4], [7, 8], [8, 9]]
@@ -222,7 +223,10 @@ def fault(message: str, root: Path, length: int = 8, **how) -> None:
         ({"signal": np.zeros((43,))}, r"signal is float64 of shape \(43,\), expected numbers \(steps, channels\)"),
         ({"signal": np.full((43, 2), "x")}, "signal is <U1 of shape"),
         ({"lengths": np.array([20, 9, 13])}, "lengths add up to 42 steps, signal has 43"),
-        ({"lengths": np.array([20, 16, 7])}, "recording 2 has 7 steps, a window 8.*: set dataset.length to 7 or less"),
+        (
+            {"lengths": np.array([20, 16, 7])},
+            "recording 2 has 7 steps, a window 8.*: dataset.length=7 dataset.stride=3 cuts",
+        ),
         ({"subject": np.array([1, 2])}, r"subject has shape \(2,\), lengths has \(3,\)"),
         ({"label": np.array([0, 1, 2])}, r"label 2 is not one of the 2 classes \(counted from 0\)"),
         ({"label": np.array([0.5, 1, 1])}, "labels are float64, expected integers or strings"),
@@ -322,6 +326,7 @@ def test_faults_in_a_ts_file(tmp_path, train, message):
     [
         ("@classLabel false\n", r"no '@classLabel true NAME NAME ...' in the header \(.*:2\)"),
         ("@timeStamps true\n@classLabel true up\n", "@timeStamps true is not supported .*: resample"),
+        ("@targetlabel true\n", r"labels are numbers to predict .*:2\): write a task .* examples/own_task.py is one"),
         ("@classLabel true up\n@seriesLength 3\n", r"2 steps, @seriesLength says 3 \(.*:4\)"),
         ("@classLabel true up\n1,2:up\n", r"a recording before @data \(.*:2\)"),
     ],
