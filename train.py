@@ -347,6 +347,7 @@ def fit(prepared: Prepared, profile: bool = False) -> dict[str, float]:
             log.add_hparams(logger, job, metrics)
         code = status.STOPPED if job.stopped else status.DONE
         status.current.write("stopped" if job.stopped else "done", code, job.stopped, step=progress.step)
+        logger.end_bars(job)
         logger.say(farewell(job, path, keeper))
     logger.close()
     return metrics

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class Silent:
     def sync(self) -> None: ...
     def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None: ...
     def end_epoch(self) -> None: ...
+    def end_bars(self, job: Job) -> None: ...
     def close(self) -> None: ...
 
 
@@ -101,6 +103,12 @@ class Log(Silent):
     def end_epoch(self) -> None:
         self.epochs.update()
 
+    def end_bars(self, job: Job) -> None:
+        """What is said from here on stands below the bar, which is full unless the run was stopped."""
+        if not job.stopped:
+            self.epochs.update(job.progress.epoch + 1 - self.epochs.n)
+        self.epochs.close()
+
     def _record(self, event: str, job: Job, values: dict[str, Any]) -> None:
         p = job.progress
         time_s = round(self.earlier_s + time.perf_counter() - self.began, 3)
@@ -135,10 +143,12 @@ class Log(Silent):
             self.bar.set_postfix_str(", ".join(f"{k.lower()}={v}" for k, v in shown.items()), refresh=False)
         else:
             words = "  ".join(f"{k.lower()} {v}" for k, v in shown.items())
+            left_s = (plan.total_steps - p.step) * (time.perf_counter() - self.began) / (p.step - self.start)
             self.say(
-                f"step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  {words}  "
-                f"lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
-                f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%"
+                f"{time.strftime('%H:%M:%S')}  step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  "
+                f"{words}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
+                f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%  "
+                f"ETA {timedelta(seconds=round(left_s))}"
             )
         self._mind_the_terminal(job)
 
@@ -225,7 +235,6 @@ class Log(Silent):
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def close(self) -> None:
-        self.epochs.close()
         with self._no_matter("metrics.jsonl"):
             self.lines.close()
         with self._no_matter("TensorBoard"):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 from typing import Any
 
@@ -37,7 +38,8 @@ def outlive() -> None:
             stream.flush()
         raw = io.BufferedWriter(_Raw(number, name))
         encoding = getattr(stream, "encoding", "utf-8")
-        setattr(sys, name, io.TextIOWrapper(raw, encoding, errors="replace", line_buffering=True))
+        kind = _Painted if _in_colour(number) else io.TextIOWrapper
+        setattr(sys, name, kind(raw, encoding, errors="replace", line_buffering=True))
 
 
 class _Raw(io.FileIO):
@@ -56,6 +58,25 @@ class _Raw(io.FileIO):
             return len(data)
 
 
+def _in_colour(number: int) -> bool:
+    return os.isatty(number) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+COLOURS = {"error:": "1;31", "warning:": "33", "✓": "32"}  # bold red, yellow, green
+
+
+def _paint(text: str) -> str:
+    """The marks at the beginnings of lines."""
+    marks = "|".join(COLOURS)
+    return re.sub(rf"(?m)^(\s*)({marks})", lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m", text)
+
+
+class _Painted(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        super().write(_paint(text))
+        return len(text)
+
+
 def unread() -> bool:
     """Whether something of stdout was lost: a failure for whoever was asked to print."""
     return any(words.startswith("stdout") for words in lost)
@@ -64,6 +85,8 @@ def unread() -> bool:
 def shout(text: str) -> None:
     """To stderr in one write, so that the lines of several processes don't mix; from signal handlers, too."""
     try:
+        if os.isatty(2) and os.environ.get("TERM") != "dumb":
+            text = "\r\x1b[J" + (_paint(text) if _in_colour(2) else text)  # over a bar that was under way
         os.write(2, text.encode(errors="replace"))
     except OSError as error:
         _note("stderr", error)

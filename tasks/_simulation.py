@@ -60,7 +60,7 @@ def recorded(env: Any, kind: str) -> Path:
 def record(folder: Path, env: Any, kind: str) -> None:
     seeds = env.data_seed * 10**6 + np.arange(env.demonstrations)
     shape = worlds(env, kind, seeds[:0])
-    shown = tqdm(total=len(seeds), desc=f"Recording {folder.name}", unit="episode", delay=2)
+    shown = tqdm(total=len(seeds), desc=f"Recording {folder.name}", unit="episode", delay=2, disable=None)
     with Recorder(folder, shape.fps, shape.features, robot_type=kind) as recorder, shown:
         for start in range(0, len(seeds), AT_ONCE):
             some = seeds[start : start + AT_ONCE]

@@ -17,6 +17,17 @@ def test_amounts_are_written_out():
     assert len(texts) > 1000 and not [text for text in texts if re.search(r"\w\((s|es)\)", text[1])]
 
 
+def test_bars_are_for_terminals():
+    """In a pipe or a file each of their steps would stay, behind a carriage return."""
+    calls = [
+        (path.name, node.lineno, [word.arg for word in node.keywords])
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tqdm"
+    ]
+    assert len(calls) >= 4 and not [call for call in calls if "disable" not in call[2]]
+
+
 COLLECTIVES = {
     "all_reduce",
     "all_gather",

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,9 @@ def test_the_lines_of_the_guide_are_on_the_terminal(runs):
         assert words in done.out
     assert "Epoch 1/3 - Train Loss: 0." in done.out and "| Val Loss: 0." in done.out
     assert "  ✓ Saved best model: best_model_epoch0.pt (Loss: " in done.out
-    assert "step 2/18  epoch 1/3  loss " in done.out, "a line per log interval where there is no terminal"
+    line = r"\d\d:\d\d:\d\d  step 2/18  epoch 1/3  loss \d.*  \d+ samples/s  data wait \d+%  ETA \d:\d\d:\d\d"
+    assert re.search(f"^{line}$", done.out, re.M), "a line per log interval where there is no terminal"
+    assert re.search(r" step 18/18 .* ETA 0:00:00$", done.out, re.M)
     assert "\r" not in done.out + done.err, "no bar where there is no terminal"
 
 
@@ -84,8 +87,9 @@ def test_a_terminal_gets_bars(launch, tmp_path):
         "log_every=1",
         f"save_dir={tmp_path / 'run'}",
     ]
+    environment = launch.environment(NO_COLOR=None, TERM="xterm")
     with subprocess.Popen(
-        command, cwd=launch.cwd, env=launch.environment(), stdin=terminal, stdout=terminal, stderr=terminal
+        command, cwd=launch.cwd, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
     ) as process:
         os.close(terminal)
         shown = b""
@@ -99,6 +103,9 @@ def test_a_terminal_gets_bars(launch, tmp_path):
     text = shown.decode()
     for words in ("Epochs:", "Training:", "Validation:", "acc="):
         assert words in text
+    rest = text.rpartition("Epochs:")[2]
+    assert "1/1" in rest and "100%" in rest and "\nDone: " in rest.replace("\r", ""), "the full bar, above the summary"
+    assert "\x1b[32m✓\x1b[0m Saved best model" in text
 
 
 def test_tensorboard_reads_scalars_pictures_and_hparams(runs):

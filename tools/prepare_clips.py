@@ -235,7 +235,7 @@ def prepare(asked: argparse.Namespace) -> str:
     counts = dict.fromkeys(classes, 0)
     extra = ("source_frame", "source_line")
     total = sum(len(trials) for trials in plan.trials.values())
-    with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial") as bar:
+    with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
         for video, trials in plan.trials.items():
             bar.set_description(Path(video).name)
             clips: Iterable[Cut] = cut(folder / video, plan, trials, asked.annotations)

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,25 @@ def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, she
         assert done.err == "".join(f"{mark} on the way {n}\n✓ at once\n" for n in range(3)), "in their order"
 
 
+@pytest.mark.parametrize("plain", [None, "1"])
+def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain):
+    script = """
+import sys
+from engine import terminal
+terminal.outlive()
+print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
+print("error: of", 3, file=sys.stderr)
+terminal.shout("error: the last\\n")
+"""
+    environment = {"NO_COLOR": plain, "TERM": "xterm"}
+    shown = OnATerminal(launch, [sys.executable, "-c", script], nohup=False, **environment).read()
+    marks = ["  \x1b[32m✓\x1b[0m Saved", "\x1b[33mwarning:\x1b[0m no ✓ within, no error: either"]
+    marks += ["\x1b[1;31merror:\x1b[0m of 3", "\r\x1b[J\x1b[1;31merror:\x1b[0m the last"]
+    if plain:
+        marks = [re.sub(r"\x1b\[[\d;]*m", "", mark) for mark in marks]
+    assert shown.replace("\r\n", "\n") == "".join(f"{mark}\n" for mark in marks)
+
+
 def test_whoever_asks_for_words_hears_that_they_were_lost(launch):
     done = launch("bash", "-c", '"$@" >/dev/full', "bash", *PYTHON, "--print-config")
     assert done.code == 1
@@ -153,7 +173,7 @@ def test_a_training_goes_on_without_a_stdout_or_stderr(launch, tmp_path, shell, 
 class OnATerminal:
     """A process whose controlling terminal is one of ours, until that is gone."""
 
-    def __init__(self, launch, command, nohup):
+    def __init__(self, launch, command, nohup, **more):
         self.main, terminal = pty.openpty()
 
         def begin():
@@ -163,7 +183,7 @@ class OnATerminal:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-        environment = launch.environment(**ON_CPUS)
+        environment = launch.environment(**ON_CPUS, **more)
         self.process = subprocess.Popen(command, cwd=launch.cwd, env=environment, preexec_fn=begin, **ends)
         os.close(terminal)
 
@@ -171,6 +191,16 @@ class OnATerminal:
         shown = b""
         while words.encode() not in shown:
             shown += os.read(self.main, 65536)  # fails where the process has ended
+
+    def read(self):
+        """All that it says until it ends."""
+        shown = b""
+        with suppress(OSError):
+            while piece := os.read(self.main, 65536):
+                shown += piece
+        os.close(self.main)
+        assert self.process.wait(60 * PATIENCE) == 0
+        return shown.decode()
 
     def drop(self):
         """The kernel sends SIGHUP to the leader of the session; the others meet errors."""
