@@ -144,9 +144,8 @@ class Launcher:
                     return script  # it had nothing to start
                 words = (Path(folder) / "words").read_text().split("\0")[:-1]
                 lines = (Path(folder) / "environment").read_text().split("\0")[:-1]
-            env = dict(line.split("=", 1) for line in lines if not line.startswith("WARM_")) | {
-                "PYTHON": sys.executable
-            }
+            env = dict(line.split("=", 1) for line in lines if not line.startswith("WARM_"))
+            env["PYTHON"] = sys.executable
             return self.zygote.fork(words, env, cwd, *descriptors, ignored)
 
         def begin() -> None:
@@ -154,6 +153,15 @@ class Launcher:
                 signal.signal(number, signal.SIG_IGN)
 
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin, **how)
+
+    def popen(self, command: list[str], *, cwd: Path, env: dict[str, str], stdout: Any, **how) -> Any:
+        """subprocess.Popen for code of ours that starts Python itself; `stdout` takes the errors, too."""
+        if self.zygote and can_be_warm(command[1:], {name: env[name] for name in env.keys() - os.environ.keys()}):
+            process = self.zygote.fork(command[1:], env, cwd, stdout.fileno(), stdout.fileno())
+        else:
+            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=stdout, **how)
+        self.started.add(process.pid)
+        return process
 
     def start_launcher(self, processes: int, *words: str, **how) -> Running:
         """./train_multigpu.sh on CPUs."""

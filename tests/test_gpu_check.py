@@ -1,6 +1,8 @@
 """The command for whoever has a GPU: that it says so where there is none, and that it would notice."""
 
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import FAULTY, ROOT, TOY, succeed
@@ -22,29 +24,37 @@ def test_unknown_checks_are_named(launch):
     assert done.code == 2 and "no check ampere; there are nccl, amp," in done.err
 
 
+@pytest.fixture
+def rehearse(launch, monkeypatch):
+    """The command in this process, and what it starts as this suite's processes are."""
+    mine = SimpleNamespace(**vars(subprocess) | {"Popen": launch.popen})
+    monkeypatch.setattr(gpu_check, "subprocess", mine)
+    return lambda *words: gpu_check.main(["--rehearse", *words])
+
+
 @pytest.mark.slow
-def test_the_rehearsal_passes(launch):
+def test_the_rehearsal_passes(rehearse, capsys):
     before = sorted(gpu_check.RESULTS.iterdir())
-    done = succeed(launch.python(COMMAND, "--rehearse", "--out", "gpu_rehearsal", CUDA_VISIBLE_DEVICES=""))
-    assert "nothing of it says anything about a GPU" in done.out.splitlines()[0]
-    rows = [line.split("|") for line in done.out.splitlines() if line.startswith("| `")]
+    code = rehearse("--out", "gpu_rehearsal")
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and "nothing of it says anything about a GPU" in lines[0], lines
+    rows = [line.split("|") for line in lines if line.startswith("| `")]
     states = {row[1].split("`")[1]: row[2].strip() for row in rows}
     assert states.keys() == gpu_check.CHECKS.keys() - set(gpu_check.NOT_REHEARSED)
     assert set(states.values()) == {"ok"}
     assert sorted(gpu_check.RESULTS.iterdir()) == before
 
 
-def provoke(monkeypatch, launch, **checks):
-    """Run checks of the test's own in this process; returns the exit code."""
-    monkeypatch.setenv(launch.mark, "1")  # so that the fixture finds what they leave behind
+def provoke(monkeypatch, rehearse, **checks):
+    """Run checks of the test's own; returns the exit code."""
     for name, check in checks.items():
         check.__doc__ = "provoked"
         monkeypatch.setitem(gpu_check.CHECKS, name, check)
-    return gpu_check.main(["--rehearse", "--only", ",".join(checks)])
+    return rehearse("--only", ",".join(checks))
 
 
 @pytest.mark.slow
-def test_what_fails_is_reported_and_the_rest_goes_on(launch, monkeypatch, capsys):
+def test_what_fails_is_reported_and_the_rest_goes_on(rehearse, monkeypatch, capsys):
     def raises(lab, facts):
         lab.train({"good": gpu_check.plain(TOY, "steps=1"), "bad": gpu_check.plain(FAULTY, *fault, "fault.kind=raise")})
 
@@ -61,7 +71,9 @@ def test_what_fails_is_reported_and_the_rest_goes_on(launch, monkeypatch, capsys
         return {}["missing"]
 
     fault = ["steps=9", "fault.rank=0"]
-    code = provoke(monkeypatch, launch, raises=raises, differs=differs, stops_short=stops_short, errs=errs, works=works)
+    code = provoke(
+        monkeypatch, rehearse, raises=raises, differs=differs, stops_short=stops_short, errs=errs, works=works
+    )
     said = capsys.readouterr().out
     assert code == 1
     assert "raises: failed" in said and "bad: exit code 1: error: ZeroDivisionError: an error in the task" in said
@@ -72,20 +84,22 @@ def test_what_fails_is_reported_and_the_rest_goes_on(launch, monkeypatch, capsys
     assert str(ROOT) not in said, "no paths of this machine"
 
 
+@pytest.mark.real  # it finds what it has started by a mark in the environment
 @pytest.mark.slow
-def test_what_hangs_is_ended(launch, monkeypatch, capsys):
+def test_what_hangs_is_ended(launch, rehearse, monkeypatch, capsys):
     """A frozen rank and one that waits for it, both in groups of their own below torchrun."""
 
     def hangs(lab, facts):
         lab.train({"frozen": gpu_check.ddp(2, FAULTY, "fault.kind=freeze", "fault.rank=1", "ddp.timeout_s=9999")})
 
-    monkeypatch.setattr(gpu_check, "LIMIT_S", 6)
-    assert provoke(monkeypatch, launch, hangs=hangs) == 1
+    monkeypatch.setitem(gpu_check.LIMITS_S, "hangs", 2)  # five times as long in a rehearsal
+    assert provoke(monkeypatch, rehearse, hangs=hangs) == 1
     said = capsys.readouterr().out
     assert "hangs: failed" in said and "frozen: out of time: " in said
     assert not launch.left_behind()
 
 
+@pytest.mark.real
 @pytest.mark.slow
 def test_sigterm_ends_what_runs(launch):
     run = launch.start(sys.executable, COMMAND, "--rehearse", "--only", "amp,cut")
