@@ -380,6 +380,8 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
 
             if cfg.check_every and progress.step % cfg.check_every == 0:
                 agree.weights(job)
+            elif progress.step == 1:  # before an epoch is spent on what cannot be scored
+                loop.check_buffers(job)
 
             if outcome.stopping:
                 job.stopped = job.stop_reason()

@@ -11,7 +11,7 @@ import torch
 from engine import config
 from engine.contract import LockstepError, Task
 from engine.dist import World
-from engine.loop import Job, checksum, checksums
+from engine.loop import Job, check_buffers, checksum, checksums
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,9 +43,10 @@ def at_start(job: Job) -> list[str]:
 
 
 def weights(job: Job) -> None:
-    """(all ranks) Compare the parameters; copies them to the host."""
+    """(all ranks) Compare the parameters, and what modules keep in buffers of their own; copies them to the host."""
     if job.world.size == 1:
         return
+    check_buffers(job)
     mine = checksum(job.model)
     if len(set(job.world.gather(mine))) > 1:
         _same(job.world, {f"parameter {name}": digest for name, digest in checksums(job.model).items()})

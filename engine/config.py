@@ -87,6 +87,11 @@ class DDP:
     bind_cores: bool = option(
         True, "keep each process on its GPU's NUMA node, where the machine has several and no one else has bound it"
     )
+    buffers: Literal["same", "rank0", "mean"] = option(
+        "same",
+        "what modules keep in buffers, but for BatchNorm's kin: the ranks must hold the same, or take rank 0's or the "
+        "mean after each step",
+    )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
 
 

@@ -12,7 +12,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from engine.shared import Shared, share
 
 T = TypeVar("T")
 
-# A broadcast per forward otherwise; `equalise_buffers` makes buffers equal before they are used. Torch 2.13 renamed it.
+# A broadcast per forward otherwise; engine/loop.py makes buffers equal before they are used. Torch 2.13 renamed it.
 _NO_BUFFER_SYNC: dict[str, Any] = {
     name: False
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -255,14 +255,17 @@ class World:
         if isinstance(net, DistributedDataParallel):
             net._check_reducer_finalized()
 
-    def equalise_buffers(self, model: nn.Module) -> None:
-        """Average the running statistics of BatchNorm, the one kind of buffer that training changes per rank."""
-        for module in model.modules():
-            if self.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
-                for buffer in module.buffers(recurse=False):
-                    if buffer.is_floating_point():
-                        self.sum(buffer)
-                        buffer.div_(self.size)
+    def unify(self, tensors: Iterable[Tensor], mean: bool) -> None:
+        """Give all ranks rank 0's, or the mean of theirs; of whole numbers always rank 0's."""
+        for tensor in tensors if self.size > 1 else ():
+            if mean and tensor.is_floating_point():
+                self.sum(tensor)
+                tensor.div_(self.size)
+            else:
+                whole = tensor.contiguous()
+                with self.pulse.during("broadcast", waits=True):
+                    dist.broadcast(whole, src=0)
+                tensor.copy_(whole)
 
     def remember(self, key: str, value: str) -> None:
         """(main only) Keep a text for the next attempt, if torchrun makes one."""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -191,6 +191,10 @@ class Job:
         self.grad_norm = torch.zeros((), device=self.world.device)  # of the last step
         self.stopwatch, self.mailbox = Stopwatch(self.model, self.world), Mailbox(self.world.device)
 
+    @functools.cached_property
+    def buffers(self) -> optim.Buffers:
+        return optim.Buffers(self.model)  # once it is wrapped: SyncBatchNorm takes the places of others
+
     @property
     def epoch_ended(self) -> bool:
         return self.progress.position >= self.plan.num_samples - self.plan.dropped
@@ -224,12 +228,12 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
     # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `divisor` below.
     share = world.size / job.plan.global_batch
     trained = [p for group in job.optimizer.param_groups for p in group["params"]]
-    buffers = optim.running_statistics(job.model)
+    buffers, own_buffers = job.buffers, job.cfg.ddp.buffers
     stopwatch = job.stopwatch
     vote = torch.zeros((), dtype=torch.float64, device=world.device)
     job.net.train()  # on all ranks alike, whatever a task has set in a part of its model
     _begin_step(job, trained)
-    sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
+    sums, passes, kept = None, [], buffers.copies()
     pulse.set("data loading")
     asked = time.perf_counter()
     for batch, micro in loader:
@@ -264,8 +268,9 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             divisor = sums[2] / job.plan.global_batch
             lr = job.plan.lr(progress.step)
             job.grad_norm, skipped = optim.step(job.optimizer, job.scaler, lr, divisor, job.cfg.optim.grad_clip)
-            for buffer, before in zip(buffers, kept, strict=True):  # BatchNorm has seen what was not finite
-                buffer.copy_(torch.where(skipped > 0, before, buffer))
+            buffers.put_back(kept, skipped)
+            if own_buffers != "same":
+                world.unify(buffers(of_norms=False).values(), mean=own_buffers == "mean")
             if job.ema is not None:
                 optim.update_ema(job.ema, job.model, job.cfg.optim.ema_decay, skipped)
             tally.add(["loss", "weight", *loss.sums], sums[1:], skipped)
@@ -281,7 +286,7 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             pulse.set("logging")
             yield _outcome(job, news)
             _begin_step(job, trained)
-            sums, passes, kept = None, [], [buffer.clone() for buffer in buffers]
+            sums, passes, kept = None, [], buffers.copies()
         pulse.set("data loading")
         asked = time.perf_counter()
 
@@ -550,10 +555,40 @@ def _shapes(*parts: Sums) -> dict[str, Any]:
 
 
 def equalise_buffers(job: Job) -> None:
-    """(all ranks) BatchNorm's running statistics, the same on every rank."""
-    job.world.equalise_buffers(job.model)
-    if job.ema is not None:
-        job.world.equalise_buffers(job.ema.module)
+    """(all ranks) The model's buffers, the same on every rank: running statistics are averaged, all others are the same
+    already, or the run ends here."""
+    check_buffers(job)
+    for model in [job.model] if job.ema is None else [job.model, job.ema.module]:
+        statistics = optim.Buffers(model)(of_norms=True)
+        differ = [statistics[name] for name in _differing(job.world, statistics)]
+        job.world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
+
+
+def check_buffers(job: Job) -> None:
+    """(all ranks) What a module of its own keeps in a buffer must be the same on all ranks, for rank 0's is the one in
+    a checkpoint."""
+    for name, rank in _differing(job.world, job.buffers(of_norms=False)).items():
+        error = LockstepError(
+            f"the buffer {name} of rank {rank} is another than rank 0's",
+            where=f"step {job.progress.step}",
+            todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
+            "after each step (other numbers of processes are then other runs)",
+            exit_code=6,
+        )
+        error.everywhere = True
+        raise error
+
+
+def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """(all ranks) The names of those that are not the same on all ranks, and the first rank that has not rank 0's."""
+    if world.size == 1:
+        return {}
+    first, *others = world.gather(_digests(tensors.items()))
+    return {
+        name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
+        for name, digest in first.items()
+        if any(theirs.get(name) != digest for theirs in others)
+    }
 
 
 @torch.no_grad()
@@ -569,9 +604,13 @@ def checksum(model: nn.Module) -> str:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """The same for each parameter, by name. Buffers may differ between the ranks until they are used."""
+    """The same for each parameter, by name. Of buffers see `equalise_buffers`."""
+    return _digests(model.named_parameters())
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     found = {}
-    for name, tensor in model.named_parameters():
+    for name, tensor in tensors:
         flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
         about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
         found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]

@@ -153,7 +153,41 @@ def describe(
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
     ]  # fmt: skip
+    if parts_of := cut_dependent(model, plan.accumulation):
+        rows.append(("the cut matters", f"{parts_of}: other processes or another batch_size, other numbers"))
     return "\n".join(f"  {name:<16} {text}" for name, text in rows)
+
+
+def cut_dependent(model: nn.Module, accumulation: int) -> str:
+    """The parts of a model whose numbers depend on how the global batch is cut, in words; empty if there are none.
+    What a function such as `dropout(x)` does is not seen."""
+    model.train()  # as the loop will; a model may leave parts of itself out
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            dropout = module.p
+        hooks = [*module._forward_pre_hooks.values(), module]
+        kinds = {
+            "dropout": isinstance(dropout, float) and dropout > 0 and module.training,
+            # One for all ranks, but not for all passes of a step.
+            "SyncBatchNorm": isinstance(module, nn.SyncBatchNorm) and module.training and accumulation > 1,
+            "BatchNorm": isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and not isinstance(module, nn.SyncBatchNorm)
+            and module.training,
+            "InstanceNorm's running statistics": isinstance(module, nn.modules.instancenorm._InstanceNorm)
+            and module.track_running_stats
+            and module.training,
+            # An iteration more for each forward pass.
+            "spectral_norm": accumulation > 1 and any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks),
+        }
+        for kind in (kind for kind, so in kinds.items() if so):
+            found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
+    words = []
+    for kind, paths in found.items():
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        words.append(f"{kind} ({', '.join(paths[:3])}{more})")
+    return ", ".join(words)
 
 
 def _threads() -> str:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULTY
+from conftest import FAULTY, ROOT
 
 import tasks
 import train
 from engine import checkpoint, config, loop, status
 from engine.dist import World
+
+BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 
 
 @pytest.fixture
@@ -76,9 +78,13 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     assert last.stopping and [skipped.step for skipped in last.skipped] == [2, 3]
 
 
-def test_a_skipped_step_leaves_everything_as_it_was(steps):
-    """Weights, BatchNorm's statistics, moments and their counters, the average and its counter."""
-    job, outcomes = steps("fault.kind=nan loss", "fault.step=3", "optim.ema_decay=0.5", "epochs=1")
+@pytest.mark.parametrize(
+    "words", [[FAULTY, "fault.kind=nan loss", "fault.step=3"], [BUFFERS, "own.nan_at=2"]], ids=["loss", "input"]
+)
+def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
+    """Weights, BatchNorm's statistics and other modules' buffers, moments and their counters, the average and its
+    counter."""
+    job, outcomes = steps(*words[1:], "optim.ema_decay=0.5", "epochs=1", task=words[0])
     parts = (job.model, job.ema, job.optimizer)
     before = [[] for _ in parts]
     for outcome in outcomes:

@@ -1,0 +1,120 @@
+"""What modules keep beside their weights: the same on all ranks, or the run ends before it is scored with rank 0's."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import ROOT, launching, succeed
+from torch import nn
+
+from engine import plan
+
+TASK = str(ROOT / "tests" / "tasks" / "buffers.py")
+MANY = str(ROOT / "tests" / "ranks" / "many.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [("check_every=0", 1), ("check_every=0 own.begins=1", 6), ("check_every=3 own.begins=1", 3)],
+    ids=["first step", "evaluation", "check"],
+)
+def test_buffers_that_differ_end_the_run_before_it_is_scored(launch, tmp_path, words, step):
+    """And what is drawn at random, such as dropout, is another on each rank."""
+    done = launch.torchrun(2, "train.py", TASK, "batch_size=6", *words.split(), f"save_dir={tmp_path / 'run'}")
+    assert done.code and len(done.errors) == 1, done.err
+    said = f"error: the buffer centre.mean of rank 1 is another than rank 0's (step {step}): change it by"
+    assert done.errors[0].startswith(said) and "ddp.buffers=mean" in done.errors[0] and "Epoch 1" not in done.out
+    assert json.loads((tmp_path / "run/status.json").read_text())["exit_code"] == 6
+    assert not list((tmp_path / "run").glob("*.pt"))
+    assert "\n  the cut matters  InstanceNorm's running statistics (norm): other processes or anoth" in done.out
+    drawn = dict(re.findall(r"DRAWN (\d) (\S+)", done.out))
+    assert len(drawn) == 2 and drawn["0"] != drawn["1"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two ranks in float64: straight, and stopped after four steps of eight, with each way to make buffers one; with
+    buffers that nobody changes; and what of it one process can do."""
+    folder = tmp_path_factory.mktemp("buffers")
+    common = [
+        TASK,
+        "global_batch=12",
+        "dataset.samples=96",
+        "schedule.horizon=8",
+        "eval_every=4",
+        "optim.ema_decay=0.9",
+    ]
+    ways = {"mean": ["ddp.buffers=mean"], "rank0": ["ddp.buffers=rank0"], "frozen": ["own.begins=99"]}
+
+    def argvs(prefix, **steps):
+        for name, stops in steps.items():
+            way = ways[name.split("_")[0]]
+            yield from ([*common, *way, f"steps={n}", f"save_dir={folder / (prefix + name)}"] for n in stops)
+
+    with launching() as launch:
+        two = argvs("", mean=[8], mean_stopped=[4, 8], rank0=[8], rank0_stopped=[4, 8], frozen=[8])
+        succeed(launch.torchrun(2, MANY, json.dumps([*two])))
+        succeed(launch.python(MANY, json.dumps([*argvs("one_", mean=[8], frozen=[8])])))
+    return {path.name: torch.load(path / "last.pt", weights_only=True) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("way", ["mean", "rank0"])
+def test_buffers_made_one_after_each_step_go_on_as_they_were(runs, way):
+    """Another tensor in a buffer's place, whole numbers, and the average, too: bit for bit."""
+    straight, stopped = runs[way], runs[f"{way}_stopped"]
+    for part in ("model", "ema"):
+        assert straight[part].keys() == stopped[part].keys()
+        assert all(torch.equal(value, stopped[part][name]) for name, value in straight[part].items()), part
+    assert straight["model"]["centre.count"] > 0 and "centre.cache" not in straight["model"]
+    assert straight["progress"] == stopped["progress"]
+
+
+def test_the_mean_of_buffers_is_one_processs(runs):
+    """Where they are means themselves; rank 0's are not."""
+    gaps = {way: (runs[way]["model"]["centre.mean"] - runs["one_mean"]["model"]["centre.mean"]).abs().max()
+            for way in ("mean", "rank0")}  # fmt: skip
+    assert gaps["mean"] < 1e-12 < 1e-3 < gaps["rank0"]
+    for name in ("layers.0.weight", "norm.running_mean", "norm.running_var"):
+        torch.testing.assert_close(runs["mean"]["model"][name], runs["one_mean"]["model"][name], rtol=1e-9, atol=1e-12)
+
+
+def test_instance_norms_statistics_are_averaged(runs):
+    """And scored so: the metrics are one process's."""
+    ours, theirs = runs["frozen"], runs["one_frozen"]
+    for part, prefix in (("model", ""), ("ema", "module.")):
+        for name in ("norm.running_mean", "norm.running_var"):
+            torch.testing.assert_close(ours[part][prefix + name], theirs[part][prefix + name], rtol=1e-9, atol=1e-12)
+    assert ours["progress"]["best"] == pytest.approx(theirs["progress"]["best"], rel=1e-9)
+
+
+class Parts(nn.Module):
+    """What depends on the cut, and beside each its like that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.through = nn.Dropout1d(0.1), nn.Dropout(0.0)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1)
+        self.plain_attention = nn.MultiheadAttention(8, 2)
+        self.norms = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(5)))
+        self.frozen = nn.BatchNorm1d(8)
+        self.instance, self.forgetful = nn.InstanceNorm1d(8, track_running_stats=True), nn.InstanceNorm1d(8)
+        self.sync, self.groups, self.layer = nn.SyncBatchNorm(8), nn.GroupNorm(2, 8), nn.LayerNorm(8)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.hooked = nn.utils.spectral_norm(nn.Linear(8, 8))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+
+def test_the_parts_that_depend_on_the_cut_are_named():
+    both = (
+        "dropout (drop, attention), BatchNorm (norms.0, norms.1, norms.2 and 2 more), "
+        "InstanceNorm's running statistics (instance)"
+    )
+    assert plan.cut_dependent(Parts().eval(), 1) == both
+    assert plan.cut_dependent(Parts(), 2) == f"{both}, SyncBatchNorm (sync), spectral_norm (spectral, hooked)"
+    assert plan.cut_dependent(nn.BatchNorm2d(3), 1) == "BatchNorm (BatchNorm2d)"
+    assert plan.cut_dependent(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)), 2) == ""
