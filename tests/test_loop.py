@@ -95,6 +95,16 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
     assert job.progress.step == 6
 
 
+def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
+    steps("steps=3", "schedule.warmup_epochs=0.5")
+    assert "warning" not in capsys.readouterr().out
+    steps("steps=2", "schedule.warmup_epochs=0.5", "schedule.horizon=3")  # a part of a longer one
+    assert "warning" not in capsys.readouterr().out
+    steps("steps=2", "schedule.warmup_epochs=0.5")
+    said = capsys.readouterr().out
+    assert "warning: the warm-up of 3 steps is longer than the schedule of 2 (schedule): give a smaller" in said
+
+
 TIED = """
 import torch
 from torch import nn
