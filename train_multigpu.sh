@@ -32,8 +32,7 @@ set -euo pipefail
 self=$(readlink -f -- "${BASH_SOURCE[0]}")
 here=${self%/*}
 
-# A stdout or stderr that is full, closed, or a pipe that nobody reads any more, ends no training.
-trap '' PIPE
+# A stdout or stderr that is full or closed ends no training.
 say() { printf '%s\n' "$@" 2>/dev/null || true; }
 warn() { say "warning: $1" >&2 || true; }
 fail() { say "error: $1" >&2 || true; exit 2; }
@@ -153,6 +152,7 @@ if [[ -z ${LOCKSTEP_COMMAND:-} ]]; then # for `go on with`: what stands before t
     printf -v LOCKSTEP_COMMAND '%q ' "${typed[@]}" "$0" "${words[@]:0:${#words[@]} - $#}"
 fi
 export LOCKSTEP_COMMAND=${LOCKSTEP_COMMAND% }
+trap '' PIPE # from here on the reader of a pipe may leave, too
 script=$here/train.py
 for argument in "$@"; do
     [[ ! $argument =~ ^(--config([-_]path)?(=.*)?|[A-Za-z_][A-Za-z0-9_.-]*=.*)$ ]] || script=$here/train_ddp.py
