@@ -64,8 +64,8 @@ class Log(Silent):
         self.lines = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         (folder / "logs").mkdir(exist_ok=True)
         self.wandb = _start_wandb(job.cfg, folder) if job.cfg.wandb.enable else None
-        self.purge_step = start if taken_back else start + 1
-        if taken_back:  # TensorBoard forgets whole steps: the training's numbers of this one come back
+        self.purge_step = start + 1 if taken_back is None else start
+        if taken_back is not None:  # TensorBoard forgets whole steps: the training's numbers of this one come back
             self._scalars("train", job, taken_back)
 
     @functools.cached_property
@@ -342,9 +342,9 @@ def _memory_mb(job: Job) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any]]:
+def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any] | None]:
     """Drop the lines beyond step `start`, those that nobody can read, and the evaluation of that step if it is made
-    again. Returns (time_s of the last line kept, the training's numbers of the step whose evaluation was dropped)."""
+    again. Returns (time_s of the last line kept, the training's numbers of that step if its evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
     dropped = False
@@ -369,4 +369,4 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
     # Where there is none, too: what is appended to would follow a link that was planted here.
     storage.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
-    return time_s, numbers if dropped else {}
+    return time_s, numbers if dropped else None

@@ -154,9 +154,9 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
         return path.read_text(), found, capsys.readouterr().err
 
     beyond, torn = line % ("train", 3, 4), '{"event": "tra'
-    assert taken_back("") == ("", (0.0, {}), "")
-    assert taken_back(good + beyond + torn) == (good, (3.5, {}), "")
-    assert taken_back(good.strip()) == (good, (3.5, {}), ""), "only its line break is missing"
+    assert taken_back("") == ("", (0.0, None), "")
+    assert taken_back(good + beyond + torn) == (good, (3.5, None), "")
+    assert taken_back(good.strip()) == (good, (3.5, None), ""), "only its line break is missing"
     odd = [
         "\xff\xfe\x00",
         "5",
@@ -167,8 +167,8 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
         "[" * 9999,
     ]
     warning = f"warning: {len(odd)} lines of {path} cannot be read and are dropped: training goes on\n"
-    assert taken_back("\n".join([*odd, good])) == (good, (3.5, {}), warning)
-    assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, {}), warning)
+    assert taken_back("\n".join([*odd, good])) == (good, (3.5, None), warning)
+    assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, None), warning)
     without = line % ("train", 1, 1) + line % ("train", 2, 2)
     assert taken_back(good, evaluation_due=True) == (without, (2.5, {"event": "train"}), ""), "it is made again"
 
