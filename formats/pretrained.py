@@ -2,8 +2,8 @@
 
     config.json                 the policy's type, its features and its hyper-parameters
     model.safetensors           the weights, each name with a leading `model.`
-    policy_preprocessor.json    what is done to an observation, and policy_preprocessor_step_3_normalizer_processor
-                                .safetensors beside it: the statistics, `<feature>.<stat>`
+    policy_preprocessor.json    what is done to an observation, step by step, and beside it, with the step's number,
+                                policy_preprocessor_step_3_normalizer_processor.safetensors: `<feature>.<stat>`
     policy_postprocessor.json   what is done to an action; likewise, in policy_postprocessor_step_0_...
 
 Until LeRobot 0.3 the statistics lay among the weights; such folders are read too. Nothing is ever unpickled.
@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,8 +28,6 @@ from engine.contract import LockstepError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
-STATISTICS_IN = f"{PREPROCESSOR}_step_3_normalizer_processor.safetensors"
-STATISTICS_OUT = f"{POSTPROCESSOR}_step_0_unnormalizer_processor.safetensors"
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OLD = re.compile(r"(?:normalize_inputs|normalize_targets|unnormalize_outputs)\.buffer_(.+)\.(\w+)")
@@ -275,16 +273,34 @@ def save(
     Raises LockstepError when it cannot be written, when the features of one type have several modes, which the layout
     cannot say, or when `folder` exists and holds something else.
     """
+
+    def write(beside: Path, by_type: dict[str, str]) -> None:
+        _write_json(beside / CONFIG, _config(policy_type, config, features, by_type))
+        _write_tensors(beside / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
+
+    save_with(write, folder, stats, features, modes)
+
+
+def save_with(
+    write: Callable[[Path, dict[str, str]], None],
+    folder: Path,
+    stats: Mapping[str, Mapping[str, Any]],
+    features: Mapping[str, Mapping[str, Any]],
+    modes: Mapping[str, str],
+    tokenizer: Mapping[str, Any] | None = None,
+) -> None:
+    """`save`, where config.json and model.safetensors are written by somebody else.
+
+    write      takes the folder to write them into, and {type of features: mode}
+    tokenizer  of a policy that hears: the settings of LeRobot's tokenizer_processor
+    """
     folder = Path(folder).resolve()  # a link's target is replaced, not the link
     by_type = _modes_by_type(features, modes)
-    texts = {CONFIG: _config(policy_type, config, features, by_type)} | _processors(features, by_type)
     flat = {
         f"{feature}.{name}": torch.as_tensor(value, dtype=torch.float32)
         for feature in features
         for name, value in stats.get(feature, {}).items()
     }
-    weights = {f"model.{name}": value for name, value in net.state_dict().items()}
-    tensors = {WEIGHTS: weights, STATISTICS_IN: flat, STATISTICS_OUT: flat}
     safetensors = _safetensors()
     beside = folder.parent / f".{folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
     try:
@@ -293,20 +309,29 @@ def save(
             raise LockstepError("the folder holds something else than a policy", where=str(folder), todo=todo)
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        for name, content in texts.items():
-            (beside / name).write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
-        for name, values in tensors.items():
-            # Copied, for safetensors refuses tensors that share memory.
-            own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
-            safetensors.torch.save_file(own, beside / name, metadata={"format": "pt"})
-        for name in (*texts, *tensors):
-            with open(beside / name, "rb") as file:
-                os.fsync(file.fileno())  # a rename may reach the disk before the contents do
+        write(beside, by_type)
+        for name, steps in _processors(features, by_type, tokenizer).items():
+            _write_json(beside / f"{name}.json", {"name": name, "steps": steps})
+            for file in (step["state_file"] for step in steps if "state_file" in step):
+                _write_tensors(beside / file, flat)
+        for path in beside.iterdir():
+            with open(path, "rb") as opened:
+                os.fsync(opened.fileno())  # a rename may reach the disk before the contents do
         _replace(beside, folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise _cannot("write", folder, error) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
+
+
+def _write_tensors(path: Path, values: Mapping[str, Tensor]) -> None:
+    # Copied, for safetensors refuses tensors that share memory.
+    own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
+    _safetensors().torch.save_file(own, path, metadata={"format": "pt"})
 
 
 def _replace(new: Path, folder: Path) -> None:
@@ -356,29 +381,31 @@ def _config(
     }
 
 
-def _processors(features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The two pipelines as LeRobot's own writer describes them, by their files' names."""
+def _processors(
+    features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str], tokenizer: Mapping[str, Any] | None
+) -> dict[str, list[dict[str, Any]]]:
+    """The steps of the two pipelines as LeRobot's own writer describes them, by the pipelines' names."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
-    to_cpu = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
-    inputs = [
-        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-        {"registry_name": "to_batch_processor", "config": {}},
-        to_cpu,
-        {
-            "registry_name": "normalizer_processor",
-            "config": {"eps": 1e-8, "features": features, "norm_map": by_type},
-            "state_file": STATISTICS_IN,
-        },
-    ]
-    outputs = [
-        {
-            "registry_name": "unnormalizer_processor",
-            "config": {"eps": 1e-8, "features": actions, "norm_map": by_type},
-            "state_file": STATISTICS_OUT,
-        },
-        to_cpu,
-    ]
-    return {
-        f"{PREPROCESSOR}.json": {"name": PREPROCESSOR, "steps": inputs},
-        f"{POSTPROCESSOR}.json": {"name": POSTPROCESSOR, "steps": outputs},
+    rename = _step("rename_observations_processor", rename_map={})
+    words = [_step("smolvla_new_line_processor"), _step("tokenizer_processor", **tokenizer)] if tokenizer else []
+    to_cpu = _step("device_processor", device="cpu", float_dtype=None)
+    scale: dict[str, Any] = {"eps": 1e-8, "norm_map": by_type}
+    steps = {
+        PREPROCESSOR: [
+            rename,
+            _step("to_batch_processor"),
+            *words,
+            to_cpu,
+            _step("normalizer_processor", features=features, **scale),
+        ],
+        POSTPROCESSOR: [_step("unnormalizer_processor", features=actions, **scale), to_cpu],
     }
+    for name, pipeline in steps.items():
+        for n, step in enumerate(pipeline):
+            if "norm_map" in step["config"]:
+                step["state_file"] = f"{name}_step_{n}_{step['registry_name']}.safetensors"
+    return steps
+
+
+def _step(registry_name: str, **config: Any) -> dict[str, Any]:
+    return {"registry_name": registry_name, "config": config}

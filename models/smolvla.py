@@ -47,6 +47,27 @@ class SmolVLA(nn.Module):
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()
 
+    def save(self, folder: Path, by_type: dict[str, str]) -> None:
+        """Write config.json and model.safetensors; by_type: {type of features: mode of normalisation}."""
+        from lerobot.configs.types import NormalizationMode
+
+        modes = {kind: NormalizationMode(mode) for kind, mode in by_type.items()}
+        self.policy.config.normalization_mapping = modes
+        self.policy.save_pretrained(str(folder))
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """What LeRobot's own preparation of an observation must know to make the tokens of `encode`."""
+        config = self.policy.config
+        return {
+            "max_length": config.tokenizer_max_length,
+            "task_key": "task",
+            "padding_side": "right",
+            "padding": config.pad_language_to,
+            "truncation": True,
+            "tokenizer_name": config.vlm_model_name,
+        }
+
     def encode(self, commands: list[str]) -> Tensor:
         """(N, L) int64 tokens by the model's own tokenizer, -1 for padding."""
         tokenizer = self.policy.model.vlm_with_expert.processor.tokenizer

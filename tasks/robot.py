@@ -172,19 +172,19 @@ class Task(contract.Task):
         return smolvla.SmolVLA(folder, self.dims, self.action_dim, shapes, n_action_steps=steps_of(cfg), **options)
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
-        """A `pretrained_model` folder: what `policy.pretrained_path` takes, and for ACT what LeRobot loads."""
+        """A `pretrained_model` folder: what `policy.pretrained_path` takes, and LeRobot, but for a vla."""
         shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
         shapes |= {camera: [3, *size] for camera, size in self.sizes.items()}
         kinds = {name: self.demos.features[name].kind for name in shapes}
         features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
+        # The checkpoint's own statistics: the dataset may have grown since.
+        stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         if self.cfg.policy.type == "smolvla":
-            policy.net.policy.save_pretrained(str(folder))
+            pretrained.save_with(policy.net.save, folder, stats, features, modes, policy.net.tokenizer)
             return
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        # The checkpoint's own statistics: the dataset may have grown since.
-        stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
 
     def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:

@@ -17,7 +17,7 @@ import tasks
 from engine import config
 from engine.contract import LockstepError, sample_seeds
 from envs import discs
-from formats import lerobot
+from formats import lerobot, pretrained
 from formats.lerobot_writer import Recorder
 from models.policy import Policy
 from tasks import _simulation as simulation
@@ -381,6 +381,47 @@ def test_saved_statistics_are_those_of_the_training(walks, tmp_path):
     saved = load_file(next((tmp_path / "first").glob("policy_post*.safetensors")))
     assert torch.allclose(saved["action.std"], before["std"].float())
     assert torch.allclose(saved["action.mean"], before["mean"].float())
+
+
+def test_smolvlas_folder_holds_what_lerobot_prepares_its_inputs_by(walks, tmp_path):
+    """Both pipelines and their statistics, as LeRobot 0.4.4 writes them; in tests/peer its own class acts by them."""
+    task, _, _ = task_of("robot", "policy.preset=test", f"dataset.root={walks}", "dataset.cache=none")
+    words = {"tokenizer_name": "some/model", "max_length": 48}
+    told = {}
+
+    def write(folder, by_type):  # LeRobot's class would
+        told.update(by_type)
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text("{}")
+
+    normalizer = task.model().normalizer
+    task.cfg.policy.type = "smolvla"
+    net = SimpleNamespace(save=write, tokenizer=words)
+    task.save_pretrained(SimpleNamespace(net=net, normalizer=normalizer), tmp_path / "out")
+    assert told == {"STATE": "MEAN_STD", "ACTION": "MEAN_STD", "VISUAL": "MIN_MAX"}
+    before, after = (json.loads((tmp_path / f"out/policy_{n}processor.json").read_text()) for n in ("pre", "post"))
+    assert [step["registry_name"] for step in before["steps"]] == [
+        "rename_observations_processor",
+        "to_batch_processor",
+        "smolvla_new_line_processor",
+        "tokenizer_processor",
+        "device_processor",
+        "normalizer_processor",
+    ]
+    assert before["steps"][3]["config"] == words
+    assert [step["registry_name"] for step in after["steps"]] == ["unnormalizer_processor", "device_processor"]
+    files = [before["steps"][5]["state_file"], after["steps"][0]["state_file"]]
+    assert files == [
+        "policy_preprocessor_step_5_normalizer_processor.safetensors",
+        "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
+    ]
+    names = {"config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json", *files}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for file in files:
+        found = pretrained._read_tensors(tmp_path / "out" / file)
+        for name in ("mean", "std"):
+            wanted = torch.tensor(task.demos.stats["action"][name], dtype=torch.float32)
+            torch.testing.assert_close(found[f"action.{name}"], wanted)
 
 
 def test_each_camera_keeps_its_proportions(tmp_path):

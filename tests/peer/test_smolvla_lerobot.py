@@ -5,6 +5,7 @@ own: PYTHONPATH=<folders> HF_HUB_OFFLINE=1 python -m pytest tests/peer
 """
 
 import importlib.util
+import json
 import os
 
 import pytest
@@ -17,9 +18,12 @@ import torchvision_shim
 from conftest import ROOT, succeed
 
 torchvision_shim.load()
+from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
+from lerobot.policies.factory import make_pre_post_processors  # noqa: E402
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig  # noqa: E402
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from test_robot import record, task_of  # noqa: E402
 from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
@@ -107,6 +111,11 @@ def test_it_trains_by_the_ordinary_command(launch, tmp_path, folder, walks, proc
     before = SmolVLAPolicy.from_pretrained(str(folder)).state_dict()
     changed = {name for name in before if not torch.equal(before[name], last[f"net.policy.{name}"])}
     assert changed and not any(".vlm." in name for name in changed)
+    out = tmp_path / "out"
+    succeed(launch.python("tools/save_pretrained.py", str(tmp_path / "run"), str(out), PYTHONPATH=path))
+    saved = SmolVLAPolicy.from_pretrained(str(out)).state_dict()
+    assert all(torch.equal(saved[name], last[f"net.policy.{name}"]) for name in saved)
+    make_pre_post_processors(PreTrainedConfig.from_pretrained(str(out)), pretrained_path=str(out))
 
 
 def test_the_errors_are_its_own(folder, walks):
@@ -130,3 +139,52 @@ def test_the_errors_are_its_own(folder, walks):
     batch["action_is_pad"][:, 4:] = True
     torch.testing.assert_close(policy(batch, draws)["error"], everything[:, :4, :3].sum((1, 2)))
     assert policy.act(batch).shape == (len(rows), 6, 3)
+
+
+def test_lerobot_runs_what_was_saved(folder, walks, tmp_path):
+    """The commands that a robot is driven with: its own pipelines and `select_action`, over an episode."""
+    task, train, _ = task_of(*words(folder, walks), "policy.normalization_mapping.ACTION=MIN_MAX")
+    policy = task.model().eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(policy.parameters()):  # not what it started from
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    out = tmp_path / "out"
+    task.save_pretrained(policy, out)
+    config = PreTrainedConfig.from_pretrained(str(out))
+    before, after = make_pre_post_processors(config, pretrained_path=str(out))
+    theirs = SmolVLAPolicy.from_pretrained(str(out), config=config, strict=True)
+    episode = train.told["episode_index"][train.rows]
+    rows = [n for n in range(len(train)) if episode[n] == episode[0]]
+    assert len(rows) > 6
+    batch = train.__getitems__(rows)
+    draws = uniform(sample_seeds(0, 0, torch.arange(len(rows))), policy.net.num_noise)
+    with torch.no_grad():
+        ours = policy.act(task._with_words(batch), draws)  # (B, chunk, A)
+    for n in range(len(rows)):
+        seen = {name: batch[name][n] for name in task.dims}
+        seen |= {name: batch[name][n].float() / 255 for name in task.cameras}
+        seen["task"] = task.demos.tasks[int(batch["task_index"][n])]
+        noise = policy.net.noise(draws[n]).view(1, 6, -1)
+        theirs.reset()
+        for step in range(6 if n == 0 else 1):
+            action = after(theirs.select_action(before(seen), noise=noise))
+            torch.testing.assert_close(action, ours[n, step][None], rtol=1e-5, atol=1e-5)
+
+
+def test_the_pipelines_are_described_in_its_own_words(folder, walks, tmp_path):
+    task, _, _ = task_of(*words(folder, walks))
+    policy = task.model()
+    task.save_pretrained(policy, tmp_path / "ours")
+    config = PreTrainedConfig.from_pretrained(str(tmp_path / "ours"))
+    for pipeline in make_pre_post_processors(config, dataset_stats=policy.normalizer.stats()):
+        pipeline.save_pretrained(tmp_path / "theirs")
+    theirs = {path.name: path for path in (tmp_path / "theirs").iterdir()}
+    assert len(theirs) == 4 and theirs.keys() | {"config.json", "model.safetensors"} == {
+        path.name for path in (tmp_path / "ours").iterdir()
+    }
+    for name, path in theirs.items():
+        if path.suffix == ".json":
+            assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(path.read_text())
+        else:
+            mine, own = load_file(tmp_path / "ours" / name), load_file(path)
+            assert mine.keys() == own.keys() and all(torch.equal(mine[key], own[key]) for key in own)
