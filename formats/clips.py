@@ -16,8 +16,6 @@ import csv
 import errno
 import json
 import os
-import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import torch
 
 from engine.contract import Batch, LockstepError
 from formats.arrays import check_text, map_npy, read_ahead, renumber
+from formats.partial import Partial
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
@@ -126,14 +125,14 @@ class ClipsWriter:
         if self.folder.exists():
             raise LockstepError("the folder exists already", where=str(folder), todo="remove it or choose another")
         self._columns = (*COLUMNS, *extra_columns)
-        self._partial = self.folder.parent / f".{self.folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
+        self._beside = Partial(self.folder)
+        self._partial = self._beside.path
         self.num_trials = self.num_frames = 0
         self._size: tuple[int, int] | None = None
 
     def __enter__(self) -> ClipsWriter:
-        shutil.rmtree(self._partial, ignore_errors=True)
         try:
-            self._partial.mkdir(parents=True)
+            self._beside.begin()
             self._pixels = open(self._partial / FRAMES, "wb")
             self._pixels.write(_npy_header((0, 0, 0)))
             self._table = open(self._partial / TRIALS, "w", newline="", encoding="utf-8")
@@ -181,7 +180,7 @@ class ClipsWriter:
             for file in (self._pixels, self._table):
                 with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
                     file.close()
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._beside.end()
 
     def _finish(self) -> None:
         if self._size is None:

@@ -7,7 +7,8 @@
     }) as recorder:
         recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")  # arrays (T, ...)
 
-The dataset gets its name when all is written: a killed recording leaves a hidden folder beside it, and no half dataset.
+The dataset gets its name when all is written: a killed recording leaves a hidden folder beside it, and no half dataset;
+the next recording of that name removes it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import io
 import json
 import math
 import os
-import shutil
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 from engine.contract import LockstepError
 from formats.arrays import is_file_name
 from formats.lerobot import BOOKKEEPING, QUANTILES, Stats, aggregate, measure, need
+from formats.partial import Partial
 
 NUMBERS = ("float32", "float64", "int32", "int64", "bool")
 FILES_PER_CHUNK = 1000
@@ -66,7 +66,8 @@ class Recorder:
         if os.path.lexists(self.root):
             raise LockstepError("the folder exists already", where=str(root), todo="remove it or choose another")
         need("pyarrow.parquet")
-        self._partial = self.root.parent / f".{self.root.name}.partial-{socket.gethostname()}-{os.getpid()}"
+        self._beside = Partial(self.root)
+        self._partial = self._beside.path
         self.num_frames = 0
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
@@ -103,8 +104,8 @@ class Recorder:
             raise LockstepError(what, where=str(self.root), todo=todo)
 
     def __enter__(self) -> Recorder:
-        shutil.rmtree(self._partial, ignore_errors=True)
         try:
+            self._beside.begin()
             (self._partial / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
         except OSError as error:
             raise _cannot_write(self.root, error) from None
@@ -283,7 +284,7 @@ class Recorder:
         finally:
             with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
                 self._close()
-            shutil.rmtree(self._partial, ignore_errors=True)
+            self._beside.end()
 
     def _close(self) -> None:
         for video in self._videos.values():

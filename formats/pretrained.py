@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.contract import LockstepError
+from formats.partial import Partial
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
@@ -302,13 +302,13 @@ def save_with(
         for name, value in stats.get(feature, {}).items()
     }
     safetensors = _safetensors()
-    beside = folder.parent / f".{folder.name}.partial-{socket.gethostname()}-{os.getpid()}"
+    partial = Partial(folder)
+    beside = partial.path
     try:
         if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
             todo = "choose another folder"
             raise LockstepError("the folder holds something else than a policy", where=str(folder), todo=todo)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        partial.begin()
         write(beside, by_type)
         for name, steps in _processors(features, by_type, tokenizer).items():
             _write_json(beside / f"{name}.json", {"name": name, "steps": steps})
@@ -321,7 +321,7 @@ def save_with(
     except (OSError, safetensors.SafetensorError) as error:
         raise _cannot("write", folder, error) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        partial.end()
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,6 @@ def recorded(env: Any, kind: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / f".{folder.name}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, by a killed process too
-            for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
             if not folder.exists():
                 record(folder, env, kind)
     except OSError as error:

@@ -325,6 +325,12 @@ class Task(contract.Task):
             + (" (the same: there is no other to validate on)" if self.shared else "")
             + f"; trials at each evaluation: {trials}",
         ]
+        policy = self.cfg.policy
+        if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.continues:
+            rows.append(
+                f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
+                " LeRobot's starts from ImageNet's weights"
+            )
         return "\n".join(rows)
 
 

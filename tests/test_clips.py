@@ -254,6 +254,7 @@ def test_a_full_disk_is_told_in_words(tmp_path, monkeypatch):
 
 
 def test_the_folder_appears_only_at_the_end(tmp_path):
+    (tmp_path / ".out.partial-elsewhere-1").mkdir()  # of a process that was killed
     with ClipsWriter(tmp_path / "out", ["rest"]) as writer:
         writer.add(np.zeros((2, 4, 4), np.uint8), "a", "rest")
         assert not (tmp_path / "out").exists()

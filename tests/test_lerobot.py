@@ -843,6 +843,23 @@ def test_a_killed_recording_leaves_no_dataset(tmp_path):
     run(begin, exitcode=-signal.SIGKILL)
     assert not (tmp_path / "set").exists() and len(list(tmp_path.iterdir())) == 1
     refused("cannot read info.json", lambda: read(tmp_path / "set"))
+    with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+        recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+    assert [path.name for path in tmp_path.iterdir()] == ["set"], "what was left goes with the next recording"
+
+
+def test_a_recording_leaves_another_one_at_work_alone(tmp_path):
+    def record_the_same():
+        record(tmp_path / "set")
+
+    (tmp_path / ".set.partial-elsewhere-1" / "data").mkdir(parents=True)
+    (tmp_path / ".set2.partial-elsewhere-1").mkdir()
+    with pytest.raises(LockstepError), Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+        recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+        mine = next(tmp_path.glob(f".set.partial-*-{os.getpid()}"))
+        run(record_the_same)
+        assert (mine / "data").is_dir() and len(read(tmp_path / "set").episodes) == len(LENGTHS)
+    assert {path.name for path in tmp_path.iterdir()} == {"set", ".set2.partial-elsewhere-1"}, "another name's stays"
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------

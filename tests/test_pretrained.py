@@ -318,6 +318,7 @@ def test_a_folder_is_replaced_whole(net, folder, tmp_path):
     with torch.no_grad():
         net.action_head.bias.fill_(4.0)
     (folder / "stale").touch()
+    (tmp_path / ".pretrained_model.partial-elsewhere-1").mkdir()  # of a process that was killed
     pretrained.save(folder, "act", TINY, net, STATS, FEATURES, MODES)
     assert pretrained.load(folder).weights["action_head.bias"].tolist() == [4.0, 4.0]
     assert left(tmp_path) == ["pretrained_model"] and "stale" not in left(folder)

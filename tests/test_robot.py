@@ -562,6 +562,23 @@ def test_every_normalisation_brings_the_data_to_its_range(walks):
         torch.testing.assert_close(back[:, :1], actions, rtol=1e-5, atol=1e-5)
 
 
+def test_act_says_what_its_eyes_start_from(walks, tmp_path):
+    """LeRobot's begin with ImageNet's weights; with weights of its own, or no picture, there is nothing to say."""
+    act = ["robot", "policy.type=act", f"dataset.root={walks}", "dataset.cache=none"]
+    said = "The resnet34 that sees starts at random, its norms frozen as they are; LeRobot's starts from ImageNet's"
+    for words, is_said in (
+        ([*act, "policy.vision_backbone=resnet34"], True),
+        ([*act, "dataset.cameras=none"], False),
+        ([*act, f"policy.pretrained_path={tmp_path}"], False),
+        (["robot", *act[2:]], False),
+    ):
+        task, *_ = task_of(*words)
+        assert (said in task.summary()) == is_said, words
+    task, *_ = task_of(*act, "policy.vision_backbone=resnet34")
+    task.continues = True
+    assert said not in task.summary(), "its weights are the checkpoint's"
+
+
 def test_cameras_can_be_left_out(tmp_path):
     root = record(tmp_path / "set", cameras=2)
     both, one, none = (
