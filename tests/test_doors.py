@@ -57,7 +57,7 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
 @pytest.mark.real
 def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     config_file = tmp_path / "toy.yaml"
-    config_file.write_text(f"task: {TOY}\nbatch_size: 6\nmodel: {{width: 8}}\n")
+    config_file.write_text(f"task: {TOY}\nbatch_size: 6\namp: off\nmodel: {{width: 8}}\n")
     for door in ("train.py", "train_ddp.py"):
         succeed(launch.torchrun(2, door, "--config", str(config_file), f"save_dir={tmp_path / door[:-3]}"))
     assert same_bits(weights(tmp_path / "train"), weights(tmp_path / "train_ddp"))
