@@ -257,6 +257,7 @@ def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
     assert 0 < distance(runs["powersgd"], runs["none"]) < 0.5
 
 
+@pytest.mark.real  # torch.compile starts processes of its own, which wait for ever below a fork
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++")), reason="no C++ compiler")
 def test_a_compiled_run_is_the_same_run(launch, tmp_path):
