@@ -114,7 +114,7 @@ def prepare(
     loop.rehearse(job, loaders[1])
     speed = _speed(job, loaders)
     say(plan.describe(the_plan, cfg, world, job.model, job.optimizer, the_precision, speed) + "\n")
-    if the_plan.warmup_steps > the_plan.horizon:
+    if the_plan.warmup_steps > the_plan.horizon and not split:
         say(
             f"warning: the warm-up of {the_plan.warmup_steps} steps is longer than the schedule of {the_plan.horizon} "
             "(schedule): give a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
