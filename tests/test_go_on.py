@@ -44,6 +44,7 @@ def test_the_words_go_on_with_the_same_run(line, save_dir, tmp_path, monkeypatch
     again = shlex.split(shlex.join(config.to_go_on(argv, task, FOLDER)))
     assert parsed(again) == parsed(argv) | {"save_dir": save_dir, "resume": "auto"}
     assert config.to_go_on(again, task, FOLDER) == again, "and so on"
+    assert not [word for word in again if "local-rank" in word], "another launcher's"
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1"}
@@ -75,7 +76,9 @@ def test_what_was_typed_before_them(tmp_path, monkeypatch):
     assert said([], **TORCHRUN)[:3] == [sys.executable, "-m", "torch.distributed.run"]
 
 
-@pytest.mark.parametrize("started", ["python", "torchrun", "the launcher under Slurm"])
+@pytest.mark.parametrize(
+    "started", ["python", *(pytest.param(how, marks=pytest.mark.slow) for how in ("torchrun", "launcher under Slurm"))]
+)
 def test_the_printed_command_goes_on_in_a_shell(launch, tmp_path, started):
     """Stopped after a step by itself, with a folder's name that a shell would take apart."""
     run = tmp_path / "it's  $HOME"
@@ -98,6 +101,6 @@ def test_the_printed_command_goes_on_in_a_shell(launch, tmp_path, started):
     assert about["state"] == "stopped" and about["step"] < 6, done.err
     command = about["resume_command"]
     assert f"  go on with   {command}\n" in done.out
-    assert command.startswith("srun --nodes=1 ") == (started == "the launcher under Slurm")
+    assert command.startswith("srun --nodes=1 ") == (started == "launcher under Slurm")
     again = succeed(launch("bash", "-c", command, **env))
     assert f"Resuming {run}/" in again.out and json.loads((run / "status.json").read_text())["step"] == 6

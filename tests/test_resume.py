@@ -214,6 +214,8 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     with open(tmp_path / "run/metrics.jsonl", "ab") as file:
         file.write(b'5\n{"hello": 1}\n\xff\xfe')
     done = succeed(launch.python(*words))
+    times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert times == sorted(times), "the clock goes on, too"
     assert "Resuming" in done.out and "2 lines of" in done.err
     succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
     assert_same_run(tmp_path / "run", tmp_path / "straight")
