@@ -77,6 +77,12 @@ def test_drop_last_drops_whole_steps_only():
     assert [len(step) for step in steps_of(epoch_of(the_plan))] == [12] * 5
 
 
+def test_the_devices_of_one_process_have_each_a_batch():
+    cfg = config.Config(batch_size=3, steps=12)
+    the_plan = plan.make_plan(cfg, World(0, 0, 1, torch.device("cpu"), devices=(0, 1)), 61)
+    assert (the_plan.micro_batch, the_plan.global_batch, the_plan.steps_per_epoch, the_plan.epochs) == (6, 6, 11, 2)
+
+
 def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else():
     the_plan = make_plan(61, 1)
     base = steps_of(epoch_of(the_plan))
@@ -103,6 +109,8 @@ def test_balanced_order_is_even_and_deals_each_class_as_a_deck():
     assert len(set(common)) == len(common), "a common class never repeats"
     rare = np.bincount(order[labels[order] == 2])[95:]
     assert rare.max() - rare.min() <= 1, "a rare class repeats evenly"
+    epochs = [balanced_order(labels, np.random.default_rng(epoch)) for epoch in range(20)]
+    assert len(np.unique(epochs)) == 100, "in some epoch each sample comes"
 
 
 def test_balanced_shards_are_one_stream_and_never_overlap():
@@ -164,9 +172,12 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
             assert batch["seed"].tolist() == contract.sample_seeds(9, epoch, batch["position"]).tolist()
     for name, factor in (("x", 10), ("index", 1)):
         assert torch.cat([batch[name] for batch in val]).tolist() == [factor * i for i in range(10)]
-    monkeypatch.setattr(dataset, "weights", [1.0] * 9 + [3.0], raising=False)  # a list will do
-    loader, _ = create_data_loaders(cfg, world(), make_plan(10, 1, batch=10), dataset(), dataset())
-    assert next(iter(loader))[0]["mean_weight"].tolist() == [1.2] * 10
+    monkeypatch.setattr(dataset, "weights", [*range(10)], raising=False)  # a list will do
+    loader, _ = create_data_loaders(cfg, world(), make_plan(10, 1, batch=2, accumulation=2), dataset(), dataset())
+    passes = list(loader)
+    for step in (passes[:2], passes[2:4], passes[4:]):
+        mean = np.mean([index for _, micro in step for index in micro.indices])
+        assert [batch["mean_weight"].tolist() for batch, _ in step] == [[mean] * 2] * len(step)
 
 
 def test_balanced_without_labels_is_an_error_in_words():

@@ -1,6 +1,7 @@
 """What a run leaves to read, as other programs read it."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tasks
 from engine import config, log
 from engine.contract import LockstepError
+from engine.loop import Progress
 from tools.evaluate import of_run
 
 
@@ -171,6 +173,28 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
     assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, None), warning)
     without = line % ("train", 1, 1) + line % ("train", 2, 2)
     assert taken_back(good, evaluation_due=True) == (without, (2.5, {"event": "train"}), ""), "it is made again"
+
+
+def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capsys):
+    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress())
+    opened = log.Log(tmp_path, job)
+    opened.writer = io.BytesIO()  # TensorBoard's is not asked
+    opened._record("train", job, {})
+    whole = opened.lines
+
+    def half(text):
+        whole.write(text[:20])
+        raise OSError("no room")
+
+    opened.lines = SimpleNamespace(write=half)
+    opened._record("train", job, {})
+    opened.lines = whole
+    for _ in range(2):
+        opened._record("eval", job, {})
+    opened.close()
+    first, torn, *rest = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in (first, *rest)] == ["train", "eval", "eval"] and len(torn) == 20
+    assert capsys.readouterr().err.count("warning: metrics.jsonl cannot be written") == 1
 
 
 def test_json_holds_no_nan(launch, tmp_path):

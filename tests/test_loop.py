@@ -1,6 +1,7 @@
 """The loop of an epoch, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ class Event:
     ("words", "late"),
     [
         (["epochs=2"], [1, 2, 3, 4, 5]),  # the sixth is known at once: the epoch ends
+        (["epochs=2", "drop_last=true", "batch_size=13"], [1, 2, 3, 4]),
         (["steps=4"], [1, 2, 3]),
         (["epochs=1", "eval_every=4"], [1, 2, 3, 5]),
         (["epochs=1", "save_every=2"], [1, 3, 5]),
@@ -76,6 +78,8 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     assert not next(outcomes).stopping, "its vote is under way"
     last = next(outcomes)
     assert last.stopping and [skipped.step for skipped in last.skipped] == [2, 3]
+    blamed = [index for skipped in last.skipped for index in skipped.samples[0]]
+    assert len(set(blamed)) == len(blamed) == 24, "each step's own samples"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
         same = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(now, before, strict=True)]
         assert same == [job.progress.step == 3] * 3 and bool(outcome.skipped) is (job.progress.step == 3)
         before = now
-    assert job.progress.step == 6
+    metrics = loop.training_metrics(job)
+    assert job.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
@@ -134,7 +139,8 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     job, outcomes = steps(*words, task=str(tmp_path / "own.py"))
     for _ in itertools.islice(outcomes, 3):
         pass
-    torch.save(checkpoint.capture(job), tmp_path / "state.pt")
+    captured = checkpoint.capture(job)
+    torch.save(captured, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     held = {value.untyped_storage().data_ptr(): value.numel() for value in tensors(state)}
     sizes = {name: value.numel() for name, value in job.model.state_dict().items() if name != "again.weight"}
@@ -148,10 +154,29 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
         pass
     ours, theirs = ([*tensors(job.ema.state_dict()), *tensors(job.model.state_dict())] for job in (again, job))
     assert all(map(torch.equal, ours, theirs)), "it goes on from there"
+    written = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(map(torch.equal, tensors(captured), tensors(written))), "what was captured stays as it was"
     moved = state["model"]["first.weight"].clone()
     checkpoint.load_evaluated(again.model, state, Path("state.pt"))
     assert torch.equal(again.model.again.weight, state["ema"]["module.first.weight"])
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
+
+
+def test_each_rank_draws_its_own_when_a_run_goes_on(steps):
+    """As before where there are as many; else anew: another thing on each rank and after each step."""
+    job, outcomes = steps()
+    next(outcomes)
+    state, drawn = checkpoint.capture(job), []
+    everyones = [{"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in (0, 1)]
+    for rank in (0, 1):
+        job.world = replace(job.world, rank=rank, size=2)
+        checkpoint.restore(job, state | {"rng": everyones}, Path("state.pt"))
+        assert torch.equal(torch.get_rng_state(), everyones[rank]["cpu"])
+        for step in (1, 2, 1):
+            state["progress"]["step"] = step
+            checkpoint.restore(job, state, Path("state.pt"))
+            drawn.append(torch.rand(()).item())
+    assert (drawn[0], drawn[3]) == (drawn[2], drawn[5]) and len(set(drawn)) == 4
 
 
 def tensors(tree):

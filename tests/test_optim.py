@@ -54,6 +54,20 @@ def test_the_divisor_turns_sums_into_means_before_clipping(grad_clip, dtype, nea
         assert clipped.item() == pytest.approx(grad_clip, rel=1e-5)
 
 
+def test_a_scaled_step_is_the_same_step():
+    """fp16's: gradients come with a scale, and are divided by it and by the divisor once."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))  # which makes the scale
+    summed, mean = with_gradients(1024 * 100.0, torch.float32), with_gradients(1.0, torch.float32)
+    optimizer = optim.make_optimizer(summed, Optim())
+    norm, skipped = optim.step(optimizer, scaler, 0.1, torch.tensor(100.0), 0.5)
+    (expected, _), _ = take(mean, 1.0, 0.5)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-5) and not skipped
+    for a, b in zip(summed.parameters(), mean.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(bad, dtype):

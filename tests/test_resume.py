@@ -220,6 +220,8 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
     assert_same_run(tmp_path / "run", tmp_path / "straight")
     assert points(tmp_path / "run") == points(tmp_path / "straight")
+    times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert times == sorted(times), "the clock goes on, too"
 
 
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):

@@ -1,0 +1,143 @@
+"""The watch of a rank, in this process and by the test's own clock: whom it blames, and when it is time."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import watch
+from engine.dist import World
+from engine.stop import Stop
+from engine.watch import Cause, Watch, verdict
+
+
+def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, **about):
+    where = {"pid": 7, "host": "here", "machine": watch.MACHINE, "step": 3}
+    return {"beats": beats, "phase": phase, "waits": waits, "for_s": for_s} | where | about
+
+
+BUSY, LONGER = beat(phase="forward", waits=False, for_s=3), beat(phase="data loading", waits=False, for_s=40)
+
+
+def test_who_is_to_blame():
+    """Whoever is silent, before whoever is busy, and of those the one that has been for longest."""
+    before = {rank: beat(1) for rank in range(4)}
+    busy = "rank 2 has been in data loading for 40 s; rank 1 has been in forward for 3 s; waiting: "
+    now = {0: beat(), 1: BUSY, 2: LONGER, 3: beat()}
+    assert verdict(before, now, 4) == (2, busy + "ranks 0, 3 in gradient sync")
+    silent = "rank 3 gives no sign of life (process 7 on here, last in gradient sync); "
+    assert verdict(before, now | {3: beat(1)}, 4) == (3, silent + busy + "rank 0 in gradient sync")
+    assert verdict(before, {0: BUSY}, 2) == (1, "rank 1 gives no sign of life (never heard of); rank 0 has been in "
+                                                "forward for 3 s")  # fmt: skip
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would leave with."""
+    store, passed, ended = dist.HashStore(), [0.0], []
+    monkeypatch.setattr(watch, "_known", [])
+    monkeypatch.setattr(Watch, "_end", lambda self, cause, claimed=False: ended.append(cause))
+    worlds = [World(rank, rank, 2, torch.device("cpu"), grouped=True, store=store) for rank in (0, 1)]
+    mine, other = (Watch(world, Stop(), timeout_s=10.0) for world in worlds)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(watch, "time", clock)
+    yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
+    for each in (mine, other):
+        each.notes.asking.shutdown()
+
+
+@pytest.fixture
+def zombie():
+    """The number of a process that has ended, and that nobody has waited for."""
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    yield pid
+    os.waitpid(pid, 0)
+
+
+def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
+    """Its process must be gone for as long as the grace lasts, and one that is there ends the suspicion."""
+    mine, passed = ranks.mine, ranks.passed
+    for pid in (zombie, os.getpid(), zombie):
+        ranks.other.notes.put("beat1", beat(pid=pid))
+        for share in (0, 0.9):
+            passed[0] += share * mine.grace_s
+            mine._mind_the_dead()
+            assert not ranks.ended
+    passed[0] += mine.grace_s
+    mine._mind_the_dead()
+    assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith("rank 1 is gone without a word")
+
+
+def test_the_first_cause_is_the_one_and_the_others_get_time_to_meet_it(ranks):
+    assert ranks.other.notes.claim(Cause(1, "the first", 1)) and not ranks.mine.notes.claim(Cause(0, "another", 6))
+    ranks.mine._mind_the_failed()
+    ranks.passed[0] += 0.9 * ranks.mine.grace_s
+    ranks.mine._mind_the_failed()
+    assert not ranks.ended
+    ranks.passed[0] += ranks.mine.grace_s
+    ranks.mine._mind_the_failed()
+    assert ranks.ended == [Cause(1, "the first", 1)]
+
+
+def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
+    notes = ranks.mine.notes
+    for rank in (0, 1):
+        notes.put(f"beat{rank}", beat(1, machine="another"))
+    before = notes.beats()
+    notes.put("beat0", beat(2, machine="another"))
+    assert watch._lost_peer(notes, before).rank == 1
+    notes.put("beat1", beat(2, machine="another"))
+    assert watch._lost_peer(notes, before) is None
+
+
+def test_a_stop_is_heard_of_by_all(ranks):
+    ranks.mine._mind_the_stop()
+    assert not ranks.mine.stop.asked
+    ranks.other.stop.ask("SIGTERM")
+    ranks.other._mind_the_stop()
+    ranks.mine._mind_the_stop()
+    assert ranks.mine.stop.reason == "SIGTERM on rank 1"
+
+
+def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    mine = Watch(ranks.mine.world, Stop(), 10.0)
+    mine._mind_the_parent()
+    assert not mine.stop.asked
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    mine._mind_the_parent()
+    ranks.passed[0] += 0.9 * mine.orphan_s
+    mine._mind_the_parent()
+    assert mine.stop.reason == "torchrun is gone" and not ranks.ended
+    ranks.passed[0] += mine.orphan_s
+    mine._mind_the_parent()
+    assert [cause.exit_code for cause in ranks.ended] == [6]
+    mine.notes.asking.shutdown()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_wait_that_gets_long_is_warned_of_and_then_ended(ranks, monkeypatch, capfd, frozen):
+    """The one that all wait for is blamed; if it is frozen, it is killed."""
+    mine, other, killed = ranks.mine, ranks.other, []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    mine.world.pulse.set("gradient sync", waits=True)
+    other.world.pulse.set("forward")
+    mine._beat()
+    other._beat()
+    ranks.clock.sleep = (lambda seconds: None) if frozen else (lambda seconds: other._beat())
+    said = "rank 1 gives no sign of life" if frozen else "rank 1 has been in forward for"
+    for share, warned in ((0.4, False), (0.2, True), (0.05, True)):
+        ranks.passed[0] += share * mine.timeout_s
+        mine._mind_the_time()
+        assert (mine.said > 0) is warned and not ranks.ended
+    assert capfd.readouterr().err.count(f"warning: {said}") == 1
+    ranks.passed[0] += 0.35 * mine.timeout_s
+    mine._mind_the_time()
+    assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith(said) and ranks.ended[0].exit_code == 6
+    assert killed == [signal.SIGKILL] * frozen and f"error: {said}" in capfd.readouterr().err
