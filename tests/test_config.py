@@ -78,7 +78,7 @@ def test_every_spelling_of_the_guides(argv, key, value):
 def test_keys_of_lerobot_that_set_nothing(word, refused):
     """Those of another place are accepted with a note, where they ask for what is so anyway, and refused otherwise."""
     common = ["robot", "--policy.type=act", "--env.type=pusht"]
-    asked = config.parse([*common, word], tasks.load)
+    asked = config.parse([*common, word], tasks.load, others=tasks.names())
     assert config.to_dict(asked.cfg) == config.to_dict(parse(*common))
     name = word[2:].partition("=")[0]
     assert len(asked.notes) == 1 and asked.notes[0].startswith(f"{word[2:]} (command line) sets nothing here: ")
@@ -155,6 +155,11 @@ def test_lines_of_python_in_a_yaml(tmp_path, before):
 )
 def test_what_a_person_can_get_wrong(argv, expected):
     assert any(expected in line for line in problems(*argv)), problems(*argv)
+
+
+def test_a_switch_takes_no_word():
+    asked = config.parse(["--force", "video", "--deterministic", "epochs=3"], tasks.load)
+    assert asked.force and (asked.cfg.task, asked.cfg.epochs, asked.cfg.deterministic) == ("video", 3, True)
 
 
 def test_all_problems_are_reported_together(tmp_path):

@@ -65,8 +65,8 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(f"no run at {argv[0]!r}", where="the first word", todo="give the folder of a run")
     storage.check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
-    above = [*Path.cwd().joinpath(task).parents, *Path(task).resolve().parents]  # as it is written, and without links
-    if task.endswith(".py") and folder.resolve() in [place.resolve() for place in above] and not trust:
+    above = [place.resolve() for place in Path.cwd().joinpath(task).parents]  # a link in the folder is in the folder
+    if task.endswith(".py") and folder.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
         raise LockstepError(what, where=str(folder / "config.yaml"), todo="read it, then give --trust to run it")
     checkpoints = storage.Checkpoints(folder)
