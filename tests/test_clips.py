@@ -529,9 +529,9 @@ def test_captions_are_never_cut():
 def test_one_of_each_class_and_mistakes_first():
     labels = np.array([0, 0, 0, 1, 1, 2, 2, 3, 4])
     guesses = np.array([0, 0, 0, 1, 1, 0, 2, 0, -1])
-    assert one_of_each(labels, guesses).tolist() == [5, 7, 0, 3], "class 4 was scored by another rank"
+    assert one_of_each(labels, guesses).tolist() == [5, 7, 1, 4], "class 4 was scored by another rank"
     guesses[4] = 2
-    assert one_of_each(labels, guesses).tolist() == [4, 5, 7, 0]
+    assert one_of_each(labels, guesses).tolist() == [4, 5, 7, 1]
     assert one_of_each(labels, guesses, most=2).tolist() == [4, 5]
     assert not len(one_of_each(labels, np.full(9, -1)))
 
