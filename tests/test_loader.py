@@ -78,9 +78,14 @@ def test_drop_last_drops_whole_steps_only():
 
 
 def test_the_devices_of_one_process_have_each_a_batch():
-    cfg = config.Config(batch_size=3, steps=12)
-    the_plan = plan.make_plan(cfg, World(0, 0, 1, torch.device("cpu"), devices=(0, 1)), 61)
-    assert (the_plan.micro_batch, the_plan.global_batch, the_plan.steps_per_epoch, the_plan.epochs) == (6, 6, 11, 2)
+    the_plan = plan.make_plan(config.Config(batch_size=3), World(0, 0, 1, torch.device("cpu"), devices=(0, 1)), 61)
+    assert (the_plan.micro_batch, the_plan.global_batch, the_plan.steps_per_epoch) == (6, 6, 11)
+
+
+def test_lengths_in_steps_overrule_those_in_epochs():
+    schedule = config.Schedule(warmup_steps=4, warmup_epochs=2.0)
+    the_plan = plan.make_plan(config.Config(batch_size=12, epochs=5, steps=8, schedule=schedule), world(), 61)
+    assert (the_plan.total_steps, the_plan.epochs, the_plan.warmup_steps) == (8, 2, 4)
 
 
 def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else():

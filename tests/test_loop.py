@@ -100,6 +100,16 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
     assert job.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
 
 
+def test_the_average_is_what_is_scored(steps):
+    job, outcomes = steps("optim.ema_decay=0.5")
+    next(outcomes), next(outcomes)
+    batch = job.task.datasets()[1].__getitems__(range(23))
+    metrics, _ = loop.evaluate(job, [batch])
+    with torch.no_grad():
+        scored = [job.task.report(job.task.score(model, batch))["loss"] for model in (job.ema.module, job.model)]
+    assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
+
+
 def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
     steps("steps=3", "schedule.warmup_epochs=0.5")
     assert "warning" not in capsys.readouterr().out
