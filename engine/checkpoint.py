@@ -106,7 +106,10 @@ def check_same_run(
     """Refuse to go on under a config that would make it another run, and say where the two differ; with `force` return
     that as warnings. free: what the task allows to change."""
     sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
-    now, then = config.flatten(config.to_dict(cfg)), config.flatten(state["config"])
+    now = config.flatten(config.to_dict(cfg))
+    then = config.defaults(cfg) | config.flatten(
+        state["config"]
+    )  # a key that is younger than the run was at its default
     if now["task"] != then["task"]:  # nothing else would be comparable
         differences = [f"task: {then['task']} -> {now['task']}"]
     else:

@@ -294,6 +294,17 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     return dataclasses.asdict(cfg)
 
 
+def defaults(cfg: Any) -> dict[str, Any]:
+    """{key: its default} of all keys that `cfg` has, whatever a task or a choice within it starts from."""
+    fields = {key: each for key, (_, each) in _fields(cfg).items()}
+    missing = dataclasses.MISSING
+    return {
+        key: each.default if each.default_factory is missing else each.default_factory()
+        for key, each in fields.items()
+        if each.default is not missing or each.default_factory is not missing
+    }
+
+
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     flat: dict[str, Any] = {}

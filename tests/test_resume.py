@@ -307,6 +307,14 @@ def test_another_format_is_refused(launch, finished, version, todo):
     assert len(done.errors) == 1 and not (finished.parent / "new").exists()
 
 
+def test_a_key_that_is_younger_than_the_run_was_at_its_default(launch, finished):
+    path = foreign(finished, lambda state: state["config"].pop("random_samples"))
+    words = ["train.py", TOY, "epochs=2", f"resume={path}"]
+    done = launch.python(*words, "random_samples=warn", f"save_dir={finished.parent / 'other'}")
+    assert done.code == 2 and "random_samples: stop -> warn (" in done.err
+    assert "Resuming" in succeed(launch.python(*words, f"save_dir={finished.parent / 'new'}")).out
+
+
 WEIGHTS = {
     # what another model's weights look like: what the error names
     "lacks one": (lambda weights: weights.pop("layers.0.bias"), 'Missing key(s) in state_dict: "layers.0.bias"'),
