@@ -107,9 +107,8 @@ def check_same_run(
     that as warnings. free: what the task allows to change."""
     sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
     now = config.flatten(config.to_dict(cfg))
-    then = config.defaults(cfg) | config.flatten(
-        state["config"]
-    )  # a key that is younger than the run was at its default
+    # A key that is younger than the run was at its default.
+    then = config.defaults(cfg) | config.flatten(state["config"])
     if now["task"] != then["task"]:  # nothing else would be comparable
         differences = [f"task: {then['task']} -> {now['task']}"]
     else:

@@ -308,10 +308,10 @@ def test_another_format_is_refused(launch, finished, version, todo):
 
 
 def test_a_key_that_is_younger_than_the_run_was_at_its_default(launch, finished):
-    path = foreign(finished, lambda state: state["config"].pop("random_samples"))
+    path = foreign(finished, lambda state: state["config"]["optim"].pop("beta2"))
     words = ["train.py", TOY, "epochs=2", f"resume={path}"]
-    done = launch.python(*words, "random_samples=warn", f"save_dir={finished.parent / 'other'}")
-    assert done.code == 2 and "random_samples: stop -> warn (" in done.err
+    done = launch.python(*words, "optim.beta2=0.9", f"save_dir={finished.parent / 'other'}")
+    assert done.code == 2 and "optim.beta2: 0.999 -> 0.9 (" in done.err
     assert "Resuming" in succeed(launch.python(*words, f"save_dir={finished.parent / 'new'}")).out
 
 
