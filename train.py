@@ -30,6 +30,7 @@ from engine import (
     checkpoint,
     compiler,
     config,
+    cores,
     dist,
     faults,
     folder,
@@ -101,6 +102,9 @@ def prepare(
             "it may have been trained on some of what is scored\n"
         )
 
+    on_cpu, at_most = world.device.type == "cpu", 1
+    if on_cpu:
+        at_most = min(world.gather(cores.hold_back(cfg.threads, world.local_size, bool(world.place))))
     say("Creating model...")
     the_precision = _precision(cfg, world, state, strict)
     if state and cfg.memory_format == "auto":
@@ -111,8 +115,11 @@ def prepare(
         world.together(lambda: checkpoint.restore(job, state, found))
     _wrap(job, say)
     compared = agree.at_start(job)
-    loop.rehearse(job, loaders[1])
+    gflop = loop.rehearse(job, loaders[1]) * the_plan.micro_batch
     speed = _speed(job, loaders)
+    if on_cpu:
+        why = cores.spread(cfg.threads, gflop, at_most)
+        speed.insert(0, f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     say(plan.describe(the_plan, cfg, world, job.model, job.optimizer, the_precision, speed) + "\n")
     if the_plan.warmup_steps > the_plan.horizon and not split:
         say(
@@ -363,6 +370,7 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
     job, loader = prepared.job, prepared.train_loader
     cfg, progress = job.cfg, job.progress
     metrics: dict[str, float] = {}
+    crowd = cores.Crowd()
     if progress.evaluation_due:  # the run was stopped before it
         metrics = evaluate(prepared, logger, keeper)
     while not (job.finished or job.stopped):
@@ -382,6 +390,8 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
             if pause or progress.evaluation_due or progress.step % cfg.log_every == 0:
                 logger.slow(job, loop.find_slow(job))  # (all ranks) times meet; (main only) writes
                 logger.train(job, loop.training_metrics(job))
+                if warning := crowd.warning():
+                    logger.say(f"  warning: {warning}")
 
             if cfg.check_every and progress.step % cfg.check_every == 0:
                 agree.weights(job)

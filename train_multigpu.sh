@@ -22,7 +22,7 @@
 #   CUDA_VISIBLE_DEVICES   the GPUs to use, indices or UUIDs; empty = none
 #   PYTHON                 the interpreter; else the first with PyTorch: virtual environment, PATH, .venv/ here
 #   TORCHRUN_ARGS          further options of torchrun, split at blanks: TORCHRUN_ARGS="--max-restarts=3"
-#   OMP_NUM_THREADS        threads per process; if unset, cores / processes
+#   OMP_NUM_THREADS        threads per process; if unset, one, and up to cores / processes if the model is large
 #
 # SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach every process, which stop together with a checkpoint. Exit code: the run's:
 # 0 done, 2 usage or data, 3 checkpoint, 4 diverged, 5 data loading, 6 distributed, 75 stopped (the same line goes on).
@@ -171,7 +171,9 @@ elif ((!found)) && [[ -n $asked${CUDA_VISIBLE_DEVICES:-} ]]; then
     warn "$visible: training on the CPU"
 fi
 
+by_rule=${OMP_NUM_THREADS:+no} # LOCKSTEP_THREADS: nobody has asked for this number, it is the most there may be
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores = $(nproc) / processes, cores > 0 ? cores : 1))}
+[[ $by_rule ]] || export LOCKSTEP_THREADS=by_rule
 # SIGUSR1, Slurm's warning, and SIGUSR2 would kill torchrun and orphan its workers: it passes them on, or ignores them.
 signals="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 if [[ $forwards != True ]]; then signals='' && trap '' USR1 USR2; fi
@@ -179,6 +181,7 @@ read -r -d '' -a options <<<"--nproc_per_node=$processes $signals ${TORCHRUN_ARG
 command=("$python" "$here/engine/agent.py" "${rendezvous[@]}" "${options[@]}" "$script" "$@")
 
 if [[ -n $only_print ]]; then
+    [[ -z ${LOCKSTEP_THREADS:-} ]] || printf 'LOCKSTEP_THREADS=%q ' "$LOCKSTEP_THREADS"
     printf 'OMP_NUM_THREADS=%q ' "$OMP_NUM_THREADS"
     printf '%q ' "${command[@]}"
     echo

@@ -20,7 +20,7 @@ FORMAT = 2
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator compile cache oom optim.zero "
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cache oom optim.zero "
     "schedule.horizon random_samples"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")

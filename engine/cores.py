@@ -1,14 +1,129 @@
-"""Each process on the cores beside its GPU, where a machine's memory lies in several parts (NUMA nodes)."""
+"""Cores: how many a process may use, and does; whether others use them; which are beside its GPU (NUMA nodes)."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
+import time
 from pathlib import Path
 
 import torch
 
+from engine.contract import amount
+
 SYS = Path("/sys")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+TASKS = Path("/proc/self/task")
+
+BY_RULE = "LOCKSTEP_THREADS"
+"""Environment variable: set where OMP_NUM_THREADS is what this process may take, and nobody has asked for it."""
+
+GFLOP_PER_THREAD = 5.0
+"""Of a forward pass. Threads wait for each other after every operation, spinning: where one of them has lost its core
+to another process, even for milliseconds, all of them stand still. With less work than this in each that makes a run
+on a busy machine 2 to 40 times as long, for a gain of some tenths on a quiet one (`benchmarks/threads.py`)."""
+
+LOOK_EVERY_S = 10.0
+
+CROWDED = 0.2
+"""Share of the time in which they could compute that threads wait for a core, from which on it is said."""
+
+
+def available() -> int:
+    """Cores that this process may use: fewer than there are, where it is bound, or in a container with a quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = CPU_QUOTA.read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))  # `max` is no number
+    return count
+
+
+@functools.cache
+def _given() -> int:
+    """Threads that torch has started with, or `bind` has left."""
+    return torch.get_num_threads()
+
+
+def threads_at_most(number: int) -> dict[str, str]:
+    """The environment of new processes that may compute in so many threads each, unless somebody has set another."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
+
+
+def hold_back(asked: int, processes: int, bound: bool) -> int:
+    """Compute in one thread until there is a model to judge by; returns how many there may be then. Where somebody has
+    asked for a number, by `asked` or OMP_NUM_THREADS, it is that one throughout.
+
+    processes  on this machine
+    bound      `bind` has given this process its share of the cores
+    """
+    number, _ = _asked_for(asked)
+    share = available() if bound else max(1, available() // processes)
+    allowed = number or min(_given(), share)
+    torch.set_num_threads(number or 1)
+    return allowed
+
+
+def spread(asked: int, gflop: float, allowed: int) -> str:
+    """Compute in a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; returns why, in words."""
+    number, by = _asked_for(asked)
+    if number:
+        return f"as {by} says"
+    torch.set_num_threads(max(1, min(allowed, int(gflop / GFLOP_PER_THREAD))))
+    return f"of {allowed}; a forward pass takes {gflop:.2g} GFLOP, and {GFLOP_PER_THREAD:g} are worth a thread"
+
+
+def _asked_for(asked: int) -> tuple[int, str]:
+    """(the number of threads that somebody wants, by what), or nothing."""
+    if asked:
+        return asked, "threads"
+    if "OMP_NUM_THREADS" in os.environ and BY_RULE not in os.environ:
+        return _given(), "OMP_NUM_THREADS"
+    return 0, ""
+
+
+class Crowd:
+    """How much of the time other processes take the cores that this one's threads could use."""
+
+    def __init__(self) -> None:
+        self.before, self.began, self.told = self._now(), time.monotonic(), False
+
+    def warning(self) -> str:
+        """What is to be said at a log point: once, of LOOK_EVERY_S at least."""
+        if self.told or time.monotonic() - self.began < LOOK_EVERY_S:
+            return ""
+        self.began, words = time.monotonic(), crowded(self.share())
+        self.told = bool(words)
+        return words
+
+    def share(self) -> float:
+        """Since the last call: of the time in which the threads could compute, what they waited for a core; NaN where
+        the system doesn't say, or they had nothing to do."""
+        now = self._now()
+        ran, waited = (max(0.0, b - a) for a, b in zip(self.before, now, strict=True))
+        self.before = now
+        return waited / (ran + waited) if ran + waited > 0 else float("nan")
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """(ran, waited), summed over the threads."""
+        ran = waited = 0.0
+        for path in TASKS.glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):  # a thread that has just ended
+                first, second, _ = path.read_text().split()
+                ran, waited = ran + int(first), waited + int(second)
+        return ran, waited
+
+
+def crowded(share: float) -> str:
+    """In words, that other processes take the cores, from a `Crowd.share()` or, where that is NaN, from the load; empty
+    where they don't."""
+    load, count = os.getloadavg()[0], available()
+    if not (share > CROWDED if share == share else load > 1.5 * count):
+        return ""
+    waited = f"threads wait {100 * share:.0f} % of their time for a core, " if share == share else ""
+    return f"the machine is busy with other processes ({waited}load {load:.1f}, {amount(count, 'core')})"
 
 
 def bind(device: torch.device, local_rank: int, local_size: int) -> str:

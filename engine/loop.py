@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine import optim
 from engine.contract import Batch, LockstepError, Loss, Sums, Task
@@ -346,14 +348,15 @@ def _about(loss: Any) -> str:
 
 
 @torch.no_grad()
-def rehearse(job: Job, batches: Any) -> None:
+def rehearse(job: Job, batches: Any) -> float:
     """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
-    epoch. Rank 0's: the others may have none."""
-    sums, metrics = None, None
+    epoch. Rank 0's: the others may have none. Returns the GFLOP that a sample took, where they are counted."""
+    sums, metrics, gflop = None, None, 0.0
     if job.world.main:
         batch = next(iter(batches))
         with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
-            sums = job.task.score(job.model.eval(), batch)
+            sums, gflop = _counted(job, functools.partial(job.task.score, job.model.eval(), batch))
+            gflop /= len(next(iter(batch.values())))
         if isinstance(sums, dict) and "count" in sums:
             try:
                 metrics = job.task.report(Sums(sums))
@@ -366,11 +369,23 @@ def rehearse(job: Job, batches: Any) -> None:
         problem = "the Sums of `score` lack `count`: add the number of samples of the batch, as a tensor"
     elif job.world.main and not {"loss", job.task.monitor} <= (metrics or {}).keys():
         problem = f"`report` lacks `loss` or the monitor `{job.task.monitor}`: return both"
-    if problem := job.world.broadcast(problem):
+    problem, gflop = job.world.broadcast((problem, gflop))
+    if problem:
         what, _, todo = problem.partition(": ")
         error = LockstepError(what, where=f"task {job.cfg.task}", todo=todo)
         error.everywhere = True
         raise error
+    return gflop
+
+
+def _counted(job: Job, score: Callable[[], Any]) -> tuple[Any, float]:
+    """What `score` returns, and the GFLOP of its convolutions, products and attention; 0 where they are not needed, for
+    they decide the number of threads on a CPU, or cannot be counted."""
+    if job.world.device.type == "cpu" and job.cfg.compile == "off":
+        # Whatever goes wrong does so again below, without torch's counter in it.
+        with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
+            return score(), counter.get_total_flops() / 1e9
+    return score(), 0.0
 
 
 def _outcome(job: Job, news: list[tuple[list[float], Any]]) -> Outcome:

@@ -149,7 +149,7 @@ def describe(
         ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"),
         ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
-        ("device", ", ".join([f"{world.device}", *([_threads()] if world.device.type == "cpu" else []), *speed])),
+        ("device", ", ".join([f"{world.device}", *speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
     ]  # fmt: skip
@@ -188,9 +188,3 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         words.append(f"{kind} ({', '.join(paths[:3])}{more})")
     return ", ".join(words)
-
-
-def _threads() -> str:
-    import torch
-
-    return f"{amount(torch.get_num_threads(), 'thread')} per process"

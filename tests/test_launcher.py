@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from conftest import free_port
 
+BY_RULE = "LOCKSTEP_THREADS=by_rule "
 LAUNCHER = Path(__file__).resolve().parent.parent / "train_multigpu.sh"
 TOOLS = "bash dirname env grep nproc readlink sed".split()
 DEADLINE_S = 600.0  # for what takes seconds on an idle machine: it only ends what hangs
@@ -150,7 +151,7 @@ class Home:
         """The words of the command that --print shows."""
         done = self.run("--print", *args, **env)
         assert done.returncode == 0, done.stderr
-        return shlex.split(done.stdout)
+        return shlex.split(done.stdout.removeprefix(BY_RULE))
 
     def refusal(self, *args: str, **env: str) -> str:
         """The one error line of a launch that must be refused, before anything started."""
@@ -376,6 +377,7 @@ def test_print_runs_nothing(home: Home) -> None:
     for args in (["--print", "2", "har"], ["2", "--print", "har"]):
         done = home.run(*args)
         words = shlex.split(done.stdout)
+        assert f"{words.pop(0)} " == BY_RULE, "nobody has asked for this number of threads"
         assert words[:4] == [
             "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
             sys.executable,

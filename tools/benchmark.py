@@ -35,7 +35,7 @@ import torch
 import train
 from engine import config, scaling
 from engine.contract import LockstepError, amount
-from tools import machine
+from engine.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 
 MEANING = {"weak": "each process keeps its batch", "strong": "the global batch stays"}
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
-    cores = int(machine.cores())
+    cores = available()
     gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
     link = scaling.parse_link(options.link) if options.link else None
     try:
@@ -196,9 +196,12 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
         return 0
     about = next(case.found[0] for case in found if case.found)
     floats = about["precision"].replace("off", "fp32")
-    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {amount(threads, 'thread')} a process\n")
+    each = amount(about["environment"]["threads"], "thread")
+    print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
     for kind, text in tables.items():
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
+    if busy := crowded(max(row["waited_share"] for case in found for row in case.found)):
+        print(f"warning: {busy}\n")
     if prophecy:
         print(_in_words(prophecy))
     return 0

@@ -43,6 +43,7 @@ try:
     from engine import agent, dist, faults, loop, status
     from engine.cache import Held
     from engine.contract import RESERVED, LockstepError, amount
+    from engine.cores import Crowd, available, crowded, threads_at_most
     from engine.stop import Stop
     from engine.watch import Watch
     from tools import machine, nvidia
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 def _launch(processes: int, words: list[str]) -> None:
     """Become torchrun, with as many threads per process as ./train_multigpu.sh gives. Doesn't return."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // processes)))
+    os.environ |= threads_at_most(max(1, available() // processes))
     command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *words]
     os.execv(sys.executable, [sys.executable, *command])
 
@@ -131,7 +132,7 @@ def _launch(processes: int, words: list[str]) -> None:
 def examine(cfg: Any, as_json: bool) -> int:
     """(all ranks) Every check, in the order in which a training would meet them. Returns the exit code."""
     cfg.oom = "stop"
-    cores = machine.cores()  # before this process is bound to some of them
+    cores = available()  # before this process is bound to some of them
     launch, started = machine.launch_of(cfg)
     main = launch is None or launch.rank == 0
     report = Report(main, as_json)
@@ -178,7 +179,9 @@ def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: in
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch.values()))
         say("disk", attempt(disk, ready))
+    crowd = Crowd()
     everyone = world.gather(measure(ready, workers)) if ready else []
+    report.run(busy, crowd.share())
     say("loader", loader(ready, workers, everyone, cores) if ready else [])
     gradients = sum(p.nbytes for p in ready.job.model.parameters() if p.requires_grad) if ready else 0
     say("sums", sums(cfg, world, gradients))
@@ -242,6 +245,15 @@ def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
     each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
     place = f", this one on {world.place}" if world.place else ""
     return lines or [ok(f"{started} x ({each}) on {there}{place}")]
+
+
+QUIET = "the cores are free: nobody else takes them"
+
+
+def busy(share: float) -> list[Line]:
+    """Whether others compute on the cores while this does."""
+    words = crowded(share)
+    return [warning(words, "wait until they are done; one thread per process suffers least") if words else ok(QUIET)]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:

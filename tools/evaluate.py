@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -77,7 +76,7 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
 def _evaluate(cfg: Any, asked: argparse.Namespace) -> int:
     world = dist.join(cfg, dist.environment())
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as many as torchrun gives each process
+        cfg.threads = cfg.threads or 1  # as many as torchrun gives each process
     for name, value in ONLY_TO_SCORE.items():
         setattr(cfg, name, value)
     stop = Stop()

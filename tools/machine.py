@@ -22,7 +22,6 @@ from engine.contract import LockstepError, amount
 from tools import nvidia
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 DEFAULT_PORT = 29500
 GIB = 2**30
 
@@ -97,15 +96,6 @@ def installed(name: str) -> str:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", text.split("+")[0])]
-
-
-def cores() -> int:
-    """What this process may use: fewer than the machine has, where it is bound, or in a container with a quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = CPU_QUOTA.read_text().split()
-        count = min(count, max(1, int(quota) // int(period)))  # `max` is no number
-    return count
 
 
 # ---- how this process was started ------------------------------------------------------------------------------------

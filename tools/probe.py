@@ -31,6 +31,7 @@ import torch
 import train
 from engine import agent, config, dist, folder, loop, oom, status, storage
 from engine.contract import LockstepError
+from engine.cores import Crowd, threads_at_most
 from engine.profiler import PHASES, PerformanceProfiler, listen
 from engine.stop import Stop, end_with_parent
 from engine.watch import Watch
@@ -76,7 +77,9 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
     timed(job, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
     pace, _ = timed(job, steps, FEWEST)
     count = world.broadcast(max(FEWEST, min(MOST, math.ceil(seconds / BLOCKS / pace))))
+    crowd = Crowd()
     blocks = [timed(job, steps, count) for _ in range(BLOCKS if seconds else 1)]
+    busy = max(world.gather(crowd.share()))
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
@@ -106,6 +109,7 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
         "memory_format": cfg.memory_format,
         "compile": cfg.compile,
         "device": str(world.device),
+        "waited_share": busy,
         "environment": folder.environment(world),
     }
 
@@ -146,7 +150,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
     """Measure a training in `processes` new processes; they are gone afterwards, whatever happens.
 
     settings  key: value, a delta over the words
-    threads   OMP_NUM_THREADS of each process
+    threads   the most there may be in each process, where OMP_NUM_THREADS is not set
 
     Raises OutOfMemory where that is how it ended on any of them, and LockstepError for everything else.
     """
@@ -157,7 +161,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         out, said = Path(scratch) / "out.json", Path(scratch) / "said"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
-        env = os.environ | {oom.AGAIN: json.dumps(settings), "OMP_NUM_THREADS": str(threads)}
+        env = os.environ | {oom.AGAIN: json.dumps(settings)} | threads_at_most(threads)
         with open(said, "wb") as file:
             child = subprocess.Popen(
                 command,

@@ -36,7 +36,7 @@ import yaml
 import train
 from engine import config, precision
 from engine.contract import LockstepError, amount
-from tools import machine
+from engine.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 
 CLEARLY = 1.03
@@ -50,7 +50,7 @@ class Tuning:
 
     def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
         self.options, self.words, self.cfg = options, words, cfg
-        self.cores = int(machine.cores())
+        self.cores = available()
         self.threads = int(os.environ.get("OMP_NUM_THREADS", max(1, self.cores // options.processes)))
         self.rows: list[Row] = []
 
@@ -222,6 +222,8 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
     text = about + yaml.safe_dump(delta, sort_keys=False)
     if options.json:
         print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))
+    if busy := crowded(max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])):
+        tuning.say(f"\nwarning: {busy}, and which setting is faster may be chance")
     tuning.say(f"\n{text}")
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
