@@ -82,7 +82,7 @@ UP_AND_DOWN = """
 from tests.tasks.toy import Task as Toy
 
 class Task(Toy):
-    values = iter([0.0, 3.0, 1.0, 3.0, 1.0])  # of the rehearsal, and of four epochs
+    values = iter([0.0, float("nan"), 3.0, 1.0, 3.0, 1.0])  # of the rehearsal, and of five epochs
 
     def report(self, sums):
         return {{"loss": next(self.values)}}
@@ -91,17 +91,17 @@ class Task(Toy):
 """
 
 
-@pytest.mark.parametrize(("higher", "best", "epoch"), [(True, 3.0, 0), (False, 1.0, 1)])
+@pytest.mark.parametrize(("higher", "best", "epoch"), [(True, 3.0, 1), (False, 1.0, 2)])
 def test_the_best_is_the_best(launch, tmp_path, higher, best, epoch):
-    """And of two that are as good the first."""
+    """Of two that are as good the first, and never what is not a number."""
     (tmp_path / "own.py").write_text(UP_AND_DOWN.format(higher=higher))
     run = tmp_path / "run"
-    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=4", f"save_dir={run}"))
+    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=5", f"save_dir={run}"))
     assert f"best loss {best:.4f} ({run / f'best_model_epoch{epoch}.pt'})" in done.out
     state = torch.load(run / f"best_model_epoch{epoch}.pt", weights_only=True)
     assert (state["progress"]["best"], state["progress"]["epoch"]) == (best, epoch)
     last = torch.load(run / "last.pt", weights_only=True)["progress"]
-    assert (last["best"], last["stale"]) == (best, 3 - epoch)
+    assert (last["best"], last["stale"]) == (best, 4 - epoch)
 
 
 # ---- tools/evaluate.py ----

@@ -110,6 +110,18 @@ def test_the_average_is_what_is_scored(steps):
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 
+def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
+    """The steps after it have dropout again, and the random numbers that they would have had."""
+    weights = []
+    for evaluated in (False, True):
+        job, outcomes = steps("model.dropout=0.3")
+        for _ in itertools.islice(outcomes, 3):
+            if evaluated:
+                loop.evaluate(job, [job.task.datasets()[1].__getitems__(range(23))])
+        weights.append(job.model.state_dict())
+    assert all(map(torch.equal, *map(tensors, weights)))
+
+
 def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
     steps("steps=3", "schedule.warmup_epochs=0.5")
     assert "warning" not in capsys.readouterr().out
