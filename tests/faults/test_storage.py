@@ -755,6 +755,16 @@ def test_going_back_to_an_older_one(run):
     assert step_of(path.parent / path.name) == 4 if path.exists() else n > 30
 
 
+@pytest.mark.parametrize(("bests", "left"), [((1,), "step_1.pt"), ((1, 2), "")])
+def test_a_best_one_that_was_gone_back_behind_is_none(tmp_path, bests, left):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        commit(checkpoints, step, best=step in bests)
+    checkpoints.forget_after(tmp_path / "step_1.pt")
+    commit(checkpoints, 3)
+    assert checkpoints.best == Checkpoints(tmp_path).best == left and found(tmp_path) == 3
+
+
 def test_a_relative_folder_and_an_absolute_path_are_the_same(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     checkpoints = Checkpoints(Path("run"))
