@@ -93,10 +93,10 @@ class Task(Toy):
 
 @pytest.mark.parametrize(("higher", "best", "epoch"), [(True, 3.0, 1), (False, 1.0, 2)])
 def test_the_best_is_the_best(launch, tmp_path, higher, best, epoch):
-    """Of two that are as good the first, and never what is not a number."""
+    """Of two that are as good the first, and never what is not a number. The end is kept, too."""
     (tmp_path / "own.py").write_text(UP_AND_DOWN.format(higher=higher))
     run = tmp_path / "run"
-    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=5", f"save_dir={run}"))
+    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "epochs=5", "save_every=100", f"save_dir={run}"))
     assert f"best loss {best:.4f} ({run / f'best_model_epoch{epoch}.pt'})" in done.out
     state = torch.load(run / f"best_model_epoch{epoch}.pt", weights_only=True)
     assert (state["progress"]["best"], state["progress"]["epoch"]) == (best, epoch)

@@ -98,6 +98,7 @@ def test_the_learning_rate_is_a_function_of_the_step(kind):
     assert lrs[9:] == sorted(lrs[9:], reverse=True)
     middle, last = {"cosine": (1.1, 0.2), "linear": (1.1, 0.2), "constant": (2.0, 2.0)}[kind]
     assert lrs[60] == pytest.approx(middle) and lrs[110] == lrs[129] == pytest.approx(last)
+    assert [optim.lr_at(step, 2.0, 5, 5, cfg) for step in (5, 6)] == [2.0, pytest.approx(last)], "all of it warm-up"
 
 
 def test_learning_rates_scale_as_asked():

@@ -105,6 +105,19 @@ def test_a_stop_is_heard_of_by_all(ranks):
     assert ranks.mine.stop.reason == "SIGTERM on rank 1"
 
 
+def test_a_store_that_is_gone_is_waited_for_as_long_as_the_grace_lasts(ranks, capfd):
+    """It may be the torchrun that ends first, and its ranks with it."""
+    mine = ranks.mine
+    mine.notes.store = None
+    for share in (0, 0.9):
+        ranks.passed[0] += share * mine.grace_s
+        mine._mind_the_store()
+        assert not ranks.ended
+    ranks.passed[0] += mine.grace_s
+    mine._mind_the_store()
+    assert ranks.ended == [Cause(0, watch.STORE_GONE, 6)] and watch.STORE_GONE in capfd.readouterr().err
+
+
 def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     mine = Watch(ranks.mine.world, Stop(), 10.0)
