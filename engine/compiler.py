@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils import flop_counter
 
 from engine.contract import LockstepError
 
@@ -51,6 +52,7 @@ _SHIELDED = (
     (Optimizer, "state_dict"),
     (Optimizer, "load_state_dict"),
     (DistributedDataParallel, "_inside_ddp_forward"),
+    (getattr(flop_counter, "_FlopCounterMode", None), "__torch_dispatch__"),
 )
 
 
