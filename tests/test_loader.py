@@ -206,7 +206,7 @@ def test_uniform_is_uniform_and_depends_on_nothing_but_the_seed():
 @pytest.mark.parametrize(
     ("global_batch", "size", "passes", "expected"),
     [(96, 1, 0, (48, 2)), (96, 2, 0, (48, 1)), (96, 3, 0, (32, 1)), (96, 4, 4, (6, 4)), (12, 12, 0, (1, 1)),
-     (97, 1, 0, (1, 97))],
+     (97, 1, 0, (1, 97)), (64, 1, 0, (64, 1))],
 )  # fmt: skip
 def test_global_batch_is_kept_by_accumulation(global_batch, size, passes, expected):
     the_plan = make_plan(1000, size, batch=64, global_batch=global_batch, accumulation=passes)
