@@ -38,6 +38,7 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     assert many["metrics"]["count"] == one["metrics"]["count"] == size
     assert torch.equal(many["sums"]["confusion"], one["sums"]["confusion"])
     assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
+    assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
 
 
 def test_torchs_own_sampler_would_fail_that_check():

@@ -12,6 +12,7 @@ from torch import nn
 
 import data_loader
 from engine import config, dist, loop, optim, plan, precision
+from engine.contract import Sums
 from tasks._classification import Classification
 
 NUM_CLASSES = 7
@@ -35,6 +36,10 @@ class Random:
 
 class Task(Classification):
     classes = [f"class{c}" for c in range(NUM_CLASSES)]
+    num_trials = 33
+
+    def trials(self, model, which, stopped):
+        return Sums(tried=torch.eye(self.num_trials, dtype=torch.int64)[list(which)].sum(0))
 
 
 def main():
