@@ -55,6 +55,7 @@ def steps_of(ranks):
         for micro in micros:
             while len(steps) <= step:
                 steps.append([])
+            assert micro.indices, "networks may not take a batch of nothing"
             if not micro.filler:
                 steps[step] += zip(places_of(micro), micro.indices, strict=True)
             step += micro.closes_step
