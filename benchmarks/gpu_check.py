@@ -65,7 +65,7 @@ class Lab:
         self.on = ["device=cpu" if tiny else "device=cuda"]
         self.har = ["har", "log_every=5", *self.on, *["dataset.stride=512", "model.width=8"] * tiny]
         # Long enough for a signal to arrive in the middle.
-        self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={200 if tiny else 450}"]
+        self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={80 if tiny else 450}"]
         self.exact += ["eval_every=50", "save_every=50"]
         # In float64 only a mistake shows, not rounding.
         self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
@@ -160,7 +160,7 @@ def nccl(lab: Lab, facts: Facts) -> None:
 
 def amp(lab: Lab, facts: Facts) -> None:
     """mixed precision: the loss falls, the weights stay finite"""
-    runs = lab.train({kind: plain(*lab.har, "steps=120", f"amp={kind}") for kind in ("off", "bf16", "fp16")})
+    runs = lab.train({kind: plain(*lab.har, f"steps={40 if lab.tiny else 120}", f"amp={kind}") for kind in ("off", "bf16", "fp16")})
     for name, run in runs.items():
         losses, state = logged(run, "loss"), load(run)
         facts[name] = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} steps skipped"

@@ -87,9 +87,14 @@ COMMANDS = [
 ]
 
 
+REAL = [f"python train.py {SHORT_HAR}", f"torchrun --standalone --nproc_per_node=2 train.py {SHORT_HAR}"]
+REAL += [f"./train_multigpu.sh 2 {SHORT_HAR}"]
+"""One of each way in is started anew, as a person would."""
+
+
 @pytest.mark.parametrize(
     ("processes", "words"),
-    [pytest.param(*each, marks=[pytest.mark.real] * (SHORT_HAR in each[1])) for each in COMMANDS],
+    [pytest.param(*each, marks=[pytest.mark.real] * (each[1] in REAL)) for each in COMMANDS],
     ids=lambda value: str(value)[:60],
 )
 def test_the_guides_commands_train(launch, tmp_path, processes, words):
