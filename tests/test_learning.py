@@ -43,6 +43,6 @@ def test_video_small_on_two_processes(launch, tmp_path):
     words = ["--config", "configs/video_small.yaml", "global_batch=32", "dataset.size=32", "epochs=10"]
     words += [f"save_dir={tmp_path}"]
     succeed(launch.torchrun(2, "train_ddp.py", *words, timeout=280))
-    values, _ = best(tmp_path, "macro_f1")
+    values, _ = best(tmp_path, "accuracy")
     assert len(values) == 10
-    assert max(values)[0] > 0.8
+    assert max(values)[0] > 0.85, "the most frequent class is 0.6 of them, and one has four clips: macro F1 jumps"
