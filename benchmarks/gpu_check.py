@@ -160,7 +160,8 @@ def nccl(lab: Lab, facts: Facts) -> None:
 
 def amp(lab: Lab, facts: Facts) -> None:
     """mixed precision: the loss falls, the weights stay finite"""
-    runs = lab.train({kind: plain(*lab.har, f"steps={40 if lab.tiny else 120}", f"amp={kind}") for kind in ("off", "bf16", "fp16")})
+    words = [*lab.har, f"steps={40 if lab.tiny else 120}"]
+    runs = lab.train({kind: plain(*words, f"amp={kind}") for kind in ("off", "bf16", "fp16")})
     for name, run in runs.items():
         losses, state = logged(run, "loss"), load(run)
         facts[name] = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(logged(run, 'skipped_steps')):g} steps skipped"
