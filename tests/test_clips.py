@@ -390,6 +390,7 @@ def test_ensure_refuses_the_clips_of_another_recipe(tmp_path):
         ensure(tmp_path / "mine", TINY)
 
 
+@pytest.mark.slow
 def test_processes_that_ensure_at_once_build_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     together, seen = context.Barrier(2), context.Queue()

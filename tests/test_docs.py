@@ -10,6 +10,7 @@ from conftest import ROOT, succeed
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["links", "messages"])
 def test_pages_are_up_to_date(script):
     """Every link leads to a line that has its words; every message of the code is in docs/messages.md."""

@@ -92,6 +92,7 @@ REAL += [f"./train_multigpu.sh 2 {SHORT_HAR}"]
 """One of each way in is started anew, as a person would."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "words"),
     [pytest.param(*each, marks=[pytest.mark.real] * (each[1] in REAL)) for each in COMMANDS],
@@ -134,6 +135,7 @@ def test_the_deprecated_launch_module(launch, tmp_path):
     assert_trained(launch(*command(words, tmp_path)), tmp_path, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
 def test_accelerate_launch(launch, tmp_path):
     """As the README has it, without the options that accelerate warns of."""
@@ -141,6 +143,7 @@ def test_accelerate_launch(launch, tmp_path):
     assert_trained(launch(*command(words, tmp_path), HF_HOME=str(tmp_path)), tmp_path, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed")
 def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path):
     words = f"accelerate launch --cpu --num_processes=2 --num_machines=1 train.py {SHORT_HAR}"

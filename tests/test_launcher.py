@@ -329,6 +329,7 @@ def test_another_first_argument_is_passed_on(home: Home, first: str) -> None:
     assert home.words("2", first, "5")[-2:] == [first, "5"]
 
 
+@pytest.mark.slow
 def test_temporary_files_where_only_shared_memory_can_be_written(home: Home) -> None:
     """As under `docker run --read-only`; /proc is a folder that nobody can write to."""
     script = """
@@ -621,6 +622,7 @@ def test_nodes_that_do_not_come_are_said(home: Home) -> None:
     assert done.returncode == 6 and said in done.stderr and done.stderr.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_two_launches_at_once(home: Home) -> None:
     home.train(ADD_UP)
     runs = [home.start("2", "one", "two"), home.start("2", "two", "one")]

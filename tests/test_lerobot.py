@@ -1242,6 +1242,7 @@ def _as_it_is(batch):
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v2.1", "v3.0 images", "v3.0 video"])
 @pytest.mark.parametrize("cache", ["none", "memmap"])
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -1339,6 +1340,7 @@ def test_the_real_dataset():
     assert batch["action_is_pad"][1].tolist() == [False] * 3 + [True] * 47
 
 
+@pytest.mark.slow
 @real
 def test_real_pictures(tmp_path):
     demos = read(G1, episodes=[1, 2, 4, 5])

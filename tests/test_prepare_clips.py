@@ -163,6 +163,7 @@ def test_without_pyav_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     assert code == 2 and "pip install av" in err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script_from_the_root(videos):
     command = [sys.executable, "tools/prepare_clips.py"]
     shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)

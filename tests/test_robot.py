@@ -498,6 +498,7 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks):
     """Its weights are those that the next run starts from; other options than its own are told by name."""
     common = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "batch_size=4"]

@@ -67,6 +67,7 @@ def test_without_torchrun(launch, tmp_path, straight, fails):
     assert_the_same(run, straight)
 
 
+@pytest.mark.slow
 def test_a_single_process(launch, tmp_path, straight):
     """Which has not saved anything yet, and nobody has named its folder."""
     run = [FAULTY, *SO_MANY, "oom=shrink", "fault.rank=0", "fault.fits=11", "fault.step=1", "global_batch=24"]
@@ -87,6 +88,7 @@ def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight, rank):
     assert_the_same(tmp_path / "run", straight)
 
 
+@pytest.mark.slow
 def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
     done = launch.python(
         "train.py", *words(tmp_path / "run", "oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2")

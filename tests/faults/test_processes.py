@@ -346,6 +346,7 @@ def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path)
     assert (now["state"], now["step"], progress["step"]) == ("stopped", 3, 3) and progress["evaluation_due"]
 
 
+@pytest.mark.slow
 def test_a_time_limit_stops_the_run(launch, tmp_path):
     done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=4")
     assert done.code == 75 and "max_time_s is over" in done.out
@@ -575,6 +576,7 @@ def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
 # ---- who can reach it ----
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_store_of_torchrun_listens_on_all_interfaces(launch, tmp_path):
     """The README says so, and advises a firewall; if torch changes it, the README must."""

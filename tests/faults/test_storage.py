@@ -347,6 +347,7 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
     assert not faults.struck and n > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "mode"),
     [(scene, "torn") for scene in SCENES]
@@ -381,6 +382,7 @@ def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tm
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["power", "power, renames stay"])
 def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path):
     """At the n-th call of a start at step 2, which takes line 3 back, of line 3 written anew, and of its checkpoint."""
@@ -731,6 +733,7 @@ def test_a_link_planted_where_a_file_will_be_written(name, run):
     assert found(run) == 3 and temporary(run) == []
 
 
+@pytest.mark.slow
 def test_going_back_to_an_older_one(run):
     """What was saved after it stops counting before its place is taken, and a crash in between leaves the older one."""
     commit(Checkpoints(run, 2), 3)
