@@ -13,6 +13,7 @@ import errno
 import functools
 import hashlib
 import math
+import multiprocessing
 import os
 import queue
 import random
@@ -538,6 +539,8 @@ def _starting_processes() -> Iterator[None]:
     try:
         yield
     except OSError as error:  # semaphores lie in /dev/shm, too
+        for process in multiprocessing.active_children():  # torch would wait five seconds for each
+            process.kill()
         if error.errno == errno.ENOSPC:
             raise _no_shared_memory() from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
