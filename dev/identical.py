@@ -1,0 +1,128 @@
+"""Prove that a change leaves every bit of a training as it was: record at the commit before, compare after it.
+
+python dev/identical.py record FOLDER
+python dev/identical.py compare FOLDER
+
+Runs har, video and robot on 1, 2 and 3 processes, with resume on another number, in fp32 and in what `amp=auto` takes
+here. Compared are the last checkpoint (weights, moments, averages, random states, progress) and each line of
+metrics.jsonl but for times. The processor must be the same on both sides: a recording is good for one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+HAR = ["har", "global_batch=48", "log_every=3", "optim.ema_decay=0.9", "model.dropout=0.1"]
+VIDEO = ["video", "dataset.size=16", "dataset.frames=5", "global_batch=12", "log_every=2", "eval_batch_size=64"]
+ROBOT = [
+    "robot",
+    "global_batch=24",
+    "env.demonstrations=12",
+    "eval.n_episodes=2",
+    "eval_every=3",
+    "optim.ema_decay=0.9",
+]
+
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "har_1": (0, [*HAR, "steps=9"]),
+    "har_1_fp32": (0, [*HAR, "steps=9", "amp=off", "batch_size=16"]),
+    "har_2": (2, [*HAR, "steps=9"]),
+    "har_2_zero": (2, [*HAR, "steps=9", "optim.zero=true", "ddp.comm_hook=powersgd"]),
+    "har_3_ends_amid_a_batch": (3, [*HAR, "epochs=1", "eval_every=30", "amp=off", "num_workers=1"]),
+    "har_flatten_gloo_2": (2, [*HAR, "--mode", "flatten", "steps=4", "ddp.backend=gloo"]),
+    "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),
+    "video_1": (0, [*VIDEO, "steps=5", "memory_format=channels_last"]),
+    "video_2_fp32": (2, [*VIDEO, "steps=5", "amp=off", "batch_size=3"]),
+    "robot_1": (0, [*ROBOT, "steps=6"]),
+    "robot_3_fp32": (3, [*ROBOT, "steps=6", "amp=off"]),
+}
+"""Name -> (processes under torchrun, 0 for none; words)."""
+
+RESUMED = {"har_1": 2, "har_3_ends_amid_a_batch": 0, "robot_1": 2}
+"""Runs that are stopped after half their steps and resumed on so many processes, under another name."""
+
+TIMES = {"time_s", "samples_per_s", "data_wait_share"}
+
+
+def train(processes: int, words: list[str], folder: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    command = [sys.executable, *launch, "train.py", *words, f"save_dir={folder}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def record(folder: Path) -> None:
+    for name, (processes, words) in RUNS.items():
+        train(processes, words, folder / name)
+        if name in RESUMED:
+            state = load(folder / name)
+            half = [f"steps={state['progress']['step'] // 2}", f"schedule.horizon={state['horizon']}"]
+            train(processes, [*words, *half], folder / f"{name}_resumed")
+            train(RESUMED[name], words, folder / f"{name}_resumed")
+
+
+def load(run: Path) -> dict[str, Any]:
+    return torch.load(run / "last.pt", weights_only=True)
+
+
+def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Where two nested values are not the same, to the last bit."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            if key not in before or key not in now:
+                yield f"{path}/{key} is {'new' if key in now else 'gone'}"
+            else:
+                yield from differences(before[key], now[key], f"{path}/{key}")
+    elif isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from differences(*pair, f"{path}/{number}")
+    elif isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+        if before.dtype != now.dtype or before.shape != now.shape or bits(before) != bits(now):
+            most = (before.double() - now.double()).abs().max().item() if before.shape == now.shape else "shapes"
+            yield f"{path}: {most}"
+    elif before != now and not (before != before and now != now):
+        yield f"{path}: {before} -> {now}"
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def main(action: str, folder: Path) -> int:
+    here = folder / "before" if action == "record" else folder / "now"
+    subprocess.run(["rm", "-rf", here], check=True)
+    record(here)
+    if action == "record":
+        return 0
+    different = 0
+    for run in sorted(path.parent for path in (folder / "before").glob("*/manifest.json")):
+        states = [load(side / run.name) for side in (folder / "before", here)]
+        for state in states:
+            state["config"].pop("save_dir", None)
+        found = [*differences(*states), *differences(*(metrics(side / run.name) for side in (folder / "before", here)))]
+        print(f"{run.name:<32} {'the same bits' if not found else f'{len(found)} differences'}")
+        for line in found[:8]:
+            print(f"    {line}")
+        different += bool(found)
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]).resolve()))
