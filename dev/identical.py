@@ -24,14 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 HAR = ["har", "global_batch=48", "log_every=3", "optim.ema_decay=0.9", "model.dropout=0.1"]
 VIDEO = ["video", "dataset.size=16", "dataset.frames=5", "global_batch=12", "log_every=2", "eval_batch_size=64"]
-ROBOT = [
-    "robot",
-    "global_batch=24",
-    "env.demonstrations=12",
-    "eval.n_episodes=2",
-    "eval_every=3",
-    "optim.ema_decay=0.9",
-]
+ROBOT = ["robot", "global_batch=24", "env.demonstrations=12", "eval.n_episodes=2", "eval_every=3"]
 
 RUNS: dict[str, tuple[int, list[str]]] = {
     "har_1": (0, [*HAR, "steps=9"]),
@@ -43,7 +36,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),
     "video_1": (0, [*VIDEO, "steps=5", "memory_format=channels_last"]),
     "video_2_fp32": (2, [*VIDEO, "steps=5", "amp=off", "batch_size=3"]),
-    "robot_1": (0, [*ROBOT, "steps=6"]),
+    "robot_1": (0, [*ROBOT, "steps=6", "optim.ema_decay=0.9"]),
     "robot_3_fp32": (3, [*ROBOT, "steps=6", "amp=off"]),
 }
 """Name -> (processes under torchrun, 0 for none; words)."""
