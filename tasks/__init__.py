@@ -1,4 +1,4 @@
-"""One file, one problem. `load` finds a task by its name in this folder or by the path of a .py file anywhere."""
+"""Each file here is one task. `load` finds it by name, or any other one by the path of its .py file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REQUIRED = ("datasets", "model", "loss", "score", "report")
 
 
 def names() -> list[str]:
-    """The tasks that have a file here."""
+    """Return the names of the tasks in this folder, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 
 
 def _from_path(path: Path) -> ModuleType:
-    """Import a file once, under a name of its own in sys.modules, where pickle finds its classes."""
+    """Import a file once, under its own name in sys.modules, so that pickle finds its classes."""
     name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -43,13 +43,13 @@ def _cannot_import(error: Exception) -> LockstepError:
     where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
     why = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
     what = f"cannot import the task: {type(error).__name__}: {why}"
-    return LockstepError(what, where=where, todo="mend it; --debug shows the traceback")
+    return LockstepError(what, where=where, todo="fix it; --debug shows the traceback")
 
 
 def load(name: str) -> type[Task]:
-    """The class `Task` of `tasks/<name>.py`, or of the file that `name` is the path of."""
+    """Return the class `Task` of `tasks/<name>.py`, or of the file at the path `name`. Raises LockstepError."""
     if name.endswith(".py"):
-        if not os.path.isfile(name):  # unlike Path's own, it raises for no name whatever
+        if not os.path.isfile(name):  # unlike Path.is_file, it never raises
             raise LockstepError(f"no task file {name!r}", where="task", todo="give the path of an existing .py file")
         module = _from_path(Path(name).resolve())
     elif name in names():

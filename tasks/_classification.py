@@ -1,4 +1,4 @@
-"""What tasks with one label per sample share: class weights, the weighted loss, the confusion matrix, its metrics."""
+"""Shared by tasks with one label per sample: class weights, the weighted loss, the confusion matrix, its metrics."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndar
 def class_table(
     classes: list[str], counts: np.ndarray, weights: np.ndarray, val_counts: np.ndarray | None = None
 ) -> str:
-    """The table of the guides: counts, shares and weights of the training classes, and beside them the counts of those
-    to validate on."""
+    """Format a table of the training classes: counts, shares, weights and, if given, the counts in validation."""
     bar = "=" * 60
     rows = [
         f"Class {c} ({name:<15}): {counts[c]:6d} samples ({100 * counts[c] / max(1, counts.sum()):5.2f}%)"
@@ -60,7 +59,7 @@ class Classification(contract.Task):
     A subclass sets `classes` and calls `count` in `datasets()`, has a section `loss: LossSettings`, and may
     override `augment`.
 
-    splitting  what to do about a class that is on one side only, in words
+    splitting  the advice printed for a class that is on one side of the split only
     """
 
     monitor = "macro_f1"
@@ -71,8 +70,8 @@ class Classification(contract.Task):
     splitting = "choose another split"
 
     def count(self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None) -> None:
-        """Set `train_counts` from the (N,) labels to train on, `val_counts` from those to validate on. LockstepError if
-        there is nothing to tell apart."""
+        """Set `train_counts` and `val_counts` from the (N,) labels of each split. Raises LockstepError if all labels to
+        train on are of one class."""
         self.train_counts = np.bincount(labels, minlength=len(self.classes))
         if val_labels is not None:
             self.val_counts = np.bincount(val_labels, minlength=len(self.classes))
@@ -84,7 +83,7 @@ class Classification(contract.Task):
             )
 
     def class_summary(self) -> str:
-        """The table of classes, and a warning for those that are missing on either side."""
+        """Return the table of classes, with a warning about those that one side of the split lacks."""
         weights, val = class_weights(self.train_counts, self.cfg.loss.class_weights), self.val_counts
         warnings = [class_table(self.classes, self.train_counts, weights, val)]
         never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
@@ -109,11 +108,11 @@ class Classification(contract.Task):
         self.classes, self.train_counts = known["classes"], np.array(known["train_counts"], dtype=np.int64)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Random change of the inputs on their device, drawn from `contract.uniform(seeds, k)` and nothing else."""
+        """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)` and nothing else."""
         return x
 
     def weights(self, like: Tensor) -> Tensor:
-        """(C,) class weights on the device of `like`; copied there once, for the copy is a sync point."""
+        """Return (C,) class weights on the device of `like`, cached because the copy is a sync point."""
         cached: Tensor | None = getattr(self, "_weights", None)
         if cached is None or cached.device != like.device or cached.dtype != like.dtype:
             values = class_weights(self.train_counts, self.cfg.loss.class_weights)
@@ -123,7 +122,7 @@ class Classification(contract.Task):
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
         logits = net(self.augment(batch["x"], batch["seed"]))  # (B, C)
-        # Outside autocast's reach the logits may be bf16 or fp16: the loss is summed in fp32 at least.
+        # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         weights = self.weights(logits)
         total = F.cross_entropy(
@@ -151,7 +150,7 @@ class Classification(contract.Task):
         )
 
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
-        """What an evaluation says of a batch, (B,) class numbers on its device: to be remembered for `pictures`."""
+        """Hook: an evaluation predicted (B,) class numbers, on the batch's device; keep them for `pictures`."""
 
     def report(self, sums: Sums) -> dict[str, float]:
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
@@ -183,9 +182,9 @@ def _some(names: list[str]) -> str:
 
 
 class Deployed(nn.Module):
-    """A classifier for whoever has no use for logits: {"logits", "probabilities"}, each (B, C) float32.
+    """A classifier for export: it returns {"logits", "probabilities"}, each (B, C) float32.
 
-    by_step  the input's second axis is time and its third one the channels, as sensor data are stored
+    by_step  the input is (B, T, channels), as sensor data are stored, not (B, channels, T)
     """
 
     def __init__(self, model: nn.Module, by_step: bool = False):
@@ -198,7 +197,7 @@ class Deployed(nn.Module):
 
 
 def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(C, C) counts [true, predicted] -> three (C,) arrays; 0 where the denominator is 0 (scikit-learn's default)."""
+    """(C, C) counts [true, predicted] -> three (C,) arrays, 0 where a denominator is 0 (scikit-learn's default)."""
     hits = np.diag(matrix).astype(np.float64)
     predicted, actual = matrix.sum(0), matrix.sum(1)
 
@@ -225,7 +224,7 @@ def draw_confusion(matrix: np.ndarray, classes: list[str]) -> np.ndarray:
     for c, name in enumerate(names):
         middle = cell * c + cell // 2
         pen.text((left - 6, top + middle), name, fill="black", font=font, anchor="rm")
-        upright = Image.new("L", (longest, 20))  # names are longer than a cell is wide: they stand on their columns
+        upright = Image.new("L", (longest, 20))  # names are wider than a cell: they run upwards
         ImageDraw.Draw(upright).text((6, 10), name, fill=255, font=font, anchor="lm")
         upright = upright.rotate(90, expand=True)
         picture.paste("black", (left + middle - 10, top - longest), upright)

@@ -1,4 +1,4 @@
-"""Words in the pictures of an evaluation. Pillow comes with tensorboard; it is imported when the first one is drawn."""
+"""Text in the pictures of an evaluation. Pillow comes with tensorboard and is imported by the first picture."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def text_width(line: str, size: int = 14) -> int:
-    """In pixels."""
+    """Return the width of a line of text in pixels."""
     from PIL import ImageFont
 
     return int(ImageFont.load_default(size).getlength(line)) + 1
 
 
 def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarray:
-    """Lines of text -> (18 * lines, width) uint8: white on black, or the other way round."""
+    """Draw lines of text as (18 * lines, width) uint8, white on black; `inverse` is black on white."""
     from PIL import Image, ImageDraw, ImageFont
 
     strip, font = Image.new("L", (width, 18 * len(lines)), 255 * inverse), ImageFont.load_default(14)
@@ -26,6 +26,6 @@ def caption(lines: Sequence[str], width: int, inverse: bool = False) -> np.ndarr
 
 
 def captioned(film: np.ndarray, line: str) -> np.ndarray:
-    """(T, H, W, 3) uint8 -> (T, 18 + H, W, 3): every frame under the same line."""
+    """(T, H, W, 3) uint8 -> (T, 18 + H, W, 3), with the same line of text above every frame."""
     strip = caption([line], film.shape[2])[None, :, :, None]
     return np.concatenate([np.broadcast_to(strip, (len(film), *strip.shape[1:3], 3)), film], 1)

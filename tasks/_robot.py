@@ -1,4 +1,4 @@
-"""What can be set for the robot task, under LeRobot's names where it has one, and what of it does not fit together."""
+"""Settings of the robot task, under LeRobot's names where it has them, and the checks that take several of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class VisualRange(Modes):
 
 @dataclass
 class PolicySettings:
-    """What every policy has."""
+    """Settings of every policy."""
 
     type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
     pretrained_path: str = option(
@@ -186,63 +186,60 @@ class Settings(contract.Settings):
 
 
 def settings_of(policy: Any) -> Any:
-    """The config's section as the network's own hyper-parameters. Raises ValueError where they do not fit together."""
+    """Return the config's section as the network's hyper-parameters. Raises ValueError if they do not fit together."""
     cls: Any = act.ACTConfig if policy.type == "act" else vla.VLASettings
-    told = {name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__}
-    full = cls(**told | {"n_action_steps": steps_of(policy)})
+    fields = {name: value for name, value in vars(policy).items() if name in cls.__dataclass_fields__}
+    full = cls(**fields | {"n_action_steps": steps_of(policy)})
     return full if policy.type == "act" else full.resolved()
 
 
 def steps_of(policy: Any) -> int:
-    """How many actions of a chunk are executed."""
+    """Return how many actions of a chunk are executed."""
     return int(policy.n_action_steps or policy.chunk_size)
 
 
 NOT_THE_NETWORK = frozenset(
     "n_action_steps kl_weight dropout num_steps gradient_checkpointing freeze_vision_encoder train_expert_only".split()
 )
-"""Hyper-parameters that may differ where weights are taken over."""
+"""Hyper-parameters that may differ from those of pretrained weights."""
 
 
 def start_from(cfg: Any, policy: Policy) -> str:
-    """Take over the weights of `cfg.pretrained_path`, and say in words from where; the normalisation stays that of the
-    data at hand.
-
-    Raises LockstepError for weights of another network, also where their shapes would fit.
-    """
+    """Load the weights of `cfg.pretrained_path` into `policy` and return a description of them; the normalisation stays
+    that of the data. Raises LockstepError for weights of another network, even if all shapes match."""
     found = pretrained.load(pretrained.find(cfg.pretrained_path))
     where, there = "policy.pretrained_path", found.config
     if there.get("type") != cfg.type:
         todo = f"its config.json says policy.type={there.get('type')}"
         raise LockstepError(f"the pretrained weights are not of {cfg.type}", where=where, todo=todo)
-    unlike = _unlike(cfg, there, policy.cameras)
-    said = " ".join(f"{key}={value}" for key, value in unlike.items())
-    if unlike and cfg.pretrained_strict:
+    differing = _differing(cfg, there, policy.cameras)
+    settings = " ".join(f"{key}={value}" for key, value in differing.items())
+    if differing and cfg.pretrained_strict:
         what = "the pretrained weights are of another network"
-        raise LockstepError(what, where=where, todo=f"its config.json says {said}")
+        raise LockstepError(what, where=where, todo=f"its config.json says {settings}")
     misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
-    rest = (f", the rest at random: {misfits}" if misfits else "") + (f"; trained with {said}" if unlike else "")
+    rest = (f", the rest at random: {misfits}" if misfits else "") + (f"; trained with {settings}" if differing else "")
     return f"{cfg.pretrained_path}{rest}"
 
 
-def _unlike(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str, Any]:
-    """{key: value} that config.json says otherwise, of what makes another function of the same weights."""
+def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str, Any]:
+    """Return {key: config.json's value} of the settings that differ and make another function of the same weights."""
     here = asdict(settings_of(cfg))
     names = [name for name in here if name not in NOT_THE_NETWORK and there.get(name, here[name]) != here[name]]
     names = [name for name in names if hasattr(cfg, name)] or names  # a preset's own sizes follow from its name
-    unlike = {f"policy.{name}": there[name] for name in names}
+    differing = {f"policy.{name}": there[name] for name in names}
     features, modes = there.get("input_features") or {}, there.get("normalization_mapping") or {}
     for kind in sorted({"ACTION", *(feature["type"] for feature in features.values())} & modes.keys()):
         if modes[kind] != vars(cfg.normalization_mapping).get(kind):
-            unlike[f"policy.normalization_mapping.{kind}"] = modes[kind]
+            differing[f"policy.normalization_mapping.{kind}"] = modes[kind]
     theirs = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
     if theirs != cameras and set(theirs) == set(cameras):
-        unlike["dataset.cameras"] = ",".join(theirs)
-    return unlike
+        differing["dataset.cameras"] = ",".join(theirs)
+    return differing
 
 
 def check(cfg: Any) -> None:
-    """What no single field can know."""
+    """Raise LockstepError for settings that do not fit together."""
     policy = cfg.policy
     if policy.type == "smolvla":
         _check_smolvla(policy)

@@ -1,4 +1,4 @@
-"""The robot task's simulated worlds: chosen by the config, recorded as demonstrations, compared with a dataset."""
+"""The robot task's simulated worlds: chosen by the config, recorded as demonstrations, checked against a dataset."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from formats.lerobot import Demonstrations
 from formats.lerobot_writer import Recorder
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
-RECIPE = 2  # of the demonstrations; raise it when the same config would give other ones
-AT_ONCE = 25  # worlds that are recorded side by side
+RECIPE = 2  # version of the demonstrations; raise it when the same config would give different ones
+AT_ONCE = 25  # worlds simulated as one batch
 FRESH = 10**9
-"""The first seed of the trials: no demonstration has it or one after it."""
+"""The first seed of the trials; the seeds of demonstrations are smaller."""
 SIZES = {"discs": 32, "pusht": 96}  # H = W of the pictures, in pixels
 
 
 def which(env: Any, given: bool) -> str:
-    """ "discs", "pusht", or "" for none. given: there is a dataset."""
+    """Return "discs", "pusht", or "" for none; `given` says whether there is a dataset."""
     if env.type == "auto":
         return "" if given else "discs"
     return "" if env.type == "none" else str(env.type)
 
 
 def worlds(env: Any, kind: str, seeds: np.ndarray, size: int = 0, pictures: bool = True) -> trials.Worlds:
+    """Return a world per seed, with pictures of `size` pixels (0: `env.size`, or else the default of `kind`)."""
     size = size or env.size or SIZES[kind]
     if kind == "pusht":
         return pusht.PushT(seeds, size, pictures)
@@ -38,7 +39,8 @@ def worlds(env: Any, kind: str, seeds: np.ndarray, size: int = 0, pictures: bool
 
 
 def recorded(env: Any, kind: str) -> Path:
-    """The folder of the demonstrations; recorded if missing, by one of any number of processes."""
+    """Return the folder of the demonstrations, recorded first if missing, by one of any number of processes. Raises
+    LockstepError if it cannot be written."""
     size = env.size or SIZES[kind]
     name = f"{kind}_v{RECIPE}_{env.demonstrations}x{size}_seed{env.data_seed}_noise{env.noise:g}"
     folder = GENERATED / "_".join([name, *re.findall(r"\w+", env.command)])
@@ -55,6 +57,7 @@ def recorded(env: Any, kind: str) -> Path:
 
 
 def record(folder: Path, env: Any, kind: str) -> None:
+    """Record `env.demonstrations` demonstrations as a LeRobot dataset."""
     seeds = env.data_seed * 10**6 + np.arange(env.demonstrations)
     shape = worlds(env, kind, seeds[:0])
     shown = tqdm(total=len(seeds), desc=f"Recording {folder.name}", unit="episode", delay=2, disable=None)
@@ -67,8 +70,8 @@ def record(folder: Path, env: Any, kind: str) -> None:
 
 
 def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str], given: bool) -> None:
-    """That a policy that sees and does what `names` says can be tried in these worlds; and in a dataset that was given,
-    has heard what it will be told there."""
+    """Raise LockstepError unless the worlds have the features `names` in the dataset's shapes and, where a dataset is
+    given, it has the commands that the trials will use."""
     there = worlds(env, kind, np.arange(0)).features
     for name in names:
         feature = demos.features[name]

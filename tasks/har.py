@@ -1,7 +1,7 @@
-"""Human activity recognition: which exercise is a person doing, from a window of wearable sensor signals.
+"""Human activity recognition: classify the exercise in a window of wearable sensor signals.
 
 The people in validation are never in training. The shipped data (data/watch) are 7 shoulder exercises of 10 people with
-a smartwatch; UCI HAR, UEA .ts files and your own arrays are read as well, see `formats/windows.py`.
+a smartwatch; `formats/windows.py` reads UCI HAR, UEA .ts files and your own arrays as well.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Task(Classification):
     def recall(self, known: dict[str, Any]) -> None:
         super().recall(known)
         self.length, self.about = known["length"], known
-        self.mean, self.std = torch.zeros(known["channels"]), torch.ones(known["channels"])  # the checkpoint has them
+        self.mean, self.std = torch.zeros(known["channels"]), torch.ones(known["channels"])  # overwritten by loading
 
     def everything(self) -> windows.Windows:
         found = self.new(self.cfg.dataset.root or SHIPPED, self.cfg.dataset.stride)
@@ -111,18 +111,19 @@ class Task(Classification):
         return windows.Windows(found, self.val)
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
-        """After `recall`: other recordings of the same sensors, with their own classes."""
+        """Read other recordings of the same sensors, with their own classes; call it after `recall`. Raises
+        LockstepError if their windows, channels or rate differ."""
         found = windows.read(root, self.length, stride, labelled)
         windows.check_alike(found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"])
         return found
 
     def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """Windows (B, T, C) in sensor units, as they are stored."""
+        """The module takes windows (B, T, C) in sensor units, as they are stored."""
         return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
 
     def model(self) -> nn.Module:
         cfg = self.cfg.model
-        width, depth = (said or own for said, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
+        width, depth = (given or own for given, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
         length, num_classes = self.length, len(self.classes)
         if cfg.mode == "conv":
             return Conv1d(self.mean, self.std, num_classes, width, depth, cfg.dropout)
@@ -134,7 +135,7 @@ class Task(Classification):
         return Transformer1d(self.mean, self.std, length, num_classes, width, depth, cfg.dropout)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C, T). Only +, -, *, / and gathers of one sample's own values: the same bits for any cut."""
+        """(B, C, T) -> (B, C, T), by +, -, *, / and gathers within a sample only: any cut gives the same bits."""
         cfg = self.cfg.augment
         if not cfg.enabled:
             return x
@@ -158,7 +159,7 @@ class Task(Classification):
         return x
 
     def summary(self) -> str:
-        """Counts, who is held out, and the table of the training classes."""
+        """Return the counts, the held-out subjects and the table of classes."""
         found, val = self.recordings, self.val
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
         counts = found.windows()
@@ -176,7 +177,7 @@ class Task(Classification):
 
 
 def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
-    """x (B, C, T) read at another speed (B, 1) about its middle and shifted by (B, 1) steps: linear, ends held."""
+    """Resample x (B, C, T) at a speed (B, 1) about its middle and a shift of (B, 1) steps: linear, ends repeated."""
     steps = x.shape[2]
     middle = (steps - 1) / 2
     at = (torch.arange(steps, device=x.device) - middle) * speed + (middle + shift)  # (B, T)
@@ -188,9 +189,9 @@ def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x (B, C, T), C = 3 G: the G sensors of a sample turned alike; turn (B, 3) is axis * tan(angle / 2) (Rodrigues).
+    """Rotate all C / 3 sensors of a sample of x (B, C, T) alike; turn (B, 3) is axis * tan(angle / 2) (Rodrigues).
 
-    This form of a rotation (Cayley's) needs no sine, whose last bit may depend on a sample's place in the batch.
+    This form (Cayley's) needs no sine, whose last bit may depend on a sample's place in the batch.
     """
     a, b, c = (turn.to(x.dtype)[:, n, None, None] for n in range(3))  # each (B, 1, 1)
     u, v, w = x[:, 0::3], x[:, 1::3], x[:, 2::3]  # each (B, G, T)

@@ -1,8 +1,8 @@
-"""Imitation: which actions follow from what a robot sees, feels and is told, learned from recorded demonstrations.
+"""Imitation learning: predict a robot's actions from pictures, state and command, given recorded demonstrations.
 
-The data are in LeRobot's format (formats/lerobot.py). Without any, the demonstrations are of a simulated table with
-coloured discs (envs/discs.py), recorded at the first start, and every evaluation lets the policy try for itself; or of
-PushT (envs/pusht.py).
+The data are in LeRobot's format (formats/lerobot.py). Without a dataset, demonstrations of a simulation are recorded at
+the first start, coloured discs on a table (envs/discs.py) or PushT (envs/pusht.py), and every evaluation also makes
+trials of the policy in it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
 class Task(contract.Task):
-    """Batches as formats/lerobot.py gives them: a feature by its name, `action` as a chunk with `action_is_pad`."""
+    """Batches hold features by name, and `action` (B, chunk, A) with `action_is_pad` (B, chunk): formats/lerobot.py."""
 
     Settings = Settings
     monitor = "action_l1"
@@ -72,7 +72,7 @@ class Task(contract.Task):
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """LeRobot's keys whose place something else takes, or nothing."""
+        """LeRobot's keys that change nothing here."""
         return {
             "policy.repo_id": (None, "nothing is uploaded; tools/save_pretrained.py writes the folder that you can"),
             "policy.n_obs_steps": (1, "the policies see the present alone"),
@@ -133,7 +133,7 @@ class Task(contract.Task):
         if self.cfg.policy.type != "vla":
             return height, width
         side, larger = settings_of(self.cfg.policy).image_size, max(height, width)
-        # The sides' ratio stays: the network fills its square up.
+        # Keep the aspect ratio: the network pads to its square.
         return max(1, round(side * height / larger)), max(1, round(side * width / larger))
 
     def model(self) -> nn.Module:
@@ -154,7 +154,7 @@ class Task(contract.Task):
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path and cfg.type != "smolvla" and not self.continues:
             self.started_from = start_from(cfg, policy)
-        self.encode = getattr(policy.net, "encode", None)  # ACT hears nothing
+        self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
         self.words = self.encode(demos.tasks) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
@@ -172,12 +172,12 @@ class Task(contract.Task):
         return smolvla.SmolVLA(folder, self.dims, self.action_dim, shapes, n_action_steps=steps_of(cfg), **options)
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
-        """A `pretrained_model` folder: what `policy.pretrained_path` takes, and LeRobot, but for a vla."""
+        """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a vla, LeRobot."""
         shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
         shapes |= {camera: [3, *size] for camera, size in self.sizes.items()}
         kinds = {name: self.demos.features[name].kind for name in shapes}
         features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
-        # The checkpoint's own statistics: the dataset may have grown since.
+        # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         if self.cfg.policy.type == "smolvla":
             pretrained.save_with(policy.net.save, folder, stats, features, modes, policy.net.tokenizer)
@@ -188,7 +188,7 @@ class Task(contract.Task):
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
 
     def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """{a feature's name: as batches hold it, "words": what `encode` makes of the command} -> {"actions"}."""
+        """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
         assert isinstance(model, Policy)
         if self.cfg.policy.type == "smolvla":
             what = "SmolVLA is exported by the lerobot package only"
@@ -200,7 +200,7 @@ class Task(contract.Task):
     # ---- training ----
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """The mean error over steps and dimensions that are not padding, and the policy's penalty times the mean KL."""
+        """The mean error over unpadded steps and dimensions, plus the policy's penalty times the mean KL."""
         augment = self.cfg.augment
         draws = contract.uniform(batch["seed"], 3 * augment.enabled + self.num_draws)
         inputs = self._with_words(batch)
@@ -210,7 +210,7 @@ class Task(contract.Task):
         out = net(inputs, draws)
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
-        # The steps of the whole global batch: it is one quotient, and the KL's mean over samples another.
+        # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
         mean_steps = batch["mean_weight"].to(error.dtype) if "mean_weight" in batch else steps.to(error.dtype).mean()
         total = (error / (mean_steps * self.action_dim)).sum()
         sums = {"error": total.detach(), "count": torch.ones_like(steps).sum()}
@@ -228,7 +228,7 @@ class Task(contract.Task):
     # ---- evaluation ----
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Errors of the training's kind under fixed draws, and of the actions taken, in recorded units."""
+        """Sum the training's error under fixed draws, and the L1 error of the predicted actions in recorded units."""
         assert isinstance(model, Policy)
         inputs = self._with_words(batch)
         seeds = contract.sample_seeds(0, 0, batch["row"])
@@ -237,24 +237,24 @@ class Task(contract.Task):
         truth = batch["action"].double()
         mean = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64, device=truth.device)
 
-        def off(actions: Tensor) -> Tensor:
+        def l1(actions: Tensor) -> Tensor:
             return ((actions.double() - truth).abs() * valid).sum()
 
         sums = Sums(
             error=out["error"].double().sum(),
             kl=out["kl"].double().sum() if "kl" in out else torch.zeros((), dtype=torch.float64),
             numbers=valid.sum() * self.action_dim,
-            off=off(model.act(inputs)),
-            off_mean=off(mean.expand_as(truth)),
+            off=l1(model.act(inputs)),
+            off_mean=l1(mean.expand_as(truth)),
             count=torch.tensor(len(truth)),
         )
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
-            sums["off_hold"] = off(state[:, None].expand_as(truth))
+            sums["off_hold"] = l1(state[:, None].expand_as(truth))
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """`action_l1` beside two baselines: to act as on average, and to stay where one is."""
+        """`action_l1` beside two baselines: the mean action, and the current state as the action."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
         metrics: dict[str, float] = {
             "loss": float(sums["error"]) / numbers + self.penalty * float(sums["kl"]) / count,
@@ -269,7 +269,7 @@ class Task(contract.Task):
         return metrics
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
-        """Trials of the policy in the simulation, from places that no demonstration began in."""
+        """Make trials of the policy in the simulation, from starts that no demonstration has."""
         assert isinstance(model, Policy)
         device = next(model.parameters()).device
         coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
@@ -280,10 +280,10 @@ class Task(contract.Task):
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
             batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
             if self.encode:
-                # Who learned one task only has heard one wording only, whatever the simulation calls it.
-                said = commands if len(self.demos.tasks) > 1 else self.demos.tasks * len(commands)
-                batch["words"] = self.encode(said).to(device)
-            # Where there are several ways, one of them and not their mean; by trial and look, whatever the rank.
+                # A policy trained on one task knows its wording only, whatever the simulation calls it.
+                texts = commands if len(self.demos.tasks) > 1 else self.demos.tasks * len(commands)
+                batch["words"] = self.encode(texts).to(device)
+            # Noise picks one of several ways instead of their mean; seeded by trial and look, whatever the rank.
             seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
             chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise))
             return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
@@ -294,13 +294,13 @@ class Task(contract.Task):
             recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
             success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
-            if 0 in which:  # the one that is shown
+            if 0 in which:  # `pictures` shows trial 0
                 self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
         return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """A film of one trial, and the same as a strip of ten frames, under what was asked and what came of it."""
+        """A film of one trial, and ten of its frames as a strip, under its command and outcome."""
         if not self.num_trials:
             return {}
         times = max(1, 288 // self.film.shape[-1])
@@ -335,7 +335,7 @@ class Task(contract.Task):
 
 
 class Acting(nn.Module):
-    """A policy that is only asked: actions (B, chunk, A) float32 in recorded units, the middle of what it might do."""
+    """A policy for export: actions (B, chunk, A) float32 in recorded units, predicted without noise."""
 
     def __init__(self, policy: Policy):
         super().__init__()
@@ -346,7 +346,7 @@ class Acting(nn.Module):
 
 
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
-    """x (B, 3, H, W) of 0 to 255, u (B, 3) in [0, 1) -> float32 of the same range, another light per sample."""
+    """Change brightness, colour and contrast per sample: x (B, 3, H, W) in 0..255, u (B, 3) in [0, 1) -> float32."""
     x = x.float()
     most = torch.tensor([wanted.brightness, wanted.saturation, wanted.contrast], device=u.device)
     light, colour, contrast = (1 + most * (2 * u - 1)).T[:, :, None, None, None]  # each (B, 1, 1, 1)
@@ -358,14 +358,15 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, 3, H, W) uint8 as recorded -> (B, 3, *size) as batches hold them, by formats/frames.py's filter."""
+    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by formats/frames.py's filter."""
     if size == tuple(pictures.shape[2:]):
         return pictures
     return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
 
 
 def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:
-    """The chosen cameras, in colour, and numbers as float32 vectors."""
+    """Keep the chosen cameras, in colour, and the numbers as float32 vectors. Raises LockstepError if `action` or
+    everything to act on is missing."""
     used, columns = {}, dict(demos.columns)
     for name, feature in demos.features.items():
         if feature.is_picture and name in cameras:

@@ -79,12 +79,12 @@ class Task(Classification):
         if not wanted.root:
             recipe = Recipe(wanted.trials, wanted.videos, wanted.frames, wanted.size, wanted.data_seed)
             folder = ensure(GENERATED / recipe.name, recipe)
-        elif not os.path.isdir(folder):  # unlike Path's own, it raises for no name whatever
+        elif not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
             raise LockstepError(
                 f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
             )
         clips = Clips(folder, wanted.frames)
-        self._guesses = torch.full((len(clips),), -1)  # of each scored sample by its index, whichever split is scored
+        self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
         return clips
 
     def datasets(self) -> tuple[Clips, Clips]:
@@ -116,7 +116,7 @@ class Task(Classification):
         return clips.renumbered(self.classes)
 
     def fitting(self, clips: Clips) -> Clips:
-        """After `recall`: other clips, if they are as large as those the model was trained on."""
+        """Return other clips; raises LockstepError if they differ in size from the model's. Call it after `recall`."""
         if [*clips.shape] != self.about["shape"]:
             sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
             what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"
@@ -127,7 +127,7 @@ class Task(Classification):
         return CNN3d(len(self.classes), self.cfg.model.width, self.cfg.model.dropout)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """(B, T, H, W) uint8 -> the same: flipped, shifted in space and time, brighter or darker."""
+        """Flip, shift in space and time, and brighten or darken x (B, T, H, W) uint8."""
         return augment(x, contract.uniform(seeds, 8), self.cfg.augment)
 
     def summary(self) -> str:
@@ -139,7 +139,7 @@ class Task(Classification):
             self._guesses[batch["index"]] = guesses
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """The confusion matrix, and a clip of each class, of those that this rank has scored."""
+        """The confusion matrix, and a clip of each class among those that this rank scored."""
         val, found = self._val, super().pictures(model, batch, sums)
         guesses = self._guesses[: len(val)].cpu().numpy()
         chosen = one_of_each(val.labels, guesses)
@@ -156,27 +156,29 @@ class Task(Classification):
 
 
 def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.ndarray:
-    """(N,) classes and guesses, -1 where there is none -> which samples to look at: of each class one that was taken
-    for another, if there is one, and those first."""
+    """Choose samples to show, at most `most`: one of each class, a misclassified one if there is any, those first.
+
+    labels, guesses  (N,) class numbers; samples with guess -1 are left out
+    """
     right: list[int] = []
     wrong: list[int] = []
     for c in range(labels.max() + 1):
         mine = np.flatnonzero((labels == c) & (guesses >= 0))
         missed = mine[guesses[mine] != c]
         found = missed if len(missed) else mine
-        # From the middle: the first ones of all classes would be of the same few videos.
+        # The middle one: the first ones of all classes would be of the same few videos.
         (wrong if len(missed) else right).extend(found[len(found) // 2 :][:1])
     return np.array(wrong + right, dtype=np.int64)[:most]
 
 
 def stretched(clips: np.ndarray) -> np.ndarray:
-    """(N, T, H, W) uint8 -> the same, each clip from black to white but for a hundredth at either end."""
+    """Stretch the contrast of each clip of (N, T, H, W) uint8: its 1st percentile to black, its 99th to white."""
     low, high = np.percentile(clips, (1, 99), axis=(1, 2, 3), keepdims=True)
     return np.clip((clips - low) * (255 / np.maximum(high - low, 1)), 0, 255).astype(np.uint8)
 
 
 def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
-    """x (B, T, H, W) uint8, u (B, 8) in [0, 1) -> (B, T, H, W) uint8; a shift repeats the edge that it uncovers."""
+    """Augment x (B, T, H, W) uint8 by draws u (B, 8) in [0, 1); a shift repeats the edge."""
     _, num_frames, height, width = x.shape
     times = _moved(num_frames, wanted.jitter, u[:, 0])
     rows = _moved(height, wanted.shift * height, u[:, 1])
@@ -185,7 +187,7 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
         columns = torch.where(u[:, 3:4] < 0.5, columns, columns.flip(1))
     if wanted.flip == "all":
         rows = torch.where(u[:, 4:5] < 0.5, rows, rows.flip(1))
-    # Time, rows and columns in one gather; the index tensors are broadcast, never spelled out per pixel.
+    # Time, rows and columns in one gather; the index tensors are broadcast, not expanded per pixel.
     sample = torch.arange(len(x), device=x.device)[:, None, None, None]
     x = x[sample, times[:, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
     if wanted.flip == "all" and height == width:
@@ -198,7 +200,7 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
 
 
 def _moved(length: int, most: float, u: Tensor) -> Tensor:
-    """(B,) draws -> (B, length) indices moved by up to `most` either way, held at the ends."""
+    """(B,) draws -> (B, length) indices shifted by up to `most` either way and clamped."""
     steps = torch.floor((2 * int(most) + 1) * u).long() - int(most)  # (B,)
     return (torch.arange(length, device=u.device) + steps[:, None]).clamp(0, length - 1)
 
@@ -211,12 +213,12 @@ def draw_ethogram(
     truth: np.ndarray | None = None,
     width: int = 1200,
 ) -> np.ndarray:
-    """(N, C) probabilities of a video's frames -> uint8 picture (H, W', 3) under a title: the label of each frame as a
-    strip of colours, above it the annotation's where there is one, and below a row for each class, as high as it is
-    probable and pale where another class is the label. The axis is of time, or of frames where fps is 0.
+    """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of the labels' colours,
+    above it the annotation's if there is one, and below a row per class, as high as its probability and pale where
+    another class is the label. The axis is time, or frames if fps is 0.
 
     truth  (N,) class numbers, -1 where nothing is annotated
-    width  of the axis in pixels; W' is that and room for the names
+    width  pixels of the axis; W' adds room for the names
     """
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
@@ -225,12 +227,12 @@ def draw_ethogram(
     last = np.maximum(first + 1, np.arange(1, width + 1) * count // width)
 
     def columns(values: np.ndarray) -> np.ndarray:
-        """(N, C) of frames -> (width, C) means of columns."""
+        """(N, C) values of frames -> (width, C) means per pixel column."""
         total = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, 0)])
         return (total[last] - total[first]) / (last - first)[:, None]
 
     def strip(labels: np.ndarray) -> np.ndarray:
-        """(N,) class numbers or -1 -> (width, 3) the colours of those that a column stands for."""
+        """(N,) class numbers or -1 -> (width, 3) mean colours per pixel column."""
         shares = columns(labels[:, None] == np.arange(num_classes))
         return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
 
@@ -260,15 +262,15 @@ def draw_ethogram(
     for c, name in enumerate(classes):
         pen.text((8, begin + row * c + row // 2), name, fill="black", font=font, anchor="lm")
     bottom = begin + row * num_classes
-    for share, words in _ticks(count, fps):
+    for share, mark in _ticks(count, fps):
         at = margin + round(share * width)
         pen.line((at, bottom, at, bottom + 5), fill="black")
-        pen.text((at, bottom + 7), words, fill="black", font=font, anchor="ma" if share else "la")
+        pen.text((at, bottom + 7), mark, fill="black", font=font, anchor="ma" if share else "la")
     return np.asarray(image)
 
 
 def _ticks(count: int, fps: float) -> list[tuple[float, str]]:
-    """The marks of an axis of `count` frames: where, as a share of it, and what stands there."""
+    """Return the marks of an axis of `count` frames: (position as a share of the axis, text)."""
     whole = count / (fps or 1.0)
     in_minutes = bool(fps) and whole >= 120
     nice = [digit * 10.0**power for power in range(-2, 8) for digit in (1, 2, 5)]
@@ -283,14 +285,14 @@ def _ticks(count: int, fps: float) -> list[tuple[float, str]]:
     times = [n * step for n in range(int(whole / step) + 1)]
     clock = [f"{time // 60:.0f}:{time % 60:02.0f}" if in_minutes else f"{time:g}" for time in times]
     unit = " min" if in_minutes else " s" if fps else " frames"
-    return [(time / whole, words + unit * (n == 0)) for n, (time, words) in enumerate(zip(times, clock, strict=True))]
+    return [(time / whole, text + unit * (n == 0)) for n, (time, text) in enumerate(zip(times, clock, strict=True))]
 
 
 def draw_clips(
     clips: np.ndarray, captions: Sequence[Sequence[str]], wrong: Sequence[bool] | None = None, columns: int = 4
 ) -> np.ndarray:
-    """(N, T, H, W) uint8 and N captions of as many lines each -> one clip (T, H', W'), in rows of `columns` or fewer,
-    each under its caption; those that are wrong stand black on white."""
+    """Tile (N, T, H, W) uint8 into one clip (T, H', W') of at most `columns` per row, each under its caption (equally
+    many lines; black on white where `wrong`)."""
     zoom = max(1, -(-128 // clips.shape[3]))
     clips = clips.repeat(zoom, 2).repeat(zoom, 3)
     count, frames, _, width = clips.shape
@@ -302,6 +304,6 @@ def draw_clips(
         strip = caption(lines, room, inverse=odd)
         tiles.append(np.concatenate([np.repeat(strip[None], frames, 0), clip], 1))
     rows = -(-count // columns)
-    across = -(-count // rows)  # as many in each row
+    across = -(-count // rows)  # the same number in each row
     tiles += [np.zeros_like(tiles[0])] * (rows * across - count)
     return np.concatenate([np.concatenate(tiles[n : n + across], 2) for n in range(0, rows * across, across)], 1)

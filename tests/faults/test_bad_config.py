@@ -160,7 +160,7 @@ def test_a_switch_takes_no_value(word):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("def broken(:\n", r"SyntaxError: .*mine.py:1\): mend it; --debug shows the traceback"),
+        ("def broken(:\n", r"SyntaxError: .*mine.py:1\): fix it; --debug shows the traceback"),
         ("x = 1\nimport no_such_module_at_all\n", r"ModuleNotFoundError: No module named .*mine.py:2\)"),
         ("open('/nowhere/at/all')\n", r"FileNotFoundError: .*mine.py:1\)"),
         ("x = 'a\0b'\n", "cannot import the task"),
