@@ -65,8 +65,9 @@ class Lab:
         self.on = ["device=cpu" if tiny else "device=cuda"]
         self.har = ["har", "log_every=5", *self.on, *["dataset.stride=512", "model.width=8"] * tiny]
         # Long enough for a signal to arrive in the middle.
-        self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={80 if tiny else 450}"]
-        self.exact += ["eval_every=50", "save_every=50"]
+        steps, every = (40, 15) if tiny else (450, 50)
+        self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={steps}"]
+        self.exact += [f"eval_every={every}", f"save_every={every}"]
         # In float64 only a mistake shows, not rounding.
         self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
 

@@ -62,7 +62,8 @@ def record(folder: Path) -> None:
         if name in RESUMED:
             state = load(folder / name)
             half = [f"steps={state['progress']['step'] // 2}", f"schedule.horizon={state['horizon']}"]
-            train(processes, [*words, *half], folder / f"{name}_resumed")
+            others = [word for word in words if not word.startswith("steps=")]
+            train(processes, [*others, *half], folder / f"{name}_resumed")
             train(RESUMED[name], words, folder / f"{name}_resumed")
 
 

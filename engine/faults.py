@@ -14,6 +14,7 @@ import torch
 
 from engine import dist, oom, status, terminal, watch
 from engine.contract import LockstepError
+from engine.stop import leave_nothing
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -53,6 +54,7 @@ def end(error: BaseException, debug: bool) -> int:
         watch.announce(world, cause)
     if not world.grouped and not cause.again:
         sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
+        leave_nothing()  # or torch waits five seconds and more for a loader process that hangs
         return status.leave_code(cause.exit_code)
     watch.leave(world, cause, claimed)
     raise AssertionError("unreachable")

@@ -206,10 +206,10 @@ class Launcher:
 def _descendants() -> dict[int, str]:
     """{process: state} of all below this one: what is orphaned there becomes its child, see `adopt_orphans`."""
     parents, states = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            parents[int(stat.parent.name)], states[int(stat.parent.name)] = int(parent), state
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            parents[int(process.name)], states[int(process.name)] = int(parent), state
     found, new = {}, {os.getpid()}
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= {pid: states[pid] for pid in new}

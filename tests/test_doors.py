@@ -54,7 +54,6 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
-@pytest.mark.real
 def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     config_file = tmp_path / "toy.yaml"
     config_file.write_text(f"task: {TOY}\nbatch_size: 6\namp: off\nmodel: {{width: 8}}\n")

@@ -102,8 +102,8 @@ def test_what_hangs_is_ended(launch, rehearse, monkeypatch, capsys):
 @pytest.mark.real
 @pytest.mark.slow
 def test_sigterm_ends_what_runs(launch):
-    run = launch.start(sys.executable, COMMAND, "--rehearse", "--only", "amp,cut")
-    run.wait_for("amp: ok")
+    run = launch.start(sys.executable, COMMAND, "--rehearse", "--only", "gloo,cut")
+    run.wait_for("gloo: ok")
     run.signal(15)
     assert run.wait().code == 143 and not launch.left_behind()
 

@@ -176,10 +176,10 @@ class Home:
     def processes(self) -> list[int]:
         """The living processes that descend from this home."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for path in Path("/proc").glob("[0-9]*"):
             try:
-                if self.mark.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
+                if self.mark.encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
             except OSError:  # ended meanwhile, or another user's
                 continue
         return found

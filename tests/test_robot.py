@@ -217,15 +217,15 @@ def test_act_trains_on_a_dataset_of_its_own(launch, tmp_path, walks, processes):
 def test_resume_is_exact_in_the_middle_of_an_epoch(launch, tmp_path, walks, processes):
     """With dropout, augmentation and accumulation; SIGTERM arrives at a rank while a step is under way."""
     words = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "augment.enabled=true"]
-    words += ["batch_size=2", "gradient_accumulation_steps=2", "steps=40", "optim.lr=1e-3", "log_every=1"]
+    words += ["batch_size=2", "gradient_accumulation_steps=2", "steps=14", "optim.lr=1e-3", "log_every=1"]
     start = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     succeed(launch.python(*start, *words, f"save_dir={tmp_path / 'straight'}"))
     again = [*start, *words, f"save_dir={tmp_path / 'stopped'}"]
     run = launch.start(sys.executable, *again)
-    run.wait_for("step 5/")
+    run.wait_for("step 3/")
     os.kill(launch.rank_pid(processes - 1), signal.SIGTERM)
     run.wait()
-    assert 5 <= load(tmp_path / "stopped")["progress"]["step"] < 40
+    assert 3 <= load(tmp_path / "stopped")["progress"]["step"] < 14
     succeed(launch.python(*again))
     assert_same_run(tmp_path / "stopped", tmp_path / "straight")
 

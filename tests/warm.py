@@ -177,6 +177,27 @@ def fork_rank(handler, command: tuple[str, ...], env: dict[str, str]) -> Forked:
     return Forked(pid)
 
 
+class WarmPopen(subprocess.Popen):
+    """In a forked command that starts others, such as tools/tune.py: Python commands are forks of it, too, where it has
+    no threads yet."""
+
+    def __init__(self, args, *, env: dict[str, str] | None = None, preexec_fn=None, **how):
+        env = dict(os.environ if env is None else env)
+        changed = {name: env.get(name) for name in env.keys() | os.environ if env.get(name) != os.environ.get(name)}
+        forks = isinstance(args, list) and args[0] == sys.executable and can_be_warm(args[1:], changed)
+        if forks and threading.active_count() == 1:
+
+            def begin() -> None:
+                if preexec_fn:
+                    preexec_fn()
+                become(args[1:], env, os.getcwd(), (1, 2))
+
+            how["preexec_fn"] = begin
+        elif preexec_fn:
+            how["preexec_fn"] = preexec_fn
+        super().__init__(args, env=env, **how)
+
+
 def become(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple = ()) -> None:
     """In the forked child: `python *words`. Does not return."""
     code = 70
@@ -224,6 +245,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     random.seed(), numpy.random.seed(), torch.seed()
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.stop._parent, engine.oom._BEGAN = os.getppid(), time.monotonic()
+    subprocess.Popen = WarmPopen
 
 
 def _run(words: list[str]) -> int:

@@ -176,10 +176,10 @@ def _listener(number: int) -> str:
             # The ninth field is the socket's number; 0A is one that listens.
             here = [row for row in rows if int(row[1].rpartition(":")[2], 16) == number and row[3] == "0A"]
             sockets |= {f"socket:[{row[9]}]" for row in here}
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or not ours to see
-            if os.readlink(file) in sockets:
-                return f"process {file.parts[2]} ({Path('/proc', file.parts[2], 'comm').read_text().strip()})"
+            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
     return "a process that cannot be seen from here"
 
 
