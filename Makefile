@@ -7,8 +7,8 @@ PYTHON := $(VENV)/bin/python
 train: $(VENV)/installed
 	PYTHON=$(PYTHON) ./train_multigpu.sh $(ARGS)
 
-# Neighbours stay together on a worker, for they share what is slow to make.
-WORKERS := -n auto --maxprocesses 4 --dist worksteal
+# One worker more than cores, because tests wait for processes; neighbours stay together, because they share fixtures.
+WORKERS := -n $(shell echo $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4))) --dist worksteal
 
 test: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) $(ARGS)

@@ -213,17 +213,16 @@ def test_act_trains_on_a_dataset_of_its_own(launch, tmp_path, walks, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_resume_is_exact_in_the_middle_of_an_epoch(launch, tmp_path, walks, processes):
+def test_resume_is_exact_in_the_middle_of_an_epoch(launch, tmp_path, walks):
     """With dropout, augmentation and accumulation; SIGTERM arrives at a rank while a step is under way."""
     words = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "augment.enabled=true"]
     words += ["batch_size=2", "gradient_accumulation_steps=2", "steps=14", "optim.lr=1e-3", "log_every=1"]
-    start = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     succeed(launch.python(*start, *words, f"save_dir={tmp_path / 'straight'}"))
     again = [*start, *words, f"save_dir={tmp_path / 'stopped'}"]
     run = launch.start(sys.executable, *again)
     run.wait_for("step 3/")
-    os.kill(launch.rank_pid(processes - 1), signal.SIGTERM)
+    os.kill(launch.rank_pid(1), signal.SIGTERM)
     run.wait()
     assert 3 <= load(tmp_path / "stopped")["progress"]["step"] < 14
     succeed(launch.python(*again))
