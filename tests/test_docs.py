@@ -1,4 +1,4 @@
-"""What the pages in docs/ say is held to the code: links, messages, and the scripts for one's own data."""
+"""The pages in docs/ agree with the code: links, messages, and the scripts for one's own data."""
 
 import ast
 import re
