@@ -32,8 +32,8 @@ from engine.cache import hold, same_bits
 from engine.config import Config
 from engine.contract import RESERVED, Batch, LockstepError, sample_seeds
 from engine.dist import World
+from engine.phases import phase
 from engine.plan import Plan
-from engine.pulse import Pulse
 from engine.stop import end_with_parent, own_scratch
 
 
@@ -225,7 +225,7 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: 
         with _starting_processes():
             fetched = iter(loader)
     checked = (_next(fetched, dataset, indices) for indices in sampler)
-    return checked if world.device.type == "cpu" else ahead(checked, world.device, world.pulse)
+    return checked if world.device.type == "cpu" else ahead(checked, world.device)
 
 
 class _PrefetchError(LockstepError):
@@ -256,7 +256,7 @@ _fetching = threading.Lock()
 """Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are under way."""
 
 
-def ahead(batches: Iterator[Batch], device: torch.device, pulse: Pulse) -> Iterator[Batch]:
+def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The next batch always on its way to the device: a thread fetches and pins it while the last one is worked on, and
     on a GPU it is copied on a stream of its own."""
     on_gpu = device.type == "cuda"
@@ -287,7 +287,7 @@ def ahead(batches: Iterator[Batch], device: torch.device, pulse: Pulse) -> Itera
             if isinstance(batch, Exception):
                 raise batch
             if on_gpu:
-                pulse.set("host to device")  # what is left of the copy: this stream waits for it, the host doesn't
+                phase("host to device")  # what is left of the copy: this stream waits for it, the host doesn't
                 here = torch.cuda.current_stream(device)
                 here.wait_stream(_copies(device))
                 for value in batch.values():

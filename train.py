@@ -48,6 +48,7 @@ from engine import (
 from engine.cache import Held
 from engine.contract import LockstepError, Task, amount
 from engine.loop import Job, Progress, Tally
+from engine.phases import phase
 from engine.profiler import Profile
 from engine.stop import Stop, leave_nothing
 from engine.watch import Watch
@@ -388,8 +389,9 @@ def train(prepared: Prepared, logger: log.Silent, keeper: Keeper) -> dict[str, f
                 raise diverged(job, reason)
 
             if pause or progress.evaluation_due or progress.step % cfg.log_every == 0:
-                logger.slow(job, loop.find_slow(job))  # (all ranks) times meet; (main only) writes
-                logger.train(job, loop.training_metrics(job))
+                seconds = phase.take()
+                logger.slow(job, loop.find_slow(job, seconds))  # (all ranks) times meet; (main only) writes
+                logger.train(job, loop.training_metrics(job, seconds))
                 if warning := crowd.warning():
                     logger.say(f"  warning: {warning}")
 
@@ -468,7 +470,7 @@ class Keeper:
         """
         self.unsaved = {}
         if self.writer:
-            with self.job.world.pulse.during("waiting for the checkpoint before"):
+            with phase.during("waiting for the checkpoint before"):
                 file = best_file or f"step_{state['progress']['step']}.pt"
                 self.writer.submit(state, file, bool(best_file), self.logger.sync, partial(self._saved, score))
 
@@ -493,7 +495,7 @@ class Keeper:
 
     def settle(self) -> None:
         if self.writer:
-            with self.job.world.pulse.during("writing the checkpoint"):
+            with phase.during("writing the checkpoint"):
                 self.writer.settle()
 
     def __enter__(self) -> Keeper:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import itertools
 import os
@@ -36,7 +35,7 @@ from bars import Bar
 import tasks
 import train
 from engine import checkpoint, config, dist, log, loop, storage
-from engine.pulse import Pulse
+from engine.phases import Phases, phase
 from engine.stop import Stop
 from engine.watch import BEAT_S, Watch
 
@@ -49,18 +48,6 @@ MARKS, MATRIX = 20_000, 512
 WIDTHS = (64, 1024, 2560)
 OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 """What --check asks for, at most: of a training, of a step, of a blocking save."""
-
-
-class NoPulse(Pulse):
-    def set(self, phase: str, waits: bool = False) -> None:
-        self.now = "", False, 0.0
-
-
-class NoStopwatch:
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def take(self) -> float:
-        return 0.0
 
 
 class NoTally(loop.Tally):
@@ -103,23 +90,23 @@ class Ways:
         self.matrix, self.step_s, self.computed_s = torch.ones(MATRIX, MATRIX), 0.0, 0.0
 
     def bare(self) -> None:
-        """None of what observes: no marks, no stopwatch, no totals."""
+        """None of what observes: no marks, no totals."""
         job, hooks = self.job, self.first._post_accumulate_grad_hooks
-        kept = job.world, job.stopwatch, dict(hooks)
-        job.world = dataclasses.replace(job.world, pulse=NoPulse())
-        job.stopwatch, job.tally = NoStopwatch(), self.no_tally  # type: ignore[assignment]
-        hooks.clear()
+        kept, mark = dict(hooks or {}), Phases.__call__
+        Phases.__call__ = lambda *_, **__: None  # type: ignore[method-assign]
+        job.tally = self.no_tally
+        (hooks or {}).clear()
         for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
             pass
-        job.world, job.stopwatch = kept[:2]
-        hooks.update(kept[2])
+        Phases.__call__ = mark  # type: ignore[method-assign]
+        (hooks or {}).update(kept)
 
     def watched(self) -> None:
-        """Marks, stopwatch, a look for a slow rank at each log point; and, in `measure`, heartbeats."""
+        """Marks, a look for a slow rank at each log point; and, in `measure`, heartbeats."""
         job, job.tally = self.job, self.no_tally
         for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
             if job.progress.step % job.cfg.log_every == 0:
-                loop.find_slow(job)
+                loop.find_slow(job, phase.take())
                 job.tally.restart_clock()
 
     def observed(self) -> None:
@@ -147,11 +134,8 @@ class Ways:
 
     def mark(self) -> None:
         """What a step tells the watch."""
-        for phase in ("data loading", "forward", "backward", "optimizer step", "all_reduce"):
-            self.job.world.pulse.set(phase)
-        self.job.stopwatch.start()
-        self.job.stopwatch._ready(self.first)
-        self.job.stopwatch.stop()
+        for name in ("data loading", "forward", "backward", "gradient sync", "optimizer step", "all_reduce"):
+            phase(name)
 
     def _train(self, epoch: Any) -> None:
         """Breaks the training off: by itself it ends only with an evaluation and a checkpoint."""

@@ -12,6 +12,7 @@ from engine import config
 from engine.contract import LockstepError, Task
 from engine.dist import World
 from engine.loop import Job, check_buffers, checksum, checksums
+from engine.phases import phase
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,7 +78,7 @@ def _same(world: World, facts: dict[str, str]) -> None:
         more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
         error = LockstepError(
             differences[0] + more,
-            where=f"step {world.pulse.step}",
+            where=f"step {phase.step}",
             todo="start the same code, config and data on all of them, and change weights on all ranks alike",
             exit_code=6,
         )

@@ -13,6 +13,7 @@ from torch import nn
 from engine import config
 from engine.contract import LockstepError
 from engine.loop import Job, Progress, equalise_buffers
+from engine.phases import phase
 from engine.plan import Plan
 
 FORMAT = 2
@@ -148,7 +149,7 @@ def restore(job: Job, state: dict[str, Any], path: Path) -> None:
         if state["scaler"] and job.scaler.is_enabled():  # amp may have changed
             job.scaler.load_state_dict(state["scaler"])
     job.progress = Progress(**state["progress"])
-    job.world.pulse.step = job.progress.step
+    phase.step = job.progress.step
     job.tally.load(state["tally"])
     world = job.world
     if len(state["rng"]) == world.size:

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from engine import agent, compiler, cores, oom
 from engine.config import DDP, Config
 from engine.contract import LockstepError, amount
-from engine.pulse import Pulse
+from engine.phases import phase
 from engine.shared import Shared, share
 
 T = TypeVar("T")
@@ -53,7 +53,6 @@ class World:
     place    the part of the machine whose cores it keeps to, in words; empty: all of it
     local_size  processes on this machine, 1 where the launcher doesn't say
     network  how this machine and the others find each other, in words, where `join` has chosen it
-    pulse    what this rank is doing
     """
 
     rank: int
@@ -68,7 +67,6 @@ class World:
     place: str = ""
     local_size: int = 1
     network: str = ""
-    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def main(self) -> bool:
@@ -82,7 +80,7 @@ class World:
     def sum(self, *tensors: Tensor) -> None:
         """Add up over all ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
         if self.size > 1:
-            with self.pulse.during("all_reduce", waits=True):
+            with phase.during("all_reduce", waits=True):
                 for tensor in tensors:
                     self.shared.sum(tensor) if self.shared else dist.all_reduce(tensor)
 
@@ -113,14 +111,14 @@ class World:
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
-        return self.pulse.during("waiting for the device", waits=self.size > 1)
+        return phase.during("waiting for the device", waits=self.size > 1)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank (pickled: for small things, now and then)."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.pulse.during("all_gather", waits=True):
+        with phase.during("all_gather", waits=True):
             dist.all_gather_object(values, value)
         return values
 
@@ -129,7 +127,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        with self.pulse.during("broadcast", waits=not self.main):
+        with phase.during("broadcast", waits=not self.main):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
@@ -145,7 +143,7 @@ class World:
                     last += 1
                 mine = rank == self.rank
                 piece = torch.cat(flats[first:last]) if mine else like.new_empty(sum(lengths[first:last]))
-                with self.pulse.during("broadcast", waits=True):  # gloo has no other way from a GPU
+                with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
                     dist.broadcast(piece, src=rank)
                 collected += piece.cpu().split(lengths[first:last]) if self.main else [like] * (last - first)
             everyones.append(collected)
@@ -263,7 +261,7 @@ class World:
                 tensor.div_(self.size)
             else:
                 whole = tensor.contiguous()
-                with self.pulse.during("broadcast", waits=True):
+                with phase.during("broadcast", waits=True):
                     dist.broadcast(whole, src=0)
                 tensor.copy_(whole)
 
@@ -286,7 +284,7 @@ class World:
         if self.grouped:
             # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
             gc.collect()
-            with self.pulse.during("barrier", waits=True):
+            with phase.during("barrier", waits=True):
                 dist.barrier()
             dist.destroy_process_group()
             global _joined

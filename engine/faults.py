@@ -14,6 +14,7 @@ import torch
 
 from engine import dist, oom, status, terminal, watch
 from engine.contract import LockstepError
+from engine.phases import phase
 from engine.stop import leave_nothing
 
 HERE = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
     place = [_frame(error)]
     if world is not None:
         place += [f"rank {world.rank}"] if world.size > 1 else []
-        place += [f"{world.pulse.phase} at step {world.pulse.step}"]
+        place += [f"{phase.name} at step {phase.step}"]
     where = ", ".join(words for words in place if words)
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     if oom.ran_out(error):
@@ -116,9 +117,9 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
 
 
 def _out_of_memory(text: str, where: str, world: dist.World | None) -> LockstepError:
-    if world is None or status.current.smaller is None or world.pulse.phase == "preparing":
+    if world is None or status.current.smaller is None or phase.name == "preparing":
         return LockstepError(f"out of memory: {text}", where=where, todo="free some, or use cache=none", exit_code=1)
-    batch, smaller = status.current.smaller(world.pulse.phase in ("validation", "loading validation data"))
+    batch, smaller = status.current.smaller(phase.name in ("validation", "loading validation data"))
     words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
     if not smaller:
         todo = "no smaller batch takes the same steps: use a smaller model, smaller samples, or another global_batch"

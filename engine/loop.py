@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine import optim
 from engine.contract import Batch, LockstepError, Loss, Sums, Task
 from engine.dist import World
+from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.stop import Stop
@@ -57,7 +58,7 @@ class Tally:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        self.since, self.waited, self.timed_samples = time.perf_counter(), 0.0, 0
+        self.since, self.timed_samples = time.perf_counter(), 0
 
     def add(self, names: list[str], sums: Tensor, skipped: Tensor) -> None:
         """One step's (len(names),) float64; of a skipped step they may be NaN, and don't count."""
@@ -89,44 +90,29 @@ class Tally:
         self.skipped = float(state["skipped"])
 
 
-class Stopwatch:
-    """How long a forward and backward pass computes: until its last gradient is ready. After that a rank only waits for
-    the others, which is why the wall time of a step doesn't show who is slow."""
+class GpuClock:
+    """Seconds that the GPU computes in forward and backward passes, which the host does not see: from events, read at
+    log points. The last pass of a step stands for the others."""
 
-    def __init__(self, model: nn.Module, world: World):
-        self.on_gpu, self.pulse = world.device.type == "cuda", world.pulse
-        self.total, self.passes = 0.0, 0
-        self.began = self.ready = 0.0
-        if self.on_gpu:
-            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first = next((p for p in model.parameters() if p.requires_grad), None)
-        if first is not None:  # used first in the forward pass, so the last to get its gradient
-            first.register_post_accumulate_grad_hook(self._ready)
+    def __init__(self) -> None:
+        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.passes, self.synced = 0, False
 
-    def start(self) -> None:
-        self.began, self.ready = time.perf_counter(), 0.0
-        if self.on_gpu:
-            self.events[0].record()
-
-    def _ready(self, _: Tensor) -> None:
-        self.ready = time.perf_counter()
-        if self.on_gpu:
-            self.events[1].record()
-        phase, waits = self.pulse.now[:2]
-        if waits and phase == "backward":
-            self.pulse.set("gradient sync", waits)
-
-    def stop(self) -> None:
-        self.total += (self.ready or time.perf_counter()) - self.began
-        self.passes += 1
+    def __call__(self, name: str) -> None:
+        if name == "forward":
+            self.begin.record()
+            self.passes += 1
+        elif name == "gradient sync":
+            self.end.record()
+            self.synced = True
 
     def take(self) -> float:
-        """Seconds since the last call; waits for the GPU, where the last pass stands for all of them."""
-        total, passes, self.total, self.passes = self.total, self.passes, 0.0, 0
-        if self.on_gpu and self.ready:
-            self.events[1].synchronize()
-            return passes * self.events[0].elapsed_time(self.events[1]) / 1e3
-        return total
+        """Since the last call; waits for the GPU."""
+        passes, self.passes = self.passes, 0
+        if not self.synced:
+            return 0.0
+        self.end.synchronize()
+        return passes * self.begin.elapsed_time(self.end) / 1e3
 
 
 class Mailbox:
@@ -191,7 +177,13 @@ class Job:
 
     def __post_init__(self) -> None:
         self.grad_norm = torch.zeros((), device=self.world.device)  # of the last step
-        self.stopwatch, self.mailbox = Stopwatch(self.model, self.world), Mailbox(self.world.device)
+        self.mailbox = Mailbox(self.world.device)
+        self.gpu_clock = None
+        if self.world.size > 1:
+            split_backward(self.model)
+            if self.world.device.type == "cuda":
+                self.gpu_clock = GpuClock()
+                phase.listeners.append(self.gpu_clock)
 
     @functools.cached_property
     def buffers(self) -> optim.Buffers:
@@ -226,23 +218,19 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
 
     loader  iterates `(batch, Micro)`; see data_loader.py
     """
-    world, progress, tally, pulse = job.world, job.progress, job.tally, job.world.pulse
+    world, progress, tally = job.world, job.progress, job.tally
     # Keeps the gradients at the size of a mean's, so that fp16 does not overflow; undone by `divisor` below.
     share = world.size / job.plan.global_batch
     trained = [p for group in job.optimizer.param_groups for p in group["params"]]
     buffers, own_buffers = job.buffers, job.cfg.ddp.buffers
-    stopwatch = job.stopwatch
     vote = torch.zeros((), dtype=torch.float64, device=world.device)
     job.net.train()  # on all ranks alike, whatever a task has set in a part of its model
     _begin_step(job, trained)
     sums, passes, kept = None, [], buffers.copies()
-    pulse.set("data loading")
-    asked = time.perf_counter()
+    phase("data loading")
     for batch, micro in loader:
-        tally.waited += time.perf_counter() - asked
-        stopwatch.start()
         with world.accumulate(job.net, micro.closes_step):
-            pulse.set("forward")
+            phase("forward")
             with job.precision.autocast():
                 loss = _checked(job, job.task.loss(job.net, batch))
             # (stop votes, loss, weight, the task's sums) in float64: the vote's type is the widest, all become it.
@@ -259,13 +247,12 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
                 summed = world.begin_sum(sums)  # the one all-reduce beside DDP's own goes on under the backward pass
             # A filler takes part in the all-reduce with a gradient of zero.
             total = loss.total * (0.0 if micro.filler else share)
-            pulse.set("backward", waits=world.size > 1 and micro.closes_step)
+            phase("backward", waits=world.size > 1 and micro.closes_step)
             job.scaler.scale(total).backward()
-        stopwatch.stop()
         if micro.closes_step:
             world.check_all_reduced(job.net)
             summed()
-            pulse.set("optimizer step")
+            phase("optimizer step")
             # DDP averaged the ranks' gradients of `total * share`: their sum / global_batch. Turn it into sum / weight.
             divisor = sums[2] / job.plan.global_batch
             lr = job.plan.lr(progress.step)
@@ -279,18 +266,17 @@ def train_epoch(job: Job, loader: Any) -> Iterator[Outcome]:
             tally.timed_samples += micro.consumed - progress.position
             progress.samples += micro.consumed - progress.position
             progress.step, progress.position = progress.step + 1, micro.consumed
-            pulse.step = progress.step
+            phase.step = progress.step
             with world.reading():
                 values = torch.stack([sums[0], skipped])
                 news = job.mailbox.exchange(values, (progress.step, passes), wait=job.pauses)
                 if any(votes for (votes, _), _ in news):  # the run stops here
                     news += job.mailbox.take()
-            pulse.set("logging")
+            phase("logging")
             yield _outcome(job, news)
             _begin_step(job, trained)
             sums, passes, kept = None, [], buffers.copies()
-        pulse.set("data loading")
-        asked = time.perf_counter()
+        phase("data loading")
 
 
 def endless(job: Job, loader: Any) -> Iterator[Outcome]:
@@ -354,7 +340,7 @@ def rehearse(job: Job, batches: Any) -> float:
     sums, metrics, gflop = None, None, 0.0
     if job.world.main:
         batch = next(iter(batches))
-        with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
+        with phase.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
             sums, gflop = _counted(job, functools.partial(job.task.score, job.model.eval(), batch))
             gflop /= len(next(iter(batch.values())))
         if isinstance(sums, dict) and "count" in sums:
@@ -411,8 +397,11 @@ def hopeless(job: Job) -> str:
     return ""
 
 
-def training_metrics(job: Job) -> dict[str, float]:
-    """The metrics since the last log point, on every rank: the one host sync of the training loop."""
+def training_metrics(job: Job, seconds: dict[str, float]) -> dict[str, float]:
+    """The metrics since the last log point, on every rank: the one host sync of the training loop.
+
+    seconds  of the phases since then
+    """
     tally = job.tally
     with job.world.reading():
         (grad_norm,) = tally.read(job.grad_norm)
@@ -425,7 +414,7 @@ def training_metrics(job: Job) -> dict[str, float]:
         "grad_norm": grad_norm,
         "skipped_steps": tally.skipped,
         "samples_per_s": tally.timed_samples / elapsed,
-        "data_wait_share": min(1.0, tally.waited / elapsed),
+        "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
     }
     tally.clear()
     return metrics
@@ -443,16 +432,23 @@ SLOW_S = 3.0
 """How much time of a rank it takes to judge it."""
 
 
-def find_slow(job: Job, ratio: float = 1.5) -> Slow | None:
-    """(all ranks) Whether one rank was clearly slower than the others since this last said anything; before
-    `training_metrics`, which starts the clocks anew."""
+def loading_s(seconds: dict[str, float]) -> float:
+    """Of the phases: what a rank waited for its batches."""
+    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
+
+
+def find_slow(job: Job, seconds: dict[str, float], ratio: float = 1.5) -> Slow | None:
+    """(all ranks) Whether one rank was clearly slower than the others since this last said anything."""
     world = job.world
-    with world.reading():
-        computed = job.stopwatch.take()
     if world.size == 1:
         return None
+    # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
+    computed = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    if job.gpu_clock:
+        with world.reading():
+            computed = job.gpu_clock.take()
     times = torch.zeros(world.size, 2, device=world.device)
-    times[world.rank] = torch.tensor([job.tally.waited, computed], device=world.device)
+    times[world.rank] = torch.tensor([loading_s(seconds), computed], device=world.device)
     world.sum(times)
     job.times = times if job.times is None else job.times + times
     with world.reading():
@@ -490,19 +486,19 @@ def evaluate(job: Job, batches: Any) -> tuple[dict[str, float], Sums] | None:
     """
     equalise_buffers(job)
     world, task = job.world, job.task
-    model, pulse = job.evaluated_model.eval(), world.pulse
+    model = job.evaluated_model.eval()
     scored, tried, broken_off = Tallied(), Tallied(), 0.0
-    pulse.set("loading validation data")
+    phase("loading validation data")
     for batch in batches:
         if job.stop.asked:
             broken_off = 1.0
             break
-        pulse.set("validation")
+        phase("validation")
         # A task that draws random numbers here must not change the training that follows.
         with world.own_random_numbers(), job.precision.autocast():
             scored.add(task.score(model, batch))
-        pulse.set("loading validation data")
-    pulse.set("validation")
+        phase("loading validation data")
+    phase("validation")
     for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
         if job.stop.asked:
@@ -609,7 +605,7 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
 @torch.no_grad()
 def pictures(job: Job, batch: Batch, sums: Sums) -> dict[str, Any]:
     """(main only) The task's pictures of an evaluation."""
-    with job.world.pulse.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
+    with phase.during("validation"), job.world.own_random_numbers(), job.precision.autocast():
         return job.task.pictures(job.evaluated_model.eval(), batch, sums)
 
 

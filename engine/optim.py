@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from engine.config import Optim, Schedule
 from engine.contract import LockstepError
 from engine.dist import World
+from engine.phases import phase
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -123,7 +124,7 @@ class Zero(AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         inner = self.zero.optim
         inner.grad_scale, inner.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        with self.world.pulse.during("optimizer step", waits=True):  # others' parameters come
+        with phase.during("optimizer step", waits=True):  # others' parameters come
             self.zero.step()
 
     step.hooked = True  # type: ignore[attr-defined]

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from engine.pulse import Pulse
+from engine.phases import phase
 
 T = TypeVar("T")
 
 PHASES = ("data loading", "host to device", "forward", "backward", "gradient sync", "optimizer step", "logging")
-"""Of a training step, in their order: the words of the pulse. What else a run does is not part of a step."""
+"""Of a training step, in their order: the words of `phase`. What else a run does is not part of a step."""
 
 BESIDE = ("loading validation data", "validation")
-"""What a run may do between two steps, by the words of the pulse."""
+"""What a run may do between two steps, by the words of `phase`."""
 
 WARM_UP, TIMED, TRACED = 10, 30, 3
 """Steps of a run that `--profile` lets pass, times and traces."""
@@ -138,18 +138,18 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
     return "\n".join(lines)
 
 
-def listen(pulse: Pulse, heed: Callable[[str], Any], known: Iterable[str]) -> None:
-    """Tell `heed` of each change to one of the `known` phases. The pulse's other words are about something within a
-    phase: that goes on."""
+def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str], None]:
+    """A listener of `phase` that calls `heed` at each change to one of the `known` phases. Others lie within a phase,
+    which continues."""
     phases, last = {*known}, ""
 
-    def hear(phase: str) -> None:
+    def hear(name: str) -> None:
         nonlocal last
-        if phase in phases and phase != last:
-            last = phase
-            heed(phase)
+        if name in phases and name != last:
+            last = name
+            heed(name)
 
-    pulse.listener = hear
+    return hear
 
 
 class Profile:
@@ -163,6 +163,7 @@ class Profile:
         self.rows = [*PHASES, *(["waiting for the device"] if self.on_gpu else [])]  # the host's, where it runs ahead
         self.tracer: Any = None
         self.range: Any = None
+        self.listener: Any = None
 
     def follow(self, outcomes: Iterable[T]) -> Iterator[T]:
         """Pass a training's steps through."""
@@ -170,12 +171,19 @@ class Profile:
             self.taken += 1
             yield outcome  # what is done with it belongs to the step
             if self.taken == WARM_UP:
-                listen(self.job.world.pulse, self.profiler.mark, [*self.rows, *BESIDE])
+                self._listen(self.profiler.mark)
             elif self.taken == WARM_UP + TIMED:
                 self._report(TIMED)
                 self._trace()
             elif self.taken == WARM_UP + TIMED + TRACED:
                 self._end_trace()
+
+    def _listen(self, heed: Callable[[str], Any] | None) -> None:
+        if self.listener:
+            phase.listeners.remove(self.listener)
+        self.listener = changes([*self.rows, *BESIDE], heed) if heed else None
+        if self.listener:
+            phase.listeners.append(self.listener)
 
     def finish(self) -> None:
         """At the end of the run, however short it was."""
@@ -189,7 +197,7 @@ class Profile:
 
     def _report(self, steps: int) -> None:
         self.reported = True
-        self.job.world.pulse.listener = None
+        self._listen(None)
         self.profiler.mark("")
         ranks = self.job.world.gather(self.profiler.spent())
         self.say(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
@@ -202,7 +210,7 @@ class Profile:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would tell when it begins and ends
             self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
             self.tracer.start()
-            listen(self.job.world.pulse, self._name, [*self.rows, *BESIDE])
+            self._listen(self._name)
 
     def _name(self, phase: str) -> None:
         """The phases as ranges of the trace, beside torch's operations."""
@@ -214,7 +222,7 @@ class Profile:
 
     def _end_trace(self) -> None:
         if self.tracer:
-            self.job.world.pulse.listener = None
+            self._listen(None)
             self._name("")
             self.tracer.stop()
             self.tracer.export_chrome_trace(str(self.path))

@@ -22,6 +22,7 @@ from typing import Any
 from engine import oom, status, storage, terminal
 from engine.contract import LockstepError
 from engine.dist import World, speaks
+from engine.phases import Phases, phase
 from engine.shared import machine
 from engine.stop import Stop, leave_nothing
 
@@ -55,8 +56,8 @@ class Watch:
     orphan_s   what a rank gets to stop in good order, once the torchrun that started it is dead
     """
 
-    def __init__(self, world: World, stop: Stop, timeout_s: float):
-        self.world, self.stop, self.timeout_s = world, stop, timeout_s
+    def __init__(self, world: World, stop: Stop, timeout_s: float, phase: Phases = phase):
+        self.world, self.stop, self.timeout_s, self.phase = world, stop, timeout_s, phase
         self.beat_s, self.grace_s, self.orphan_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2), 20.0
         self.notes = _Notes(world, timeout_s)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -90,15 +91,15 @@ class Watch:
     # ---- what this rank tells ----
 
     def _beat(self) -> None:
-        phase, waits, since = self.world.pulse.now
+        doing, waits, since = self.phase.now
         self.beats += 1
         beat = {
             "beats": self.beats,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "machine": MACHINE,
-            "step": self.world.pulse.step,
-            "phase": phase,
+            "step": self.phase.step,
+            "phase": doing,
             "waits": waits,
             "for_s": time.monotonic() - since,
         }
@@ -158,29 +159,29 @@ class Watch:
             self._end(self.notes.cause() or cause, claimed)
 
     def _mind_the_time(self) -> None:
-        pulse, world = self.world.pulse, self.world
-        phase, waits, since = pulse.now
+        phase, world = self.phase, self.world
+        doing, waits, since = phase.now
         took = time.monotonic() - since
-        if took > self.timeout_s / 2 and self.said != since and pulse.step and world.size == 1:
+        if took > self.timeout_s / 2 and self.said != since and phase.step and world.size == 1:
             self.said = since
-            self._say(f"{phase} has taken {took:.0f} s (step {pulse.step})", {0: stacks()})
+            self._say(f"{doing} has taken {took:.0f} s (step {phase.step})", {0: stacks()})
         if not waits or world.size == 1:
             return
         if took > self.timeout_s / 2 and self.said != since:
             self.said = since
-            if self.notes.put_first(f"dump{pulse.step}", True):
-                self.notes.put("dump", pulse.step)
+            if self.notes.put_first(f"dump{phase.step}", True):
+                self.notes.put("dump", phase.step)
                 _, text, _ = self._verdict()
-                if pulse.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
+                if phase.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
                     self._say(text, self._stacks_of_all())
         if took > max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2):
             blamed, text, silent = self._verdict()
-            if pulse.now[2] != since or self.over.is_set() or self.notes.store is None:
+            if phase.now[2] != since or self.over.is_set() or self.notes.store is None:
                 return
             folder = status.current.folder
             error = LockstepError(
                 text,
-                where=f"step {pulse.step}, ddp.timeout_s={self.timeout_s:g}",
+                where=f"step {phase.step}, ddp.timeout_s={self.timeout_s:g}",
                 todo=f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one",
             )
             cause = Cause(blamed, str(error), status.DISTRIBUTED)

@@ -16,7 +16,6 @@ from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create
 from engine import config, contract, plan
 from engine.contract import LockstepError
 from engine.dist import World
-from engine.pulse import Pulse
 
 
 def world(rank=0, size=1):
@@ -372,13 +371,13 @@ def test_the_next_batch_is_fetched_meanwhile():
                 raise ValueError("the fourth")
             yield {"x": torch.tensor([number])}
 
-    coming = ahead(batches(), torch.device("cpu"), Pulse())
+    coming = ahead(batches(), torch.device("cpu"))
     for number in range(3):
         assert next(coming)["x"].item() == number
         assert begun[number + 1].wait(30), "the next is begun before it is asked for"
     with pytest.raises(ValueError, match="the fourth"):
         next(coming)
-    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"), Pulse())
+    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"))
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
@@ -424,7 +423,7 @@ def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
         yield {"x": torch.tensor([0])}
         hangs.wait()
 
-    coming = ahead(batches(), torch.device("cpu"), Pulse())
+    coming = ahead(batches(), torch.device("cpu"))
     next(coming)
     coming.close()  # would never return
     hangs.set()
@@ -441,7 +440,7 @@ def test_two_loaders_never_fetch_at_once():
             inside.pop()
             yield {"x": torch.tensor([number])}
 
-    for _ in zip(*(ahead(batches(), torch.device("cpu"), Pulse()) for _ in range(3)), strict=True):
+    for _ in zip(*(ahead(batches(), torch.device("cpu")) for _ in range(3)), strict=True):
         pass
     assert max(most) == 1
 

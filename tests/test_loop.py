@@ -96,7 +96,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
         same = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(now, before, strict=True)]
         assert same == [job.progress.step == 3] * 3 and bool(outcome.skipped) is (job.progress.step == 3)
         before = now
-    metrics = loop.training_metrics(job)
+    metrics = loop.training_metrics(job, {})
     assert job.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from engine import watch
 from engine.dist import World
+from engine.phases import Phases
 from engine.stop import Stop
 from engine.watch import Cause, Watch, verdict
 
@@ -42,7 +43,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(watch, "_known", [])
     monkeypatch.setattr(Watch, "_end", lambda self, cause, claimed=False: ended.append(cause))
     worlds = [World(rank, rank, 2, torch.device("cpu"), grouped=True, store=store) for rank in (0, 1)]
-    mine, other = (Watch(world, Stop(), timeout_s=10.0) for world in worlds)
+    mine, other = (Watch(world, Stop(), timeout_s=10.0, phase=Phases()) for world in worlds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
     monkeypatch.setattr(watch, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
@@ -139,8 +140,8 @@ def test_a_wait_that_gets_long_is_warned_of_and_then_ended(ranks, monkeypatch, c
     """The one that all wait for is blamed; if it is frozen, it is killed."""
     mine, other, killed = ranks.mine, ranks.other, []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
-    mine.world.pulse.set("gradient sync", waits=True)
-    other.world.pulse.set("forward")
+    mine.phase("gradient sync", waits=True)
+    other.phase("forward")
     mine._beat()
     other._beat()
     ranks.clock.sleep = (lambda seconds: None) if frozen else (lambda seconds: other._beat())

@@ -32,7 +32,8 @@ import train
 from engine import agent, config, dist, folder, loop, oom, status, storage
 from engine.contract import LockstepError
 from engine.cores import Crowd, threads_at_most
-from engine.profiler import PHASES, PerformanceProfiler, listen
+from engine.phases import phase
+from engine.profiler import PHASES, PerformanceProfiler, changes
 from engine.stop import Stop, end_with_parent
 from engine.watch import Watch
 
@@ -83,9 +84,10 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
     peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
-    listen(world.pulse, profiler.mark, PHASES)
+    listener = changes(PHASES, profiler.mark)
+    phase.listeners.append(listener)
     timed(job, steps, count)
-    world.pulse.listener = None
+    phase.listeners.remove(listener)
     profiler.mark("")
     spent = profiler.spent()
     on_gpu = world.device.type == "cuda"
@@ -121,7 +123,7 @@ def timed(job: loop.Job, steps: Any, count: int) -> tuple[float, float]:
     began, before = time.perf_counter(), job.progress.samples
     for _ in itertools.islice(steps, count):
         pass
-    loop.training_metrics(job)
+    loop.training_metrics(job, phase.take())
     _wait_for(job.world.device)
     took = time.perf_counter() - began
     return took / count, (job.progress.samples - before) / took

@@ -453,7 +453,7 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
     """It is written while the training goes on, and the folder may be gone by then."""
     monkeypatch.setattr(status.current, "settle", status.current.settle)
     said = []
-    job = SimpleNamespace(world=SimpleNamespace(pulse=SimpleNamespace(during=contextlib.nullcontext)))
+    job = SimpleNamespace()
     logger = SimpleNamespace(say=said.append, sync=lambda: None)
     (tmp_path / "run").mkdir()
     with train.Keeper(job, logger, Checkpoints(tmp_path / "run")) as keeper:

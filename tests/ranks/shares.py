@@ -13,6 +13,7 @@ import torch
 import tasks
 import train
 from engine import config, dist
+from engine.phases import phase
 
 
 def moments(optimizer):
@@ -34,8 +35,7 @@ def main() -> None:
         prepared = train.prepare(cfg, world)
         optimizer, waited = prepared.job.optimizer, []
         if hasattr(optimizer, "zero"):
-            pulse = world.pulse
-            optimizer.zero.register_step_post_hook(lambda *_, pulse=pulse, seen=waited: seen.append(pulse.now[1]))
+            optimizer.zero.register_step_post_hook(lambda *_, seen=waited: seen.append(phase.now[1]))
         train.fit(prepared)  # its last checkpoint is behind it
         mine = {
             "class": type(optimizer).__name__,

@@ -1,0 +1,74 @@
+"""What this process is doing: one word, since when, and how many seconds went into each word.
+
+One marker serves the watchdog (who hangs, and where), the place in an error ("rank 1, backward at step 7"), the search
+for slow ranks, the log's data wait and the profiler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class Phases:
+    """Set by the main thread: one assignment of one tuple, no lock, no sync. Any thread may read it.
+
+    now      (phase, whether it ends only when other ranks reach the same point, time.monotonic() of its begin)
+    step     optimizer steps taken
+    seconds  of the host in each phase since the last `take`; a phase within another interrupts it
+    """
+
+    def __init__(self) -> None:
+        self.now = ("preparing", False, time.monotonic())
+        self.step = 0
+        self.seconds: dict[str, float] = {}
+        self.listeners: list[Callable[[str], object]] = []
+
+    def __call__(self, name: str, waits: bool = False) -> None:
+        before, _, began = self.now
+        now = time.monotonic()
+        self.seconds[before] = self.seconds.get(before, 0.0) + now - began
+        self.now = (name, waits, now)
+        for listener in self.listeners:
+            listener(name)
+
+    @property
+    def name(self) -> str:
+        return self.now[0]
+
+    @contextmanager
+    def during(self, name: str, waits: bool = False) -> Iterator[None]:
+        """A phase within another. If it fails, it stays what this process was doing: the error says so."""
+        before = self.now
+        self(name, waits)
+        yield
+        self(*before[:2])
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call."""
+        before, waits, began = self.now
+        now = time.monotonic()
+        self.seconds[before] = self.seconds.get(before, 0.0) + now - began
+        self.now = (before, waits, now)
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+phase = Phases()
+
+
+def split_backward(model: nn.Module) -> None:
+    """Make the phase "gradient sync" once the last gradient is ready: from then on a rank only waits for others."""
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is not None:  # used first in the forward pass, so the last one to get its gradient
+
+        def ready(_: torch.Tensor) -> None:
+            name, waits = phase.now[:2]
+            if waits and name == "backward":
+                phase("gradient sync", waits)
+
+        first.register_post_accumulate_grad_hook(ready)
