@@ -1,7 +1,6 @@
-"""What comes from data is not believed: numpy's .npy and .npz files, whose headers are held against the files' sizes
-first, and names that are to become paths.
+"""Untrusted data: .npy and .npz files, whose headers are checked against the file's size, and names for paths.
 
-Nothing is ever unpickled. Whatever is wrong with a file is a LockstepError of one line.
+Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import numpy as np
 
 from engine.contract import LockstepError
 
-# What no name of a class, a person or a file holds; in a message it would break the line. Tabs and line ends may be.
+# Control characters, except tabs and line ends: no name of a class, a person or a file needs them.
 CONTROL = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 
 _MAGIC = b"\x93NUMPY"
-_MOST_DEFLATED = 1032  # deflate cannot shrink further than by this: a larger claim is a lie, or a bomb
+_MOST_DEFLATED = 1032  # deflate's highest ratio: a larger claim is wrong, or a zip bomb
 
 
 def check_text(text: str, path: Path) -> str:
-    """`text`, unless it has a control character."""
+    """Return `text`. Raises LockstepError if it has a control character."""
     if found := CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
         what = f"a control character (#x{ord(found.group()):02x})"
@@ -37,34 +36,34 @@ def check_text(text: str, path: Path) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from data can be the name of one file in a folder of ours, and of nothing else."""
+    """Return whether a name from data can safely name a file in a folder."""
     return (
         name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"} and len(name.encode()) <= 200
     )
 
 
 def stays_below(path: str) -> bool:
-    """Whether it leads to nowhere but into its folder. By the name alone: a link in there is the owner's own."""
+    """Return whether a path stays inside its folder. Only the text counts: links in there are the owner's own."""
     path = os.path.normpath(path)
     return path.isprintable() and not os.path.isabs(path) and path != ".." and not path.startswith("../")
 
 
 def load_npy(path: Path) -> np.ndarray:
-    """The array of a .npy file."""
-    with _in_words(path, ".npy", "save"), open(path, "rb") as file:
+    """Return the array of a .npy file. Raises LockstepError."""
+    with _wrap_errors(path, ".npy", "save"), open(path, "rb") as file:
         return _read(file, os.fstat(file.fileno()).st_size)
 
 
 def map_npy(path: Path) -> np.ndarray:
-    """The array of a .npy file as a read-only memory map: nothing but the header is read."""
-    with _in_words(path, ".npy", "save"):
+    """Return the array of a .npy file as a read-only memory map; only the header is read. Raises LockstepError."""
+    with _wrap_errors(path, ".npy", "save"):
         with open(path, "rb") as file:
             _check_header(file, os.fstat(file.fileno()).st_size)
         return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: str) -> np.ndarray:
-    """(N,) labels that count from 0 into `names` -> the same as they count into `classes`, the classes of a model."""
+    """Map (N,) indices into `names` to indices into `classes`, a model's. Raises LockstepError for a class it lacks."""
     number = {name: c for c, name in enumerate(classes)}
     strange = [names[c] for c in sorted({*labels.tolist()}) if names[c] not in number]
     if strange:
@@ -74,14 +73,14 @@ def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: st
 
 
 _AT_ONCE = 128 << 10
-"""Bytes: Linux shortens a request that is larger than the disk's usual read-ahead, without a word."""
+"""Bytes per request: Linux silently shortens one that is larger than the disk's usual read-ahead."""
 
 
 def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
-    """Have the system begin to read rows [f, f + count) of a memory map, for each f in `first`; returns at once.
+    """Ask the kernel to read rows [f, f + count) of a memory map, for each f in `first`; returns at once.
 
-    By itself it begins when a page is touched, and whoever touches it waits, page group after page group. Rows that are
-    in memory already cost some microseconds. Nothing but speed depends on it, so it never fails.
+    Otherwise each first access to a group of pages waits for the disk. Rows that are in memory already cost some
+    microseconds. It never fails, because only speed depends on it.
     """
     memory = mapped if isinstance(mapped, np.memmap) else mapped.base
     assert isinstance(memory, np.memmap) and isinstance(memory.base, mmap.mmap)
@@ -97,8 +96,8 @@ def read_ahead(mapped: np.ndarray, first: np.ndarray, count: int) -> None:
 
 
 def load_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz archive by name."""
-    with _in_words(path, ".npz", "savez"), open(path, "rb") as file:
+    """Return the arrays of an .npz archive by name. Raises LockstepError."""
+    with _wrap_errors(path, ".npz", "savez"), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise ValueError("the file is empty")
@@ -125,7 +124,7 @@ def _read(file: IO[bytes], size: int) -> np.ndarray:
 
 
 def _is_text(array: np.ndarray) -> bool:
-    """Whether each item is characters that can stand in one line."""
+    """Return whether each item is valid text of one line."""
     codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
     if (codes > 0x10FFFF).any():  # numpy would make a str of it that nothing can handle
         return False
@@ -134,7 +133,7 @@ def _is_text(array: np.ndarray) -> bool:
 
 
 def _check_header(file: IO[bytes], size: int) -> None:
-    """ValueError unless the `size` bytes of `file` hold the plain array that its header tells of."""
+    """Raise ValueError unless the `size` bytes of `file` hold the plain array that its header describes."""
     if not size:
         raise ValueError("the file is empty")
     version = np.lib.format.read_magic(file)
@@ -151,7 +150,7 @@ def _check_header(file: IO[bytes], size: int) -> None:
 
 
 @contextlib.contextmanager
-def _in_words(path: Path, kind: str, function: str) -> Iterator[None]:
+def _wrap_errors(path: Path, kind: str, function: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,12 +1,12 @@
 """A packed folder of labelled video clips, read by one gather from a memory map.
 
     frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, one trial after the other
-    trials.csv   columns trial, video, label, first_frame, num_frames; more columns are kept for people, not read
+    trials.csv   columns trial, video, label, first_frame, num_frames; others are not read
     classes.txt  one class name a line; a class's number is its line
     cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
                  the video from one frame to the next, "size": height and width}
 
-The frames may take far more room than the memory: only the pages that a batch touches are read.
+The frames may be far larger than memory: only the pages that a batch touches are read.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ AGAIN = "make the folder again with tools/prepare_clips.py"
 class Clips:
     """Clips of one length from a packed folder.
 
-    folder    what `ClipsWriter` wrote
+    folder    written by `ClipsWriter`
     frames    T: the middle T frames of each trial are taken; 0 = as many as the shortest trial has
     labels    (N,) int64 class numbers
-    videos    (N,) str: which recording each trial comes from, for `split_by_video`
+    videos    (N,) str: the recording that each trial comes from, for `split_by_video`
     classes   names of the C classes
     shape     (T, H, W) of one clip
     cutting   how the clips were cut out of their videos, see formats/videos.py; empty where the folder does not say
@@ -76,7 +76,7 @@ class Clips:
         chosen = np.asarray(indices, dtype=np.int64)
         rows = self.first[chosen][:, None] + np.arange(self.shape[0])  # (B, T)
         x = torch.empty((len(chosen), *self.shape), dtype=torch.uint8)
-        # The rows were checked when the folder was opened; mode="raise" would copy everything once more.
+        # The constructor has checked the rows; mode="raise" would copy everything once more.
         np.take(self._pixels, rows, axis=0, out=x.numpy(), mode="clip")
         return {"x": x, "y": torch.from_numpy(self.labels[chosen])}
 
@@ -85,7 +85,7 @@ class Clips:
         read_ahead(self._pixels, self.first[np.asarray(indices, dtype=np.int64)], self.shape[0])
 
     def subset(self, indices: np.ndarray) -> Clips:
-        """The clips at `indices`, from the same memory map."""
+        """Return the clips at `indices`, from the same memory map."""
         part = object.__new__(Clips)
         part.__dict__ |= self.__dict__
         for name in ("first", "labels", "videos", "trials"):
@@ -93,7 +93,7 @@ class Clips:
         return part
 
     def renumbered(self, classes: list[str]) -> Clips:
-        """The same clips, their labels as they count into `classes`, a model's. LockstepError for one that it lacks."""
+        """Return the clips with labels that index `classes`, a model's. Raises LockstepError for a class it lacks."""
         same = self.subset(np.arange(len(self)))
         same.labels = renumber(self.labels, self.classes, classes, str(self.folder / TRIALS))
         same.classes = classes
@@ -109,7 +109,7 @@ class Clips:
 
 
 class ClipsWriter:
-    """Writes a packed folder trial by trial, into a folder beside it that gets its name only when all is written.
+    """Writes a packed folder trial by trial, under a temporary name until it is complete.
 
         with ClipsWriter("data/mice", classes=["rest", "walk"]) as writer:
             writer.add(clip, video="cage1.mp4", label="walk")  # clip (T, H, W) uint8
@@ -167,7 +167,7 @@ class ClipsWriter:
         self.num_frames += len(clip)
 
     def write_text(self, name: str, text: str) -> None:
-        """One more file in the folder, such as where the clips came from."""
+        """Add a file to the folder, such as a note on where the clips came from."""
         (self._partial / name).write_text(text, encoding="utf-8")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -178,7 +178,7 @@ class ClipsWriter:
             raise _cannot_write(self.folder, error) from None
         finally:
             for file in (self._pixels, self._table):
-                with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
+                with contextlib.suppress(OSError):  # on a full disk, closing fails once more
                     file.close()
             self._beside.end()
 
@@ -197,13 +197,13 @@ class ClipsWriter:
 def split_by_video(
     videos: np.ndarray, labels: np.ndarray, val_share: float, seed: int = 0, val_videos: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(train, val) indices, both sorted int64: no video on both sides, the classes' shares as alike as that allows.
+    """Return (train, val) indices, both sorted int64, with no video on both sides and similar shares of the classes.
 
-    Trials of one video share cage, light and animal; split by trial, the validation score would be of no use.
-    `val_videos` are the ones to validate on, if any are named. Else they are found from `seed`: a class that occurs in
-    two videos or more is on both sides where any choice can do that, then `val` is as near to `val_share` of all
-    trials, and of each class, as moving and swapping single videos brings it. The same arguments give the same split,
-    on any machine. Raises LockstepError if there are too few videos.
+    Trials of one video share cage, light and animal, so a split by trial would make the validation score meaningless.
+    `val_videos`, if any are named, are the ones to validate on. Else they are found from `seed`: a class that occurs in
+    two videos or more is on both sides if possible, and then `val` is as near to `val_share` of all trials, and of each
+    class, as moving and swapping single videos brings it. The same arguments give the same split, on any machine.
+    Raises LockstepError if there are too few videos.
     """
     videos, labels = np.asarray(videos), np.asarray(labels)
     names, video = np.unique(videos, return_inverse=True)
@@ -225,7 +225,7 @@ def split_by_video(
 
 
 def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
-    """(V,) bool: which of the videos are named."""
+    """Return a (V,) bool mask of the named videos."""
     where, known = "dataset.val_videos", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     if unknown := [name for name in val_videos if name not in names]:
         raise LockstepError(f"no video {', '.join(unknown[:5])}", where=where, todo=f"it may name {known}")
@@ -238,8 +238,8 @@ def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
 def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
     """(V, C) trials per video and class -> (V,) bool: the videos to validate on.
 
-    Searches from one random choice after another until a search ends well: all classes that can be are on both sides,
-    and `val` is off by half a usual video at most. The best of a bounded number of searches where none does.
+    Local searches start from random choices until one ends well: every class that can be is on both sides, and the
+    size of `val` is off by at most half a mean video. If none does, the best of a bounded number of them is returned.
     """
     found: tuple[float, np.ndarray] | None = None
     for _ in range(max(8, min(64, 4000 // len(table)))):
@@ -253,20 +253,20 @@ def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.nda
 
 
 _MISSING = 1e6
-"""What a class on one side costs: more than any number of trials too many or too few."""
+"""Cost of a class on one side only: more than that of any number of trials too many or too few."""
 
 
 def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, np.ndarray]:
-    """(cost, (V,) bool): the first videos of `order` up to the share, then moved and swapped while that brings `val`
-    nearer to the share of all trials and of each class."""
+    """Take the first videos of `order` up to the share, then move and swap single ones while the cost falls; returns
+    (cost, (V,) bool)."""
     everything = table.sum(0)
     target, size = everything * share, everything.sum() * share
     spread = (table > 0).sum(0) > 1  # classes that can be on both sides
     mean_size = everything.sum() / len(table)
 
     def cost(taken: np.ndarray) -> np.ndarray:
-        """(..., C) trials in val -> (...): 0 is a perfect split. Added class by class: a sum over an axis rounds as the
-        machine likes, and ranks on two kinds of machine would choose differently."""
+        """(..., C) trials in val -> (...), 0 for a perfect split. Summed class by class: a sum over an axis rounds
+        differently on other kinds of machines, and their ranks would choose different splits."""
         size_off = 10 * (taken.sum(-1) - size) / mean_size
         total = size_off * size_off
         for c in range(len(target)):
@@ -303,7 +303,7 @@ def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, 
 
 
 def read_classes(path: Path) -> list[str]:
-    """Class names, one a line, in the order of their numbers."""
+    """Return the class names, one a line, in the order of their numbers. Raises LockstepError."""
     names = [line.strip() for line in _read_text(path).splitlines()]
     while names and not names[-1]:
         names.pop()
@@ -343,7 +343,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
-    """The rows of trials.csv, checked; `label` as the class's number, `line` where the row stands."""
+    """Return the checked rows of trials.csv, with `label` as the class's number and `line`, the row's line."""
     number = {name: c for c, name in enumerate(classes)}
     rows = []
     for line, row in read_table(path, _read_text(path), COLUMNS):
@@ -354,7 +354,7 @@ def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str
 
 
 def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, row) of a CSV table whose header needs `columns`; a cell that is missing is an empty one."""
+    """Yield (line, row) of a CSV table; a missing cell is empty. Raises LockstepError if its header lacks `columns`."""
     reader = csv.DictReader(text.splitlines(), restval="")
     try:
         missing = [name for name in columns if name not in (reader.fieldnames or ())]
@@ -365,7 +365,7 @@ def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="mend that line") from None
+        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="fix that line") from None
 
 
 def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, where: str) -> dict[str, Any]:
@@ -397,7 +397,7 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
 
 
 def _open_frames(path: Path) -> np.ndarray:
-    """A read-only view (rows, H, W) uint8 of the file; nothing is read yet."""
+    """Return a read-only view (rows, H, W) uint8 of the file; nothing is read yet. Raises LockstepError."""
     if not path.exists():
         raise LockstepError(f"no {path.name}", where=str(path.parent), todo=AGAIN)
     pixels = map_npy(path)
@@ -411,7 +411,7 @@ def _open_frames(path: Path) -> np.ndarray:
 
 
 def _npy_header(shape: tuple[int, ...]) -> bytes:
-    """The 128 bytes in front of the pixels (NPY 1.0); always as long, so that the shape can be filled in at the end."""
+    """Return the header (NPY 1.0), always 128 bytes, so that the shape can be filled in at the end."""
     text = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).ljust(117) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")
 

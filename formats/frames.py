@@ -1,15 +1,15 @@
-"""The pictures of demonstrations by row: from a memory map that is built once per machine, or decoded anew.
+"""The pictures of demonstrations by row: from a memory map that is built once per machine, or decoded at each use.
 
     frames = Frames(demos, size=(96, 96), cache="memmap", where=Path("cache"))
     frames.get("observation.images.top", rows)  # (n,) rows of demos.columns -> (n, C, 96, 96) uint8
 
-The cache is a folder of `where`, whose name holds a digest of what the dataset is and of the size:
+The cache is a folder in `where`, whose name holds a digest of the dataset and the size:
 
     <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
     episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
-                    written after they are on the disk: what has no line is decoded again, and so is what has changed.
-    checked.json    size and time of these files when all checksums were right: if they differ, they are read again
-    lock            held by the one process that builds
+                    written after they are on the disk; an episode without a line, or with another file, is decoded.
+    checked.json    size and time of these files when all checksums were right: if they differ, all are read again
+    lock            held by the process that builds
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude_
 class Frames:
     """Pictures of `demos`, all cameras.
 
-    sizes  {camera: (H, W)} to resize to; what is missing stays as it is
-    cache  "memmap": decode every chosen episode now, unless an earlier run did; "none": decode what is asked for
-    where  the folder that caches lie in; "none" does not use it
+    sizes  {camera: (H, W)} to resize to; other cameras stay as recorded
+    cache  "memmap": decode every chosen episode now, unless an earlier run did; "none": decode on demand
+    where  the folder of the caches; "none" does not use it
 
-    Videos are taken at the frame nearest in time to the row's. Resizing is Pillow's bilinear filter, for both kinds of
-    source and both kinds of cache: they give the same bytes. Raises LockstepError naming file, episode and frame.
+    A video gives the frame nearest to the row's time. Both kinds of source and of cache are resized by Pillow's
+    bilinear filter and give the same bytes. Raises LockstepError naming file, episode and frame.
     """
 
     def __init__(self, demos: Demonstrations, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path):
@@ -76,13 +76,13 @@ class Frames:
                     what = f"episode {e} frame 0: no pictures of {name}"
                     raise LockstepError(what, where=str(place.path if place else demos.root), todo=LEAVE_OUT)
         self._resized = set(sizes)
-        self._forget()
+        self._reset()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
         self._maps: dict[str, np.ndarray] = {}
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._process = os.getpid()
-        self._videos, self._tables = _Recent(OPEN_VIDEOS), _Recent(PNG_BYTES)
+        self._videos, self._tables = _LRU(OPEN_VIDEOS), _LRU(PNG_BYTES)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
         """(n,) rows of `demos.columns` -> (n, C, H, W) uint8."""
@@ -91,10 +91,10 @@ class Frames:
             # Rows come from an index of this dataset; mode="raise" would copy everything once more.
             return np.take(self._map(camera), self._cache.rows(rows), axis=0, out=out, mode="clip")
         if self._process != os.getpid():
-            # A forked loader process would share the files' positions with its parent. What it inherited is kept, not
-            # closed: a decoder of another process waits for threads that this one does not have.
+            # A forked loader process would share file positions with its parent. Inherited files are kept, not closed:
+            # closing a decoder would wait for threads that exist in the parent only.
             _inherited.append((self._videos, self._tables))
-            self._forget()
+            self._reset()
         unique, back = np.unique(rows, return_inverse=True)
         owner = np.searchsorted(self.demos.end, unique, "right")
         firsts = np.flatnonzero(np.diff(owner, prepend=-1))  # where each episode's part begins
@@ -105,7 +105,7 @@ class Frames:
         return np.take(found, back, axis=0, out=out)
 
     def prefetch(self, camera: str, rows: np.ndarray) -> None:
-        """Begin to read these from the disk, where there is a cache; returns at once."""
+        """Begin to read these rows from the disk if there is a cache; returns at once."""
         if self._cache:
             read_ahead(self._map(camera), self._cache.rows(np.unique(rows)), 1)
 
@@ -116,18 +116,18 @@ class Frames:
         return self._maps[camera]
 
     def decode(self, camera: str, e: int, rows: np.ndarray, threads: int = 1) -> Iterator[np.ndarray]:
-        """Ascending rows of the e-th chosen episode -> their pictures (C, H, W); `threads` 0: one a core."""
+        """Yield the pictures (C, H, W) of ascending rows of the e-th chosen episode; `threads` 0 is one per core."""
         place = self.demos.places[camera][e]
         assert place is not None
         if self.demos.features[camera].dtype == "image":
             pictures: Iterator[Any] = self._pngs(camera, place, rows - self.demos.start[e], rows)
         else:
-            who = [self.demos.say(int(row)) for row in rows]
-            video = self._videos.get(place.path, lambda: (_Video(place.path, who[0], threads), 1))
+            names = [self.demos.say(int(row)) for row in rows]
+            video = self._videos.get(place.path, lambda: (_Video(place.path, names[0], threads), 1))
             times = place.start_s + self.demos.columns["timestamp"][rows].astype(np.float64)
             # float32 timestamps are coarser than the usual tolerance after half an hour
             slack = self.demos.tolerance_s + np.spacing(self.demos.columns["timestamp"][rows])
-            pictures = video.nearest(times, slack, who)
+            pictures = video.nearest(times, slack, names)
         for row, image in zip(rows, pictures, strict=True):
             yield self._fit(image, camera, int(row), place.path)
 
@@ -139,7 +139,7 @@ class Frames:
         if image.size != (width, height):
             if camera not in self._resized:
                 what = f"{self.demos.say(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
-                todo = f"mend info.json, or give dataset.resize=[{height}, {width}]"
+                todo = f"fix info.json, or give dataset.resize=[{height}, {width}]"
                 raise LockstepError(what + f"{height}x{width} as info.json says", where=str(path), todo=todo)
             image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
         pixels = np.asarray(image.convert(MODES[channels]))  # (H, W, C) or (H, W)
@@ -147,14 +147,14 @@ class Frames:
 
     def _pngs(self, camera: str, place: Place, frames: np.ndarray, rows: np.ndarray) -> Iterator[Any]:
         for frame, row in zip(frames, rows, strict=True):
-            # Asked for each time: what is asked for last is what stays open. It counts as a MiB: files are few, too.
+            # Looked up each time, so that it stays the most recently used. It counts as 1 MiB to bound the open files.
             table = self._tables.get(place.path, lambda: (_Table(place.path), 2**20))
             group, n = table.find(place.first_row + int(frame))
             column = self._tables.get((place.path, camera, group), partial(table.read, group, camera))
             yield _open_png(column[n].as_py(), self.demos, int(row), place.path)
 
     def close(self) -> None:
-        """Close every file; those that are asked for are opened again."""
+        """Close every file; they are opened again on demand."""
         self._videos.close()
         self._tables.close()
 
@@ -166,8 +166,8 @@ class Frames:
 _inherited: list[Any] = []
 
 
-class _Recent:
-    """The values that were asked for last, as many as have a total cost of `limit`; the newest always stays."""
+class _LRU:
+    """The most recently used values up to a total cost of `limit`; the newest always stays."""
 
     def __init__(self, limit: int):
         self.limit, self.cost = limit, 0
@@ -194,66 +194,66 @@ class _Recent:
 class _Video:
     """An open video that gives the frame nearest to a time."""
 
-    def __init__(self, path: Path, who: str, threads: int = 1):
+    def __init__(self, path: Path, name: str, threads: int = 1):
         self._av, self.path = need("av"), path
-        with self._in_words(who):
+        with self._wrap_errors(name):
             self._container = self._av.open(str(path))
         self._stream: Any = next(iter(self._container.streams.video), None)
         if self._stream is None or self._stream.codec_context is None:
-            raise LockstepError(f"{who}: no video that can be decoded", where=str(path), todo=LEAVE_OUT)
-        self._stream.codec_context.thread_count = threads  # 0: as many as there are cores
+            raise LockstepError(f"{name}: no video that can be decoded", where=str(path), todo=LEAVE_OUT)
+        self._stream.codec_context.thread_count = threads  # 0: one per core
         self._stream.codec_context.thread_type = "AUTO"
-        self._between_keys = 0.0  # seconds, as far as is known
+        self._between_keys = 0.0  # longest time from a key frame seen so far, in seconds
 
-    def nearest(self, times: np.ndarray, slack: np.ndarray, who: Sequence[str]) -> Iterator[Any]:
-        """Ascending times in seconds -> Pillow images; `slack` (n,) is how far a frame may be away, `who` names it."""
+    def nearest(self, times: np.ndarray, slack: np.ndarray, names: Sequence[str]) -> Iterator[Any]:
+        """Yield Pillow images at ascending times (n,), at most `slack` (n,) away, in seconds; `names` for messages."""
         n, before, key, sought = 0, None, np.inf, 0
-        frames = self._from(float(times[0]), who[0])
+        frames = self._from(float(times[0]), names[0])
         while n < len(times):
-            with self._in_words(who[n]):
+            with self._wrap_errors(names[n]):
                 frame = next(frames, None)
             if before is None and frame is None:
-                raise LockstepError(f"{who[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
+                raise LockstepError(f"{names[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
             while n < len(times) and (frame is None or frame.time >= times[n]):
                 near = min((f for f in (before, frame) if f), key=lambda f: abs(f.time - times[n]))
                 if abs(near.time - times[n]) > slack[n]:
-                    what = f"{who[n]} is at {times[n]:.4f} s; "
+                    what = f"{names[n]} is at {times[n]:.4f} s; "
                     what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
                     todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
                     raise LockstepError(what, where=str(self.path), todo=todo)
-                yield self._picture(near, who[n])
+                yield self._picture(near, names[n])
                 n += 1
             if frame:
                 key = frame.time if frame.key_frame else key
                 self._between_keys = max(self._between_keys, frame.time - key)
-            # Far ahead a seek is cheaper, but not a second one: the key frame may lie as far back.
+            # Far ahead a seek is cheaper, but only once per time: the key frame that it finds may lie as far back.
             if n > sought and n < len(times) and frame and times[n] - frame.time > self._between_keys + 0.1:
-                frames, frame, sought = self._from(float(times[n]), who[n]), None, n
+                frames, frame, sought = self._from(float(times[n]), names[n]), None, n
             before = frame
 
-    def _picture(self, frame: Any, who: str) -> Any:
-        name = frame.format.name
-        if name.startswith("gray") and name != "gray":
-            what = f"{who}: more than 8 bits per channel ({name})"
+    def _picture(self, frame: Any, name: str) -> Any:
+        layout = frame.format.name
+        if layout.startswith("gray") and layout != "gray":
+            what = f"{name}: more than 8 bits per channel ({layout})"
             raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
         if frame.is_corrupt:
-            raise LockstepError(f"{who}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
-        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if name == "gray" else "rgb24"))
+            raise LockstepError(f"{name}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
+        return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if layout == "gray" else "rgb24"))
 
-    def _from(self, time: float, who: str) -> Iterator[Any]:
-        """Frames from the last key frame that is not after `time` on."""
-        with self._in_words(who):
+    def _from(self, time: float, name: str) -> Iterator[Any]:
+        """Return the frames from the last key frame at or before `time`, in seconds."""
+        with self._wrap_errors(name):
             at = max(0.0, time) / self._stream.time_base
             self._container.seek(int(at), stream=self._stream, backward=True)
             return iter(self._container.decode(self._stream))
 
     @contextlib.contextmanager
-    def _in_words(self, who: str) -> Iterator[None]:
+    def _wrap_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except (self._av.error.FFmpegError, OSError, ValueError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            what = f"{who}: the video cannot be decoded: {reason.replace(str(self.path), self.path.name)}"
+            what = f"{name}: the video cannot be decoded: {reason.replace(str(self.path), self.path.name)}"
             raise LockstepError(what, where=str(self.path), todo=LEAVE_OUT) from None
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class _Table:
         self._ends = np.cumsum([meta.row_group(g).num_rows for g in range(meta.num_row_groups)])
 
     def find(self, row: int) -> tuple[int, int]:
-        """(row group, row in it)."""
+        """Return (row group, row in it)."""
         group = int(np.searchsorted(self._ends, row, "right"))
         return group, row - int(self._ends[group - 1] if group else 0)
 
@@ -283,7 +283,7 @@ class _Table:
         except (OSError, need("pyarrow").ArrowException) as error:
             raise self._cannot_read(error) from None
         array = column.combine_chunks()
-        # With the package `datasets` imported, pictures come as its own type around the plain one.
+        # If the package `datasets` is imported, pictures have its own type around the plain one.
         return getattr(array, "storage", array), column.nbytes
 
     def _cannot_read(self, error: Exception) -> LockstepError:
@@ -295,7 +295,7 @@ class _Table:
 
 
 def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
-    """{bytes, path} or bare bytes -> a Pillow image, decoded."""
+    """Decode {bytes, path} or bare bytes to a Pillow image."""
     content = stored.get("bytes") if isinstance(stored, dict) else stored
     beside = stored.get("path") if isinstance(stored, dict) else None
     try:
@@ -306,7 +306,7 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
         image = need("PIL.Image").open(io.BytesIO(content or b""))
         image.load()
         return image
-    except (OSError, TypeError, ValueError, SyntaxError) as error:  # Pillow's words for a damaged file
+    except (OSError, TypeError, ValueError, SyntaxError) as error:  # what Pillow raises for a damaged file
         what = f"{demos.say(row)}: the picture cannot be decoded: {error}"
         raise LockstepError(what.splitlines()[0][:300], where=str(path), todo=LEAVE_OUT) from None
 
@@ -315,7 +315,7 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
 
 
 class _Cache:
-    """The memory maps of one dataset at one size; making one builds what is missing."""
+    """The memory maps of one dataset at one size; the constructor builds what is missing."""
 
     def __init__(self, frames: Frames, where: Path):
         demos = frames.demos
@@ -353,7 +353,7 @@ class _Cache:
         return self.begin[e] + (rows - self._demos.start[e])
 
     def _build(self, frames: Frames) -> None:
-        """Decode the chosen episodes that are not there, or no longer what their files hold."""
+        """Decode the chosen episodes that are missing or whose files have changed."""
         demos = self._demos
         lines = self._good_lines()
         keys = [(camera, e) for camera in self._shapes for e in range(len(demos.episodes))]
@@ -371,9 +371,9 @@ class _Cache:
             todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
             raise LockstepError(what, where=str(self.folder), todo=todo)
         count = int(sum(lengths[e] for _, e in missing))
-        # Where it fails, too, the decoders are closed: a process forked later would wait for threads it does not have.
+        # Decoders are closed on failure too: a process forked later would wait for threads that it does not have.
         with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:
-            # One video may hold many episodes: it is opened once and read in order.
+            # A video may hold many episodes: it is opened once and read in order.
             for (camera, _), group in groupby(sorted(missing, key=self._order), key=lambda key: self._order(key)[:2]):
                 with open(os.open(self.path(camera), os.O_RDWR | os.O_CREAT, 0o666), "r+b") as target:
                     target.truncate(self.total * sizes[camera])
@@ -393,7 +393,7 @@ class _Cache:
         return key[0], str(place.path), place.first_row, place.start_s
 
     def _write_episode(self, frames: Frames, camera: str, e: int, target: int, bar: Any) -> int:
-        """Decode into the map; returns the CRC-32. By pwrite: a full disk would end a process that writes to a map."""
+        """Decode into the file; returns the CRC-32. By pwrite, because on a full disk writing to a map kills."""
         rows = np.arange(self._demos.start[e], self._demos.end[e])
         at, crc = int(self.begin[e]) * math.prod(self._shapes[camera]), 0
         for picture in frames.decode(camera, e, rows, threads=0):
@@ -405,14 +405,14 @@ class _Cache:
         return crc
 
     def _stamp(self, camera: str, e: int) -> list[Any]:
-        """What changes when an episode's pictures do."""
+        """Return values that change when an episode's pictures do."""
         place = self._demos.places[camera][e]
         assert place is not None
         stat = place.path.stat()
         return [stat.st_size, stat.st_mtime_ns, place.start_s, place.first_row]
 
     def _good_lines(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """The journal's last line for each (camera, episode); those whose bytes are not in the map are struck out."""
+        """Return the journal's last line of each (camera, episode), without those whose bytes are not in the map."""
         lines: dict[tuple[str, int], dict[str, Any]] = {}
         for text in self.journal.read_bytes().splitlines() if self.journal.exists() else []:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill cut short
@@ -443,7 +443,7 @@ class _Cache:
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
     def _is_checked(self) -> bool:
-        """Nobody wrote to the files since all checksums were right: no need to read everything again."""
+        """Return whether the files are unchanged since all checksums were right."""
         try:
             return bool(json.loads(self.checked.read_text()) == self._files())
         except (OSError, ValueError):

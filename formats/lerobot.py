@@ -1,4 +1,4 @@
-"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read as they are: no conversion, no lerobot.
+"""Robot demonstrations as LeRobot stores them, versions 2.0, 2.1 and 3.0, read without conversion or lerobot.
 
     meta/info.json                 fps, features {name: dtype, shape, names}, where the other files are
     meta/episodes*, meta/tasks*    one row per episode, one per task; .jsonl before version 3, .parquet since
@@ -41,8 +41,8 @@ Stats = dict[str, dict[str, np.ndarray]]
 class Feature:
     """One feature of info.json.
 
-    shape  of one frame; of a picture always (C, H, W), whatever the order on disk
-    names  of its numbers, flat; empty where there are none
+    shape  of one frame; pictures are (C, H, W), whatever the order on disk
+    names  of its numbers, flat; may be empty
     kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
     """
 
@@ -55,7 +55,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the pictures of one episode are: from `start_s` seconds of a video on, or `first_row` of a table."""
+    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table."""
 
     path: Path
     start_s: float = 0.0
@@ -70,8 +70,8 @@ class Demonstrations:
     episodes  (E,) int64, episode_index of each, ascending
     start, end  (E,) int64, its rows in `columns`
     stats     {feature: {mean, std, min, max, q01 ... q99}} float64: (D,) or the feature's shape, pictures (C, 1, 1).
-              From stats.json, of the whole dataset; where there is none, of the chosen episodes: put together from
-              the episodes' own, and from the columns what those do not tell. Pictures may have none.
+              From stats.json, of the whole dataset; without it, of the chosen episodes: aggregated from the episodes'
+              own, and measured from the columns where those lack any. Pictures may have none.
     tasks     texts by task_index
     lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen included
     places    {camera: Place of each of the E episodes, None where the dataset names no file}
@@ -96,25 +96,25 @@ class Demonstrations:
         return [name for name, feature in self.features.items() if feature.is_picture]
 
     def say(self, row: int) -> str:
-        """'episode 3 frame 17' of a row of `columns`."""
+        """Return the name of a row of `columns`, such as 'episode 3 frame 17', for messages."""
         e = int(np.searchsorted(self.end, row, "right"))
         return f"episode {self.episodes[e]} frame {row - self.start[e]}"
 
 
 class Pictures(Protocol):
-    """What gives `Chunks` its pictures: `formats.frames.Frames`."""
+    """Source of the pictures of `Chunks`: `formats.frames.Frames`."""
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
         """(n,) rows of `columns` -> (n, C, H, W) uint8."""
         ...
 
     def prefetch(self, camera: str, rows: np.ndarray) -> None:
-        """(n,) rows that are to be asked for soon."""
+        """Begin to read (n,) rows that `get` will return soon."""
         ...
 
 
 def need(module: str) -> Any:
-    """An optional package, imported where it is used; LockstepError says how to install it."""
+    """Import an optional package where it is used. Raises LockstepError that says how to install it."""
     package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
@@ -127,7 +127,7 @@ def need(module: str) -> Any:
 
 
 def find(root: str, repo_id: str) -> Path:
-    """The folder of a dataset: dataset.root, root/repo_id, then LeRobot's and the hub's caches on this machine.
+    """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on this machine.
 
     Nothing is downloaded. Raises LockstepError with every place that was tried.
     """
@@ -154,7 +154,7 @@ def find(root: str, repo_id: str) -> Path:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    """Of the hub's cache, the one that refs/main names first, then the others, the newest first."""
+    """Return the folders of the hub's cache: first the one that refs/main names, then the others, newest first."""
     found = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
     try:
         main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -219,7 +219,7 @@ def read(
         tolerance_s=tolerance_s,
     )
     _check_rows(demos)
-    demos.stats.update(_stats(demos, _told_stats(root, chosen)))
+    demos.stats.update(_stats(demos, _stored_stats(root, chosen)))
     return demos
 
 
@@ -255,7 +255,7 @@ def _feature(name: str, raw: Any, path: Path) -> Feature:
     if not is_right or (is_picture and len(shape) != 3):
         what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
         raise LockstepError(what, where=str(path), todo="give a dtype and a shape of whole numbers, pictures three")
-    if is_picture and not is_file_name(name):  # its videos and its cache are called by it
+    if is_picture and not is_file_name(name):  # the name becomes part of paths
         what = f"{name[:120]!r} cannot be a camera's name"
         raise LockstepError(what, where=str(path), todo="rename the feature: a name without /, of at most 200 bytes")
     names = _flat_names(known.get("names"))
@@ -266,7 +266,7 @@ def _feature(name: str, raw: Any, path: Path) -> Feature:
 
 
 def _flat_names(names: Any) -> list[str]:
-    """Lists, lists of lists and {"motors": [...]} are all in use."""
+    """Flatten names: lists, lists of lists and {"motors": [...]} are all in use."""
     if isinstance(names, dict):
         lists = [value for value in names.values() if isinstance(value, list)]
         return _flat_names(lists or list(names))
@@ -318,7 +318,7 @@ def _episodes_of_v3(root: Path, info: Mapping[str, Any], features: Mapping[str, 
     table = {}
     for path in files:
         file = _parquet(path)
-        # The statistics of each episode are most of the bytes.
+        # Each episode's statistics are most of the bytes and not needed.
         wanted = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
         for line, row in enumerate(_rows(file, wanted, path)):
             e, length = _whole(row, "episode_index", path, line), _whole(row, "length", path, line)
@@ -360,9 +360,9 @@ def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], p
 def _read_columns(
     features: Mapping[str, Feature], table: Mapping[int, _Episode]
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """The chosen episodes' columns, one episode after the other, and the row of its file at which each begins."""
+    """Return the chosen episodes' columns, concatenated, and {episode: its first row in its file}."""
     wanted = {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
-    wanted = {name: wanted[name] for name in BOOKKEEPING} | wanted  # the first ones tell where the others are wrong
+    wanted = {name: wanted[name] for name in BOOKKEEPING} | wanted  # read first: they say where the others are wrong
     members: dict[Path, list[int]] = {}
     for e, episode in table.items():
         members.setdefault(episode.data, []).append(e)
@@ -382,7 +382,7 @@ def _read_columns(
 
 
 def _runs(owner: np.ndarray, wanted: Sequence[int], path: Path) -> dict[int, tuple[int, int]]:
-    """(rows,) the episode of each row -> {episode: (first row, row after its last)}; the `wanted` are in one piece."""
+    """(rows,) episode of each row -> {episode: (first, end)}. Raises LockstepError if a `wanted` one is in pieces."""
     begins = np.flatnonzero(np.diff(owner, prepend=-1))
     runs: dict[int, tuple[int, int]] = {}
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(owner)], strict=False):
@@ -412,7 +412,7 @@ def _read_file(path: Path, wanted: Mapping[str, Feature], whose: str) -> dict[st
 
 
 def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str], path: Path) -> np.ndarray:
-    """An arrow column of numbers or of lists of one length -> (N, *shape), or (N,) of the bookkeeping."""
+    """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of BOOKKEEPING."""
     pa = need("pyarrow")
     array = column.combine_chunks()
     count, per_row = len(array), 1
@@ -420,7 +420,7 @@ def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str
         array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
         if array.null_count:
             row = int(np.flatnonzero(np.asarray(array.is_null()))[0]) // per_row
-            raise LockstepError(f"{say(row)}: {name} has no value", where=str(path), todo="mend or exclude the episode")
+            raise LockstepError(f"{say(row)}: {name} has no value", where=str(path), todo="fix or exclude the episode")
         if pa.types.is_fixed_size_list(array.type):
             array, width = array.flatten(), array.type.list_size
         elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -428,7 +428,7 @@ def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str
             width = int(widths[0]) if count else 0
             if len(odd := np.flatnonzero(widths != width)):
                 what = f"{say(int(odd[0]) // per_row)}: {name} has {widths[odd[0]]} numbers, {width} before"
-                raise LockstepError(what, where=str(path), todo="mend or exclude the episode")
+                raise LockstepError(what, where=str(path), todo="fix or exclude the episode")
             array = array.flatten()
         else:
             break
@@ -438,7 +438,7 @@ def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str
         raise LockstepError(f"{name} is of type {array.type}, not numbers", where=str(path), todo="leave it out")
     if count and per_row != math.prod(feature.shape):
         what = f"{name} has {per_row} numbers per frame, info.json says {feature.shape}"
-        raise LockstepError(what, where=str(path), todo="mend info.json or write the dataset again")
+        raise LockstepError(what, where=str(path), todo="fix info.json or write the dataset again")
     kind = np.float32 if pa.types.is_floating(array.type) else np.int64
     flat = array.to_numpy(zero_copy_only=False).astype(kind)
     return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
@@ -459,23 +459,23 @@ def _check_rows(demos: Demonstrations) -> None:
             refuse(
                 wrong,
                 f"{name} is not finite (NaN or infinity)",
-                "mend it, or use dataset.exclude_episodes",
+                "fix it, or use dataset.exclude_episodes",
             )
     found = columns["frame_index"]
-    refuse(found != frame, "frame_index does not count 0, 1, 2 ... from there", "mend it, or exclude the episode")
+    refuse(found != frame, "frame_index does not count 0, 1, 2 ... from there", "fix it, or exclude the episode")
     timestamp = columns["timestamp"].astype(np.float64)
     # After half an hour the float32 that timestamps are stored in is coarser than the usual tolerance.
     allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
     what = f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than {demos.tolerance_s:g} s"
-    todo = "mend it, exclude the episode, or raise dataset.tolerance_s"
+    todo = "fix it, exclude the episode, or raise dataset.tolerance_s"
     refuse(np.abs(timestamp - frame / demos.fps) > allowed, what, todo)
     task = columns["task_index"]
     what = f"its task_index is none of the {len(demos.tasks)} tasks"
-    refuse((task < 0) | (task >= len(demos.tasks)), what, "mend meta/tasks or the column")
+    refuse((task < 0) | (task >= len(demos.tasks)), what, "fix meta/tasks or the column")
 
 
 def _read_tasks(root: Path, is_old: bool) -> list[str]:
-    """Texts by task_index. The column's name varies: it is the one that is not task_index."""
+    """Return the texts by task_index. The name of their column varies: it is the one that is not task_index."""
     path = root / "meta" / ("tasks.jsonl" if is_old else "tasks.parquet")
     if is_old:
         rows = list(_json_lines(path))
@@ -495,9 +495,9 @@ def _read_tasks(root: Path, is_old: bool) -> list[str]:
 
 
 def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """One feature's {mean, std, min, max, count} of several episodes -> of all of them together.
+    """Combine one feature's {mean, std, min, max, count} of several episodes into those of all together.
 
-    The mean weighs each episode by its count; the variance adds what lies between their means to what lies within:
+    The mean weights each episode by its count; the variance is that within episodes plus that of their means:
     sum n_i (s_i^2 + (m_i - m)^2) / sum n_i.
     """
     count = np.array([float(np.asarray(part["count"]).reshape(-1)[0]) for part in parts])
@@ -511,49 +511,49 @@ def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray
 def measure(column: np.ndarray) -> dict[str, np.ndarray]:
     """(N, ...) numbers -> {mean, std, min, max, q01 ... q99}, each float64 (...), and count (1,)."""
     wide = column.astype(np.float64)
-    told = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
-    told["count"] = np.array([len(wide)])
-    return told | dict(zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True))
+    stats = {"mean": wide.mean(0), "std": wide.std(0), "min": wide.min(0), "max": wide.max(0)}
+    stats["count"] = np.array([len(wide)])
+    return stats | dict(zip(QUANTILES, np.quantile(wide, list(QUANTILES.values()), axis=0), strict=True))
 
 
-def _told_stats(root: Path, chosen: Sequence[int]) -> Stats:
-    """What the dataset says itself; quantiles of episodes do not add up and are left out."""
+def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
+    """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be combined."""
     whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
     if whole.is_file():
-        return {name: _arrays(told) for name, told in _json(whole, _text(whole, "")).items()}
+        return {name: _arrays(stats) for name, stats in _json(whole, _text(whole, "")).items()}
     if not each.is_file():
         return {}
     parts: dict[str, list[dict[str, np.ndarray]]] = {}
     wanted = set(chosen)
     for line, row in _json_lines(each):
         if _whole(row, "episode_index", each, line) in wanted:
-            for name, told in row.get("stats", {}).items():
-                parts.setdefault(name, []).append(_arrays(told))
+            for name, stats in row.get("stats", {}).items():
+                parts.setdefault(name, []).append(_arrays(stats))
     basic = {"mean", "std", "min", "max", "count"}
-    # A feature that some episode tells nothing about is measured instead: half a sum is worse than none.
+    # A feature that some episode lacks is measured instead: statistics of a part would be wrong.
     return {
         name: aggregate(part)
         for name, part in parts.items()
-        if len(part) == len(wanted) and all(basic <= set(told) for told in part)
+        if len(part) == len(wanted) and all(basic <= set(stats) for stats in part)
     }
 
 
-def _arrays(told: Any) -> dict[str, np.ndarray]:
+def _arrays(stats: Any) -> dict[str, np.ndarray]:
     try:
-        return {name: np.array(value, dtype=np.float64) for name, value in told.items()}
+        return {name: np.array(value, dtype=np.float64) for name, value in stats.items()}
     except (AttributeError, TypeError, ValueError):
         return {}
 
 
-def _stats(demos: Demonstrations, told: Stats) -> Stats:
-    """`told` where it fits the feature's shape, else measured."""
+def _stats(demos: Demonstrations, stored: Stats) -> Stats:
+    """Return the `stored` statistics where they fit the feature's shape, else measured ones."""
     names = ("mean", "std", "min", "max", *QUANTILES)
     stats: Stats = {}
     for name, feature in demos.features.items():
         shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
         fits = {
             key: value.reshape(shape)
-            for key, value in told.get(name, {}).items()
+            for key, value in stored.get(name, {}).items()
             if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
         }
         if name in demos.columns and name not in BOOKKEEPING and len(fits) < len(names):
@@ -570,11 +570,11 @@ def _stats(demos: Demonstrations, told: Stats) -> Stats:
 class Chunks:
     """Windows over time around each frame of some episodes.
 
-    episodes  (e,) episode_index of those to take; each of their frames is a sample
+    episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
-    pictures  where the cameras' pictures come from; None: a batch has none
+    pictures  source of the cameras' pictures; None: batches have none
     labels    (len,) int64: each sample's task_index
-    weights   (len,) float64: how many of a sample's action steps lie in its episode (1 where no "action" is asked)
+    weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
     """
 
     def __init__(
@@ -604,8 +604,8 @@ class Chunks:
         self.cameras = demos.cameras if pictures else []
         numbers = [name for name, feature in demos.features.items() if feature.kind and name in demos.columns]
         self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
-        told = {"task_index": "task_index", "episode_index": "episode_index", "frame_index": "frame_index"}
-        self.told = {key: torch.from_numpy(demos.columns[name]) for key, name in (told | {"row": "index"}).items()}
+        keys = {"task_index": "task_index", "episode_index": "episode_index", "frame_index": "frame_index"}
+        self.told = {key: torch.from_numpy(demos.columns[name]) for key, name in (keys | {"row": "index"}).items()}
         inside = torch.zeros(len(self.rows), dtype=torch.float64)
         for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
             at = self.rows + step
@@ -620,7 +620,7 @@ class Chunks:
         """B indices -> for each feature of a policy
 
             <name>         (B, T, ...) where `deltas` has T steps for it, else (B, ...); pictures uint8 (..., C, H, W)
-            <name>_is_pad  (B, T) bool, of those with deltas: beyond the episode, its first or last frame stands in
+            <name>_is_pad  (B, T) bool, with `deltas` only: beyond the episode, whose first or last frame is repeated
 
         and `task_index`, `episode_index`, `frame_index` and `row` (the dataset's own `index`), (B,) int64.
         """
@@ -655,14 +655,14 @@ class Chunks:
             self.pictures.prefetch(name, self._within(chosen, at).view(-1).numpy())
 
     def _within(self, chosen: Tensor, rows: Tensor) -> Tensor:
-        """(B, T) rows, held within the episodes of the samples `chosen`."""
+        """Clamp (B, T) rows to the episodes of the samples `chosen`."""
         return rows.clamp(self.first[chosen, None], self.last[chosen, None])
 
 
 def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(train, val) episodes, both ascending: whole episodes, for two frames of one are near copies of each other.
+    """Return (train, val) episodes, both ascending; whole ones, because frames of an episode are near copies.
 
-    At least one each where there are two or more and `val_share` is above 0. The same arguments give the same split.
+    At least one each if there are two or more and `val_share` is above 0. The same arguments give the same split.
     """
     episodes = np.asarray(episodes, dtype=np.int64)
     if not 0.0 <= val_share < 1.0:
@@ -711,7 +711,7 @@ def _whole(row: Mapping[str, Any], name: str, path: Path, line: int) -> int:
 
 
 _FIELD = re.compile(r"\{(\w+)(?::\d{0,2}d?)?\}")
-"""Of a template: a name, and perhaps a width of two digits. Python's own format() takes any width, and attributes."""
+"""A template's field: a name and at most a width of two digits. Python's format() takes any width, and attributes."""
 
 
 def _fill(template: Any, path: Path, **names: Any) -> str:

@@ -1,4 +1,4 @@
-"""Recording demonstrations as a LeRobot dataset of version 3.0, which LeRobot and `formats.lerobot` read.
+"""Record demonstrations as a LeRobot dataset of version 3.0, which LeRobot and `formats.lerobot` read.
 
     with Recorder("data/reach", fps=10, features={
         "observation.state": ("float32", (2,)),
@@ -7,8 +7,8 @@
     }) as recorder:
         recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")  # arrays (T, ...)
 
-The dataset gets its name when all is written: a killed recording leaves a hidden folder beside it, and no half dataset;
-the next recording of that name removes it.
+The dataset gets its name when it is complete: a killed recording leaves only a hidden folder beside it, which the next
+recording of that name removes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from formats.partial import Partial
 
 NUMBERS = ("float32", "float64", "int32", "int64", "bool")
 FILES_PER_CHUNK = 1000
-# (encoder, its options). g=2: to reach a frame, at most two are decoded. No B-frames: pictures leave in order.
+# (encoder, its options). g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order.
 ENCODERS = (
     ("libsvtav1", {"g": "2", "crf": "30", "preset": "8"}),
     ("libx264", {"g": "2", "crf": "20", "bf": "0"}),
@@ -41,7 +41,7 @@ ENCODERS = (
 
 
 class Recorder:
-    """Writes episodes one after the other; a `with` around them ends the dataset.
+    """Writes episodes one after the other; the end of its `with` block completes the dataset.
 
     root      the folder to make
     fps       frames per second
@@ -49,7 +49,7 @@ class Recorder:
               (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 where there is no encoder)
     file_mb   size in MiB from which the next episode goes into a new file
 
-    Raises LockstepError if `root` exists, and for frames that are not what `features` says.
+    Raises LockstepError if `root` exists, and for frames that do not match `features`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Recorder:
         return self
 
     def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
-        """One frame, {name: array of the feature's shape}, of the episode that `end_episode` ends."""
+        """Add one frame, {name: array of the feature's shape}, to the episode that `end_episode` writes."""
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
             raise LockstepError(what, where=self._here(), todo="call end_episode() first")
@@ -128,7 +128,7 @@ class Recorder:
         self.add_episode({name: np.stack([frame[name] for frame in frames]) for name in self.features}, task)
 
     def add_episode(self, arrays: Mapping[str, Any], task: str) -> None:
-        """A whole episode: {name: (T, ...)} for each feature, and what was to be done, in words."""
+        """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
         if self._frames:
             raise LockstepError("an episode in another one", where=self._here(), todo="call end_episode() first")
         episode = self._check(arrays, 0)
@@ -144,7 +144,7 @@ class Recorder:
         return f"{self.root}: episode {len(self._episodes)}"
 
     def _check(self, arrays: Mapping[str, Any], first: int) -> dict[str, np.ndarray]:
-        """The arrays in their declared types; `first` is the number of the first frame, for the message."""
+        """Return the arrays in their declared types; messages count frames from `first`."""
         where = self._here()
         if set(arrays) != set(self.features):
             odd = sorted(set(arrays) ^ set(self.features))
@@ -202,7 +202,7 @@ class Recorder:
                 f"videos/{name}/from_timestamp": begin / self.fps,
                 f"videos/{name}/to_timestamp": (begin + length) / self.fps,
             }
-        row |= {f"stats/{name}/{key}": v.tolist() for name, told in stats.items() for key, v in told.items()}
+        row |= {f"stats/{name}/{key}": v.tolist() for name, one in stats.items() for key, v in one.items()}
         self._episodes.append(row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
         self._stats.append(stats)
         self.num_frames += length
@@ -210,7 +210,7 @@ class Recorder:
     # ---- files
 
     def _roll(self) -> None:
-        """Open the files of the first episode, and new ones where they have become large."""
+        """Open the first files, and new ones where `file_mb` is reached."""
         limit = self.file_mb * 2**20
         if self._data is None or _size(self._path("data", self._file, "parquet")) >= limit:
             if self._data is not None:
@@ -255,11 +255,11 @@ class Recorder:
                     kind = pa.list_(kind)
                 known[name] = {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}
                 fields.append(pa.field(name, kind))
-        told = {"huggingface": json.dumps({"info": {"features": known}})}
-        return pq.ParquetWriter(path, pa.schema(fields, metadata=told), compression="snappy")
+        metadata = {"huggingface": json.dumps({"info": {"features": known}})}
+        return pq.ParquetWriter(path, pa.schema(fields, metadata=metadata), compression="snappy")
 
     def _write_rows(self, columns: Mapping[str, np.ndarray]) -> None:
-        """One row group: whoever wants an episode's pictures reads no others."""
+        """Write an episode as one row group, so that its pictures can be read without others."""
         pa = need("pyarrow")
         arrays = []
         for field in self._data.schema:
@@ -282,7 +282,7 @@ class Recorder:
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         finally:
-            with contextlib.suppress(OSError):  # a full disk refuses the last bytes once more
+            with contextlib.suppress(OSError):  # on a full disk, closing fails once more
                 self._close()
             self._beside.end()
 
@@ -302,7 +302,7 @@ class Recorder:
         meta = self._partial / "meta"
         _write_table(meta / "episodes" / "chunk-000" / "file-000.parquet", self._episodes)
         self._write_tasks(meta / "tasks.parquet")
-        stats = {name: {key: value.tolist() for key, value in told.items()} for name, told in self._all_stats().items()}
+        stats = {name: {key: value.tolist() for key, value in one.items()} for name, one in self._all_stats().items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4), encoding="utf-8")
         (meta / "info.json").write_text(json.dumps(self._info(), indent=4), encoding="utf-8")
         for path in self._partial.rglob("*"):
@@ -312,19 +312,19 @@ class Recorder:
         os.rename(self._partial, self.root)
 
     def _all_stats(self) -> Stats:
-        """Of the whole dataset, exactly: quantiles of episodes do not add up."""
-        stats = {name: aggregate([told[name] for told in self._stats]) for name in self._stats[0]}
+        """Return exact statistics of the whole dataset: episodes' quantiles cannot be combined."""
+        stats = {name: aggregate([episode[name] for episode in self._stats]) for name in self._stats[0]}
         for name, arrays in self._numbers.items():
             stats[name] = measure(np.concatenate(arrays))
         for name, counts in self._counts.items():
             stats[name] = _picture_stats(counts, self.num_frames)
-        for name in BOOKKEEPING:  # these were not kept: quantiles of the episodes, weighed, as LeRobot itself does
+        for name in BOOKKEEPING:  # not kept: weighted means of the episodes' quantiles, as in LeRobot
             weight = np.array([row["length"] for row in self._episodes]) / self.num_frames
-            stats[name] |= {q: np.stack([told[name][q] for told in self._stats]).T @ weight for q in QUANTILES}
+            stats[name] |= {q: np.stack([one[name][q] for one in self._stats]).T @ weight for q in QUANTILES}
         return stats
 
     def _write_tasks(self, path: Path) -> None:
-        """As pandas would: LeRobot takes the texts from the index of its table."""
+        """Write the table as pandas would, because LeRobot takes the texts from its index."""
         pa, pq = need("pyarrow"), need("pyarrow.parquet")
         index = "__index_level_0__"
         table = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(list(self._tasks))})
@@ -333,14 +333,14 @@ class Recorder:
             {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object"},
         ]
         none: dict[str, Any] = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
-        told = {
+        metadata = {
             "index_columns": [index],
             "column_indexes": [none | {"metadata": {"encoding": "UTF-8"}}],
             "columns": [column | {"metadata": None} for column in columns],
             "creator": {"library": "pyarrow", "version": pa.__version__},
             "pandas_version": "2.2.0",
         }
-        pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(told)}), path)
+        pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(metadata)}), path)
 
     def _info(self) -> dict[str, Any]:
         features: dict[str, Any] = {}
@@ -349,9 +349,9 @@ class Recorder:
             if name in self._counts:
                 features[name] |= {"shape": [*shape[1:], 3], "names": ["height", "width", "channels"]}
             if dtype == "video":
-                told = {"height": shape[1], "width": shape[2], "codec": self._videos[name].codec, "fps": self.fps}
-                told |= {"pix_fmt": "yuv420p", "is_depth_map": False, "channels": 3}
-                features[name]["info"] = {f"video.{key}": value for key, value in told.items()} | {"has_audio": False}
+                video = {"height": shape[1], "width": shape[2], "codec": self._videos[name].codec, "fps": self.fps}
+                video |= {"pix_fmt": "yuv420p", "is_depth_map": False, "channels": 3}
+                features[name]["info"] = {f"video.{key}": value for key, value in video.items()} | {"has_audio": False}
         for name in BOOKKEEPING:
             dtype = "float32" if name == "timestamp" else "int64"
             features[name] = {"dtype": dtype, "shape": [1], "names": None}
@@ -374,12 +374,12 @@ class Recorder:
 
 
 class _Video:
-    """One mp4 file that takes the pictures of several episodes."""
+    """One mp4 file with the pictures of several episodes."""
 
     def __init__(self, path: Path, number: int, fps: float, size: tuple[int, int]):
         self.path, self.file, self.count = path, number, 0
         self._av = need("av")
-        os.environ.setdefault("SVT_LOG", "1")  # the encoder would print its settings for each file
+        os.environ.setdefault("SVT_LOG", "1")  # or the encoder prints its settings for each file
         self._rate = Fraction(fps).limit_denominator(1001)
         for name, options in ENCODERS:
             try:
@@ -401,7 +401,7 @@ class _Video:
         self.codec = {"libsvtav1": "av1", "libx264": "h264"}.get(name, name)
 
     def add(self, pictures: np.ndarray) -> int:
-        """(T, 3, H, W) uint8; returns the number of pictures before them."""
+        """Append (T, 3, H, W) uint8; returns the number of pictures before them."""
         first = self.count
         for picture in pictures:
             frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture.transpose(1, 2, 0)), format="rgb24")
@@ -427,8 +427,8 @@ class _Video:
 
 @contextlib.contextmanager
 def _usual_priority() -> Iterator[None]:
-    """SVT-AV1, run by root, makes the thread that opens it a real-time one, and so every process that it starts from
-    then on. Two that wait for each other leave nothing of two cores to anybody else."""
+    """Restore the scheduling policy afterwards: run by root, SVT-AV1 makes the calling thread real-time, and so every
+    process that it starts later. Two of these that wait for each other starve a machine of two cores."""
     if not hasattr(os, "sched_getscheduler"):
         yield
         return
@@ -449,7 +449,7 @@ def _place(number: int) -> dict[str, int]:
 
 
 def _size(path: Path) -> int:
-    """In bytes; an mp4 file appears only when its encoder gives its first packet."""
+    """Return the size in bytes; 0 for an mp4 file whose encoder has not given its first packet yet."""
     return path.stat().st_size if path.exists() else 0
 
 
@@ -460,7 +460,7 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def _histogram(pictures: np.ndarray) -> np.ndarray:
-    """(T, C, H, W) uint8 -> (C, 256) how often each level occurs, of about a hundred of the pictures."""
+    """(T, C, H, W) uint8 -> (C, 256) counts of the levels in about a hundred of the pictures."""
     some = pictures[:: -(-len(pictures) // 100)]
     return np.stack([np.bincount(some[:, c].reshape(-1), minlength=256) for c in range(pictures.shape[1])])
 
@@ -470,10 +470,10 @@ def _picture_stats(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
     levels, total = np.arange(256) / 255, counts.sum(1)
     mean = counts @ levels / total
     below = np.cumsum(counts, 1) / total[:, None]  # (C, 256)
-    told = {"mean": mean, "std": np.sqrt((counts * (levels - mean[:, None]) ** 2).sum(1) / total)}
-    told |= {"min": levels[(counts > 0).argmax(1)], "max": levels[255 - (counts[:, ::-1] > 0).argmax(1)]}
-    told |= {name: levels[(below >= share).argmax(1)] for name, share in QUANTILES.items()}
-    return {name: value.reshape(-1, 1, 1) for name, value in told.items()} | {"count": np.array([frames])}
+    stats = {"mean": mean, "std": np.sqrt((counts * (levels - mean[:, None]) ** 2).sum(1) / total)}
+    stats |= {"min": levels[(counts > 0).argmax(1)], "max": levels[255 - (counts[:, ::-1] > 0).argmax(1)]}
+    stats |= {name: levels[(below >= share).argmax(1)] for name, share in QUANTILES.items()}
+    return {name: value.reshape(-1, 1, 1) for name, value in stats.items()} | {"count": np.array([frames])}
 
 
 def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A folder that gets its name when it is whole, and until then lies beside its place, hidden."""
+"""A folder that is written under a hidden name beside its place and renamed when complete."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 class Partial:
-    """Where `folder` is made: `begin`, write into `path`, rename it, and in any case `end`.
+    """Makes `folder`: call `begin`, write into `path`, rename it, and in any case call `end`.
 
-    A process that is killed leaves its `path`; whoever begins to make the same folder next removes it. The lock on it
-    tells what is left from what another process is at work on.
+    A killed process leaves its `path`, which the next `begin` for the same folder removes. A lock on it tells leftovers
+    from the work of a live process.
     """
 
     def __init__(self, folder: Path):
@@ -25,7 +25,7 @@ class Partial:
 
     def begin(self) -> None:
         for left in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.partial-*"):
-            with contextlib.suppress(OSError):  # it is locked, or on a file system that has no locks
+            with contextlib.suppress(OSError):  # a live process has the lock, or the file system has no locks
                 lock = _locked(left)
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
@@ -42,7 +42,7 @@ class Partial:
 
 
 def _locked(folder: Path) -> int:
-    """A handle of the folder that holds its lock; BlockingIOError where another one does."""
+    """Return a file descriptor of the folder that holds its lock. Raises BlockingIOError if another one does."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,12 +1,12 @@
-"""LeRobot's `pretrained_model` folders: found, read, fitted to a network, and written so that LeRobot reads them.
+"""LeRobot's `pretrained_model` folders: find and read them, load a network's weights, and write what LeRobot reads.
 
     config.json                 the policy's type, its features and its hyper-parameters
     model.safetensors           the weights, each name with a leading `model.`
-    policy_preprocessor.json    what is done to an observation, step by step, and beside it, with the step's number,
+    policy_preprocessor.json    the steps applied to an observation, and beside it, with the step's number,
                                 policy_preprocessor_step_3_normalizer_processor.safetensors: `<feature>.<stat>`
-    policy_postprocessor.json   what is done to an action; likewise, in policy_postprocessor_step_0_...
+    policy_postprocessor.json   the steps applied to an action; likewise, in policy_postprocessor_step_0_...
 
-Until LeRobot 0.3 the statistics lay among the weights; such folders are read too. Nothing is ever unpickled.
+Until LeRobot 0.3 the statistics were among the weights; such folders are read too. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Stats = dict[str, dict[str, Tensor]]
 
 
 class Pretrained(NamedTuple):
-    """What a folder holds.
+    """The contents of a folder.
 
     config   config.json: "type", "input_features", "output_features", "normalization_mapping", hyper-parameters
     weights  the network's state, without the leading `model.`
-    stats    of the data that it learned from; {} if the folder has none
+    stats    of its training data; {} if the folder has none
     """
 
     config: dict[str, Any]
@@ -63,8 +63,8 @@ class Pretrained(NamedTuple):
 
 
 def find(path_or_id: str) -> Path:
-    """The folder with config.json that is meant by a `pretrained_model` folder itself or a file in it, by the
-    checkpoint's or the run's folder around it (its last checkpoint), or by a `user/name` in the hub's local cache.
+    """Find the folder with config.json, given a `pretrained_model` folder or a file in it, the folder of the checkpoint
+    or the run (its last checkpoint) around it, or a `user/name` in the hub's local cache.
 
     Raises LockstepError with every place that was tried.
     """
@@ -74,7 +74,7 @@ def find(path_or_id: str) -> Path:
             tried.append(folder)
             if (folder / CONFIG).is_file():
                 return folder
-    except (OSError, RuntimeError) as error:  # a name too long, a `~` of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown `~user`
         why = getattr(error, "strerror", None) or error
         raise LockstepError(f"cannot look there: {why}", where=f"policy.pretrained_path={_plain(path_or_id)}") from None
     todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
@@ -100,14 +100,14 @@ def _candidates(path_or_id: str) -> Iterable[Path]:
 
 
 def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads."""
+    """Return the folder of huggingface_hub's downloads."""
     env = os.environ.get
     home = env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(env("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
 def _commit(ref: Path) -> str:
-    """The commit that a ref names, or what stands for it in a message."""
+    """Return the commit that a ref names, or a placeholder for messages."""
     commit = ref.read_text(errors="replace").strip() if ref.is_file() else ""
     return commit if re.fullmatch(r"\w+", commit) else "<refs/main>"
 
@@ -116,10 +116,7 @@ def _commit(ref: Path) -> str:
 
 
 def load(folder: Path) -> Pretrained:
-    """Everything that a `pretrained_model` folder holds, on the CPU.
-
-    Raises LockstepError, naming the file, if one is missing, cut short or not what it should be.
-    """
+    """Read a `pretrained_model` folder, on the CPU. Raises LockstepError, naming the file, if one is missing or bad."""
     config = _read_json(folder / CONFIG)
     weights = _read_tensors(folder / WEIGHTS)
     stats: Stats = {}
@@ -136,9 +133,9 @@ def load(folder: Path) -> Pretrained:
 
 
 def _split_old(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[str, Tensor], Stats]:
-    """Weights without the prefix, and the statistics that LeRobot kept among them until version 0.3.
+    """Return the weights without their prefix, and the statistics that LeRobot kept among them until version 0.3.
 
-    There a feature's dots are underscores; only the config knows which of them are dots.
+    There a feature's dots are underscores; the config tells which of them are dots.
     """
     features = [name for key in ("input_features", "output_features") for name in _mapping(config.get(key))]
     dotted = {name.replace(".", "_"): name for name in features}
@@ -148,7 +145,7 @@ def _split_old(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict
         old = _OLD.fullmatch(key)
         if old is None:
             weights[key.removeprefix("model.")] = value
-        elif value.isfinite().all():  # infinity says that nobody ever set it
+        elif value.isfinite().all():  # infinity: never set
             stats.setdefault(dotted.get(old[1], old[1]), {})[old[2]] = value
     return weights, stats
 
@@ -215,9 +212,9 @@ def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
 
 
 def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
-    """Put `weights` into `net`, and return what did not fit, in one line; "" if all did.
+    """Load `weights` into `net` and return one line about those that do not fit, or "".
 
-    Raises LockstepError with that line if `strict`, and in any case if nothing fits at all; then `net` is as it was.
+    Raises LockstepError with that line if `strict`, and in any case if none fits; `net` is then unchanged.
     """
     expected = net.state_dict()
     misshaped = {
@@ -243,7 +240,7 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
 
 
 def _plain(text: str) -> str:
-    """As it can stand in a message of one line."""
+    """Return the start of `text`, printable in a message of one line."""
     return text[:120] if text.isprintable() else ascii(text[:120])
 
 
@@ -263,15 +260,15 @@ def save(
     features: Mapping[str, Mapping[str, Any]],
     modes: Mapping[str, str],
 ) -> None:
-    """Write a `pretrained_model` folder as LeRobot 0.4.4 does. It is whole or not there; one that is there is replaced.
+    """Write a `pretrained_model` folder as LeRobot 0.4.4 does, complete or not at all; an existing one is replaced.
 
     config    hyper-parameters: names and values that LeRobot's own config of that type knows
     stats     {feature: {"mean": ..., ...}} in recorded units
     features  {feature: {"type": "STATE" | "VISUAL" | "ENV" | "ACTION", "shape": [...]}}, channels first
-    modes     {feature: mode} as for `Normalizer`; what is missing is IDENTITY
+    modes     {feature: mode} as for `Normalizer`; a missing one is IDENTITY
 
-    Raises LockstepError when it cannot be written, when the features of one type have several modes, which the layout
-    cannot say, or when `folder` exists and holds something else.
+    Raises LockstepError if it cannot be written, if the features of one type have several modes, which the layout
+    cannot express, or if `folder` exists and holds something else.
     """
 
     def write(beside: Path, by_type: dict[str, str]) -> None:
@@ -289,10 +286,10 @@ def save_with(
     modes: Mapping[str, str],
     tokenizer: Mapping[str, Any] | None = None,
 ) -> None:
-    """`save`, where config.json and model.safetensors are written by somebody else.
+    """Like `save`, with config.json and model.safetensors written by a function.
 
-    write      takes the folder to write them into, and {type of features: mode}
-    tokenizer  of a policy that hears: the settings of LeRobot's tokenizer_processor
+    write      that function: it takes the folder to write into, and {type of features: mode}
+    tokenizer  settings of LeRobot's tokenizer_processor, for a policy that takes commands
     """
     folder = Path(folder).resolve()  # a link's target is replaced, not the link
     by_type = _modes_by_type(features, modes)
@@ -329,14 +326,14 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _write_tensors(path: Path, values: Mapping[str, Tensor]) -> None:
-    # Copied, for safetensors refuses tensors that share memory.
+    # Copied, because safetensors refuses tensors that share memory.
     own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
     _safetensors().torch.save_file(own, path, metadata={"format": "pt"})
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """`new` under the name `folder`. No system call swaps folders portably: a crash between the two renames leaves the
-    old one beside, under its own name with `.old` before it."""
+    """Rename `new` to `folder`. No system call swaps folders portably: a crash between the two renames leaves the old
+    one as `.NAME.old` beside it."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -366,7 +363,7 @@ def _config(
     features: Mapping[str, Mapping[str, Any]],
     by_type: Mapping[str, str],
 ) -> dict[str, Any]:
-    # LeRobot's default would fetch ImageNet's weights from the network, only to overwrite them with those beside.
+    # LeRobot's default would download ImageNet's weights, only to overwrite them with those in the folder.
     quiet = {"pretrained_backbone_weights": None} if policy_type == "act" else {}
     return {
         "type": policy_type,
@@ -384,7 +381,7 @@ def _config(
 def _processors(
     features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str], tokenizer: Mapping[str, Any] | None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The steps of the two pipelines as LeRobot's own writer describes them, by the pipelines' names."""
+    """Return {pipeline: its steps}, as LeRobot's own writer describes them."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
     rename = _step("rename_observations_processor", rename_map={})
     words = [_step("smolvla_new_line_processor"), _step("tokenizer_processor", **tokenizer)] if tokenizer else []

@@ -2,12 +2,12 @@
 
 Only motion tells the classes apart. A pose has six parameters: position x and y, heading, body length, head angle and
 paw extension. In every class each of them is uniform and independent of the others at every single frame; a class
-merely lets its own parameter run along a triangle wave of uniformly random phase, whose value at any one moment is
-uniform again. Whatever looks at a single frame cannot beat chance.
+only moves its own parameter along a triangle wave of uniformly random phase, whose value at any moment is uniform
+again. So a model of single frames cannot beat chance.
 
     rest          nothing moves
     walk          x and y move, with reflection at the walls of the arena
-    rear          the body shortens and stretches
+    rear          the body shortens and lengthens
     groom         the head swings quickly
     paw_withdraw  a hind paw is pulled in and put out: small, and rare
 """
@@ -36,13 +36,13 @@ _RATES = {"walk": (0.022, 0.045), "rear": (1 / 14, 1 / 9), "groom": (1 / 7, 1 / 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the clips, to the last bit.
+    """Parameters that determine the clips to the last bit.
 
     trials   N, spread evenly over the videos
     videos   recordings, each with its own floor, light and size of mouse
     frames   T of each trial
     size     H = W in pixels
-    seed     of everything random
+    seed     of all random draws
     shares   of the five classes
     """
 
@@ -55,15 +55,15 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """A folder name that differs where the clips do (as long as the shares are the default ones)."""
+        """Folder name, unique to the recipe if its shares are the default ones."""
         return f"clips_v{VERSION}_{self.trials}of{self.videos}_{self.frames}x{self.size}x{self.size}_seed{self.seed}"
 
 
 def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
-    """The folder with the recipe's clips; built if it is missing.
+    """Return the folder with the recipe's clips, built first if missing.
 
-    Any number of processes of one machine may call it at once: one builds, the others wait for it. The folder gets its
-    name when it is complete. Raises LockstepError if it holds clips of another recipe.
+    Any number of processes of one machine may call it at once: one builds, the others wait. The folder gets its name
+    when it is complete. Raises LockstepError if it holds clips of another recipe.
     """
     folder = Path(folder)
     try:
@@ -122,7 +122,7 @@ def generate(folder: str | Path, recipe: Recipe) -> None:
 
 
 def class_counts(trials: int, shares: tuple[float, ...] = SHARES) -> np.ndarray:
-    """(C,) trials per class; two of each at least, if there are enough: one to train on, one to validate."""
+    """Return (C,) trials per class, at least two of each if there are enough: one to train and one to validate on."""
     counts = np.floor(trials * np.asarray(shares) / sum(shares)).astype(np.int64)
     if trials >= 4 * len(shares):
         counts = np.maximum(counts, 2)
@@ -143,8 +143,8 @@ def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.
     rate = np.stack([walk * cosine, walk * sine, rear, groom, paw], 1)  # (N, 5)
     phase = (rng.uniform(0, 1, (count, 1, 5)) + rate[:, None] * np.arange(frames)[:, None]) % 1.0  # (N, T, 5)
     wave = 1.0 - np.abs(2.0 * phase - 1.0)  # uniform in [0, 1] as the phase is
-    # The mouse looks where it walks, and turns at a wall. The sign is drawn alike for a mouse that does not walk:
-    # the direction is uniform and independent of the phase, hence so is the heading of the place, in every class.
+    # The mouse faces where it walks and turns at a wall. Classes that do not walk draw the sign alike: the direction is
+    # uniform and independent of the phase, so the heading is independent of the place in every class.
     forth = np.where(phase[..., :2] < 0.5, 1.0, -1.0)
     heading = np.arctan2(forth[..., 1] * sine[:, None], forth[..., 0] * cosine[:, None])
     return np.stack([wave[..., 0], wave[..., 1], heading, wave[..., 2], wave[..., 3], wave[..., 4]], 2)
@@ -152,7 +152,7 @@ def draw_poses(labels: np.ndarray, frames: int, rng: np.random.Generator) -> np.
 
 @dataclass
 class Look:
-    """What a recording's trials share.
+    """Appearance that the trials of a recording share.
 
     floor  (H, W) float32 gray levels
     scale  size of the mouse, in pixels per body unit (the frame is 1 high)
@@ -176,7 +176,7 @@ class Look:
 
 
 def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray:
-    """(T, 6) poses -> (T, H, W) uint8; `rng` draws what is the trial's own: light, sensor noise, which paw."""
+    """(T, 6) poses -> (T, H, W) uint8; `rng` draws the trial's light, sensor noise and paw."""
     frames, (height, width) = len(pose), look.floor.shape
     image = np.repeat(look.floor[None], frames, 0)
     x, y, heading, length, head, paw = pose.T
@@ -184,10 +184,10 @@ def render(pose: np.ndarray, look: Look, rng: np.random.Generator) -> np.ndarray
     side = rng.choice([-1.0, 1.0])
     half = 0.09 + 0.08 * length  # half the body's length
     angle = (head - 0.5) * np.deg2rad(130)
-    along, across = half * 0.9 + 0.055 * np.cos(angle), 0.055 * np.sin(angle)  # the head's place
+    along, across = half * 0.9 + 0.055 * np.cos(angle), 0.055 * np.sin(angle)  # of the head
 
     def stamp(*ellipse: float | np.ndarray, shade: float) -> None:
-        """An ellipse in the mouse's own axes and units: forward, left, turn and the half-axes, each one or (T,)."""
+        """Draw an ellipse in the mouse's axes and units: forward, left, turn, half-axes, each scalar or (T,)."""
         forward, left, turn, a, b = (value + 0 * x for value in ellipse)
         cosine, sine, scale = np.cos(heading), np.sin(heading), look.scale
         place = (x + scale * (forward * cosine - left * sine), y + scale * (forward * sine + left * cosine))

@@ -1,4 +1,4 @@
-"""Videos as gray squares: the one way from a film to the pictures of a clip, for training and for what comes after it.
+"""Videos as gray squares: the conversion of frames to clips that training and prediction share.
 
 Needs PyAV: pip install av
 """
@@ -15,14 +15,15 @@ import numpy as np
 from engine.contract import LockstepError
 
 SUFFIXES = tuple(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .ogv .webm .wmv".split())
-"""What is taken for a video in a folder. A file that is named itself may have any name."""
+"""Suffixes of the videos in a folder. A file that is given by its own name may have any."""
 
 
 class BrokenVideo(LockstepError):
-    """A video that cannot be read: what may be left out where there are others."""
+    """A video that cannot be read; a caller with others may leave it out."""
 
 
 def import_av() -> Any:
+    """Return the module `av`. Raises LockstepError if it cannot be imported."""
     try:
         import av
     except ImportError as error:
@@ -32,8 +33,8 @@ def import_av() -> Any:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
-    """The frames of a video from its start, decoded as they are asked for, and how many there are to a second on
-    average, or 0 where it does not say. Raises BrokenVideo, while it is read as well."""
+    """Open a video: yields its frames, decoded as they are consumed, and its average frames per second, 0 if unknown.
+    Raises BrokenVideo, also while frames are read."""
     av = import_av()
     try:
         with av.open(str(path)) as container:
@@ -44,11 +45,12 @@ def opened(path: Path) -> Iterator[tuple[Iterator[Any], float]]:
             yield container.decode(stream), float(stream.average_rate or stream.guessed_rate or 0)
     except (av.error.FFmpegError, OSError) as error:  # FileNotFoundError is both
         what = f"cannot read the video: {error.strerror or error}"
-        raise BrokenVideo(what, where=str(path), todo="mend it, or leave it out") from None
+        raise BrokenVideo(what, where=str(path), todo="fix it or remove it") from None
 
 
 def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, path: Path) -> np.ndarray:
-    """A decoded frame -> (size, size) uint8: 0 black, 255 white whatever range the video is coded in."""
+    """A decoded frame -> (size, size) uint8, 0 black to 255 white, whatever range the video is coded in. Raises
+    LockstepError if the crop (x, y, width, height) is not inside the frame."""
     from PIL import Image  # comes with tensorboard
 
     picture = frame.to_ndarray(format="gray")

@@ -3,11 +3,11 @@
     UCI HAR folder   {train,test}/Inertial Signals/*.txt, y_*.txt, subject_*.txt, activity_labels.txt
     .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or one .ts file
     arrays           X.npy (N, T, C), y.npy (N,), subject.npy, with optional _train/_test suffixes; or one .npz of these
-    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,), and subject (R,) if it is known
+    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,), and subject (R,) if known
 
 The first and the third hold windows already, and so does a .ts file of equal lengths: each is taken whole. The others
-hold recordings of any length, cut into windows of `length` steps that start every `stride` steps. People, not windows,
-are divided between training and validation: two windows of one person are near copies of each other.
+hold recordings of any length, cut into windows of `length` steps that start every `stride` steps. The split is by
+person, not by window, because windows of one person are near copies of each other.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILL = "fill in missing values first, or leave that part out"
 
 @dataclass(frozen=True)
 class Recordings:
-    """R labelled recordings, end to end in one array, and how to cut them.
+    """R labelled recordings, concatenated in one array, and how to cut them.
 
     signal    (sum of lengths, C) float32
     lengths   (R,) int64, steps of each recording; none is shorter than `length`
     labels    (R,) int64, index into `classes`
-    groups    (R,) int64, index into `subjects`; where no subject is known, the recording's own number
+    groups    (R,) int64, index into `subjects`, or the recording's own number if they are unknown
     val       (R,) bool, the split that the data come with, or None
-    subjects  names; empty where no subject is known
+    subjects  names; empty if unknown
     length, stride  of a window, in steps
     rate_hz   steps per second, or None
     """
@@ -57,7 +57,7 @@ class Recordings:
     rate_hz: float | None = None
 
     def __post_init__(self) -> None:
-        # In memory channel by channel: a window is then C runs of T steps, four times as fast to gather.
+        # Stored channel by channel: a window is then C runs of T steps, four times as fast to gather.
         by_channel = np.empty(self.signal.shape, self.signal.dtype, order="F")
         for first in range(0, len(self.signal), 8192):  # in pieces that fit into the cache
             by_channel[first : first + 8192] = self.signal[first : first + 8192]
@@ -67,7 +67,7 @@ class Recordings:
         return len(self.lengths)
 
     def windows(self) -> np.ndarray:
-        """(R,) int64: how many windows each recording gives; steps left over at its end are not used."""
+        """Return (R,) int64, the windows of each recording; leftover steps at its end are not used."""
         return (self.lengths - self.length) // self.stride + 1
 
 
@@ -75,11 +75,11 @@ class Windows:
     """The windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,) int64}`.
 
     labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
-    recording  (N,) int64, the recording that each is of;   step  (N,) int64, of that recording, where it begins
+    recording  (N,) int64, the recording of each;   step  (N,) int64, the step of that recording where it begins
     """
 
     def __init__(self, recordings: Recordings, chosen: np.ndarray):
-        """chosen  (R,) bool: which recordings. Windows overlap in memory: the signal is shared, never copied."""
+        """chosen  (R,) bool: the recordings to take. Windows are views: the signal is shared, never copied."""
         counts = np.where(chosen, recordings.windows(), 0)
         owner = np.repeat(np.arange(len(recordings)), counts)  # (N,) recording of each window
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # its number within the recording
@@ -103,7 +103,7 @@ class Windows:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """(C,) mean and (C,) standard deviation over every step that some window covers, each counted once."""
+        """Return (C,) mean and (C,) standard deviation over the steps that windows cover, each counted once."""
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
         covered.index_add_(0, self.starts, torch.ones_like(self.starts))
         covered.index_add_(0, self.starts + self.length, -torch.ones_like(self.starts))
@@ -111,7 +111,7 @@ class Windows:
         columns = self.signal.T if chosen.all() else self.signal[chosen].T
         spread = [torch.std_mean(column.double(), correction=0) for column in columns]  # one at a time: less memory
         std, mean = (torch.stack(values) for values in zip(*spread, strict=True))
-        # A dead sensor has no spread: it is shifted to zero, not blown up.
+        # A dead sensor has no spread: it is shifted to zero, not scaled.
         return mean.float(), torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0).float()
 
 
@@ -121,9 +121,9 @@ class Windows:
 def read(root: str | Path, length: int = 128, stride: int = 64, labelled: bool = True) -> Recordings:
     """Recognise the layout under `root` (a folder or a file, see above) and read it.
 
-    length, stride  in steps; they cut recordings only: what is published as windows is taken whole
-    labelled        False: labels need not be there, and are all 0 in any case; not for UCI HAR, which has them
-    Raises LockstepError with the file, and the line where there is one.
+    length, stride  in steps; they cut recordings only: data published as windows are taken whole
+    labelled        False: labels may be missing, and are all 0 in any case; not for UCI HAR, which has them
+    Raises LockstepError with the file, and the line if there is one.
     """
     if length < 1 or stride < 1:
         raise LockstepError(
@@ -137,14 +137,13 @@ def read(root: str | Path, length: int = 128, stride: int = 64, labelled: bool =
 
 
 def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
-    """The same, its labels as they count into `classes`, a model's. Raises LockstepError for a class that it lacks."""
+    """Return the recordings with labels that index `classes`, a model's. Raises LockstepError for a class it lacks."""
     labels = renumber(recordings.labels, recordings.classes, classes, recordings.where)
     return replace(recordings, labels=labels, classes=classes)
 
 
 def check_alike(new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None) -> None:
-    """Raise LockstepError unless `new` is of the kind that a model was trained on: see the fields of Recordings, which
-    need not be known on either side."""
+    """Raise LockstepError unless `new` matches a model's training data in the fields of Recordings that both know."""
     found = new.signal.shape[1]
     if found != channels or (names and new.channels and names != new.channels):
         here, there = (
@@ -242,7 +241,7 @@ def _read_npy(root: Path, labelled: bool) -> Recordings:
     for suffix in suffixes:
         names = ["y"] * labelled + ["subject"] * (root / f"subject{suffix}.npy").is_file()
         part = {name: load_npy(root / f"{name}{suffix}.npy") for name in names}
-        part |= {"X": np.asarray(map_npy(root / f"X{suffix}.npy"))}  # it is copied soon enough
+        part |= {"X": np.asarray(map_npy(root / f"X{suffix}.npy"))}  # concatenation will copy it
         parts.append(part if labelled else _without_labels(part))
     return _from_windows(parts, root, [suffix.strip("_") for suffix in suffixes] if len(parts) > 1 else None)
 
@@ -285,7 +284,7 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
 
 
 def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """-> recordings, each (T, C) float32; labels; classes. One recording a line: channel:channel:…:label."""
+    """Return (recordings, each (T, C) float32; labels; classes). A line is one: channel:channel:…:label."""
     header: dict[str, list[str]] = {}
     series: list[np.ndarray] = []
     labels: list[int] = []
@@ -324,8 +323,8 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     if [word.lower() for word in header.get("targetlabel", [])][:1] == ["true"]:
         what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
         raise LockstepError(what, where=where, todo="write a task that learns numbers: examples/own_task.py is one")
-    said, *classes = header.get("classlabel") or ["false"]
-    if said.lower() != "true" or not classes:
+    flag, *classes = header.get("classlabel") or ["false"]
+    if flag.lower() != "true" or not classes:
         raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where=where, todo="add that line")
     return classes
 
@@ -334,7 +333,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
     if header.get("dimensions", [str(len(channels))]) != [str(len(channels))]:
         what = f"{len(channels)} channels, @dimensions says {' '.join(header['dimensions'])}"
-        raise LockstepError(what, where=where, todo="mend the header or the line")
+        raise LockstepError(what, where=where, todo="fix the header or the line")
     if not channels:
         raise LockstepError("no ':' between values and label", where=where, todo="write channel:channel:label")
     rows = [channel.split(",") for channel in channels]
@@ -345,9 +344,9 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     unequal = [word.lower() for word in header.get("equallength", [])] == ["false"]
     if not unequal and header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
         what = f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}"
-        raise LockstepError(what, where=where, todo="mend the header or the line")
+        raise LockstepError(what, where=where, todo="fix the header or the line")
     try:
-        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is found as such
+        with np.errstate(over="ignore"):  # a value too large for float32 becomes infinite and is rejected below
             values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
         raise LockstepError(f"not a number: {error}", where=where, todo=FILL) from None
@@ -366,7 +365,7 @@ def _from_windows(
     channels: Sequence[str] = (),
     rate_hz: float | None = None,
 ) -> Recordings:
-    """X (N, T, C), y (N,) and perhaps subject (N,), classes (K,), val (N,): one part, or training and validation."""
+    """Join training and validation, or one part: X (N, T, C), y (N,), perhaps subject (N,), classes (K,), val (N,)."""
     for number, part in enumerate(parts):
         where = f"{path}, {names[number]}" if names else str(path)
         _check_part(part, where)
@@ -411,7 +410,7 @@ def _check_part(part: dict[str, np.ndarray], where: str) -> None:
         if name in part and part[name].shape != part["X"].shape[:1]:
             what = f"{name} has shape {part[name].shape}, X has {part['X'].shape}"
             raise LockstepError(what, where=where, todo=f"give one {name} per window")
-    # Here, not once all parts are joined: a window's number is the one in its own file.
+    # Checked before the parts are joined, because messages number windows within their file.
     _check_finite(
         part["X"].reshape(-1, part["X"].shape[2]), np.full(len(part["X"]), part["X"].shape[1]), "window", where
     )
@@ -478,9 +477,9 @@ def _checked(recordings: Recordings) -> Recordings:
 
 
 def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
-    """signal (sum of lengths, C); `unit` says what a length is the length of."""
+    """Raise LockstepError unless signal (sum of lengths, C) is finite; `unit` names the thing that has a length."""
     signal = _float32(signal)
-    if np.isfinite(signal.sum(dtype=np.float64)):  # which float32 values cannot overflow: one pass, and no copy
+    if np.isfinite(signal.sum(dtype=np.float64)):  # float32 values cannot overflow it: one pass, no copy
         return
     bad = np.flatnonzero(~np.isfinite(signal).all(1))
     if len(bad):
@@ -492,12 +491,12 @@ def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is found as such
+    with np.errstate(over="ignore"):  # a value too large becomes infinite and is rejected
         return np.ascontiguousarray(values, dtype=np.float32)
 
 
 def _classes(y: np.ndarray, arrays: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, list[str]]:
-    """Labels as written -> index into `classes`. With names, y counts from 0 into them; else each value is a class."""
+    """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each value is a class."""
     if y.dtype.kind not in "iuU":
         todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
         raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where=where, todo=todo)
@@ -583,7 +582,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 def _bad_line(path: Path, lines: list[str]) -> LockstepError:
-    """Say which line of a table is at fault: numpy's own message counts rows from a start of its own."""
+    """Return an error that names the bad line of a table; numpy's own message counts rows differently."""
     width = next(len(line.split()) for line in lines if line.split())
     for number, line in enumerate(lines, 1):
         where, words = f"{path}:{number}", line.split()
@@ -619,10 +618,10 @@ def split(
     seed: int = 0,
     given: bool = True,
 ) -> np.ndarray:
-    """(R,) bool: which recordings are for validation. No group is ever on both sides.
+    """Return (R,) bool, the recordings to validate on. No group is ever on both sides.
 
-    The subjects named in `val_subjects` if any; else the split that the data come with if `given`; else a random
-    `val_share` of the subjects drawn from `seed`, or, where no subject is known, of the recordings of each class.
+    They are those of `val_subjects` if any; else the split of the data if there is one and `given`; else a random
+    `val_share` of the subjects drawn from `seed` or, if subjects are unknown, of the recordings of each class.
     """
     if val_subjects:
         val = _named(recordings, val_subjects)
@@ -654,13 +653,13 @@ def _named(recordings: Recordings, val_subjects: Sequence[str]) -> np.ndarray:
 
 
 def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """A random share of some groups: at least one, and never all (a lone one stays for training)."""
+    """Return a random share of some groups: at least one, but never all (a lone one stays for training)."""
     count = min(max(1, round(share * len(members))), len(members) - 1)
     return np.random.default_rng(seed).permutation(members)[:count]
 
 
 def _check_split(recordings: Recordings, val: np.ndarray) -> None:
-    # Sets: the first of NumPy's set functions loads its masked arrays, a tenth of all imports.
+    # Python's sets: the first use of NumPy's loads its masked arrays, a tenth of all import time.
     both = sorted({*recordings.groups[val].tolist()} & {*recordings.groups[~val].tolist()})
     if both:
         names = ", ".join(recordings.subjects[g] for g in both[:5])
