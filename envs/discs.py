@@ -1,8 +1,8 @@
-"""Coloured discs on a table, and a magnet that obeys words: a simulated robot that needs nothing but NumPy.
+"""Coloured discs on a table, and a magnet that takes commands: a simulated robot that needs nothing but NumPy.
 
-The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the place where the magnet
-is to go; it gets there at its own speed. The first disc that it comes over clings to it for good and goes with it, so
-the wrong disc is a failure. Which disc is meant only the words tell, and where it lies only the picture.
+The table is [-1, 1] x [-1, 1], x to the right and y downwards in the picture. An action is the magnet's target, which
+it approaches at SPEED. The first disc that it touches sticks to it for good, so the wrong disc is a failure. Only the
+command tells which disc is meant, and only the picture tells where it lies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPEED = 0.15  # table units per step
 REACH = 0.3  # how far ahead the expert's actions lie: two steps
 TOLERANCE = 0.1  # how far from the centre a brought disc may be
 HORIZON = 40
-LINGER = 3  # steps that a recording and a film go on after success
+LINGER = 3  # steps of a recording and a film after success
 _TABLE, _MARK, _MAGNET = (226, 221, 211), (190, 184, 172), (35, 35, 40)
 
 
@@ -30,10 +30,10 @@ class Discs:
 
     seeds    (n,) integers
     size     H = W of the pictures, in pixels
-    command  the only one to give, such as "move to the red disc"; None = all, by the seed
+    command  the command of all worlds, such as "move to the red disc"; None = one of COMMANDS by the seed
 
-    commands  what each world asks for, of len(VERBS) * len(COLOURS) kinds
-    success   (n,) bool: the world's command has been obeyed, now or earlier
+    commands  the command of each world
+    success   (n,) bool: the command is done, now or earlier
     """
 
     fps, horizon, patience, linger, unit = 10, HORIZON, HORIZON, LINGER, 1.0
@@ -45,7 +45,7 @@ class Discs:
         self.target = np.array([one.target for one in start], np.int64)  # (n,) the disc that is meant
         self.discs = np.array([one.places[1:] for one in start]).reshape(-1, len(COLOURS), 2)
         self.magnet = np.array([one.places[0] for one in start]).reshape(-1, 2)
-        self.held = np.full(len(start), -1)  # (n,) the disc that clings to the magnet, -1 = none
+        self.held = np.full(len(start), -1)  # (n,) the disc that sticks to the magnet, -1 = none
         self.success = np.zeros(len(start), bool)
         self.commands = [COMMANDS[one.bring * len(COLOURS) + one.target] for one in start]
 
@@ -62,11 +62,11 @@ class Discs:
         }
 
     def observe(self) -> dict[str, np.ndarray]:
-        """{"observation.state": (n, 2) float32, the magnet's place; "observation.images.top": (n, 3, H, W) uint8}."""
+        """Return {"observation.state": (n, 2) float32, the magnet; "observation.images.top": (n, 3, H, W) uint8}."""
         return {STATE: self.magnet.astype(np.float32), CAMERA: self.render()}
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """(n, 3, H, W) uint8, edges smoothed over a pixel."""
+        """Return (n, 3, H, W) uint8, edges smoothed over a pixel."""
         magnet, discs = self.magnet[which], self.discs[which]
         image = np.empty((len(magnet), 3, self.size, self.size), np.float32)
         image[:] = np.reshape(_TABLE, (3, 1, 1))
@@ -77,11 +77,10 @@ class Discs:
         return np.rint(image).astype(np.uint8)
 
     def expert(self) -> np.ndarray:
-        """(n, 2) actions: a place on the way to the disc that is meant, and once it clings, on the way to the centre if
-        it is to be brought there.
+        """Return (n, 2) actions: a point on the way to the disc that is meant, and once it is held, on the way to the
+        centre if commanded.
 
-        At most REACH ahead, not the goal itself: a direction can be learned from far fewer layouts than a place can,
-        and near the goal the picture shows both side by side.
+        It is at most REACH ahead, because a direction can be learned from far fewer layouts than a place.
         """
         disc = self.discs[np.arange(len(self.discs)), self.target]
         goal = np.where((self.bring & (self.held == self.target))[:, None], 0.0, disc)
@@ -90,7 +89,7 @@ class Discs:
         return self.magnet + way * np.minimum(1.0, REACH / np.maximum(length, 1e-12))[:, None]
 
     def step(self, actions: np.ndarray) -> None:
-        """actions (n, 2): where to go; what lies off the table counts as its edge."""
+        """Advance one step; actions (n, 2) are targets, clipped to the table."""
         way = np.clip(actions, -1.0, 1.0) - self.magnet
         length = np.hypot(way[:, 0], way[:, 1])
         self.magnet = self.magnet + way * np.minimum(1.0, SPEED / np.maximum(length, 1e-12))[:, None]
@@ -111,7 +110,7 @@ class _Start(NamedTuple):
 
 
 def _begin(seed: int, command: str | None) -> _Start:
-    """A world whose command can be obeyed in straight lines, drawn again until it is one."""
+    """Draw worlds until the command can be done in straight lines."""
     rng = np.random.default_rng(seed)
     bring, target = bool(rng.integers(len(VERBS))), int(rng.integers(len(COLOURS)))
     if command is not None:
@@ -124,25 +123,25 @@ def _begin(seed: int, command: str | None) -> _Start:
 
 
 def _is_open(places: np.ndarray, target: int) -> bool:
-    """Nothing touches anything, no disc is at the centre, and beside each way there is a disc's breadth of room for a
-    magnet that errs: the wrong disc is not let go again."""
+    """Return whether nothing touches, no disc is at the centre, and the ways leave room for errors of the magnet, which
+    cannot release a wrong disc."""
     apart = np.hypot(*np.moveaxis(places[:, None] - places, 2, 0)) + 9.0 * np.eye(len(places))
     if apart.min() < 2.2 * RADIUS or np.hypot(*places[1:].T).min() < 2 * RADIUS:
-        return False  # most draws end here, before the dearer half
+        return False  # most draws end here, before the costlier half
     goal, others = places[1 + target], np.delete(places, [0, 1 + target], 0)
     ways = _distance(others, places[0], goal), _distance(others, goal, np.zeros(2))
     return bool(np.min(ways) > 1.8 * RADIUS)
 
 
 def _distance(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """(k,) from points (k, 2) to the line from start (2,) to end (2,), ends included."""
+    """Return (k,) distances of points (k, 2) from the segment between start (2,) and end (2,)."""
     way = end - start
     share = np.clip((points - start) @ way / (way @ way), 0.0, 1.0)
     return np.hypot(*(points - start - share[:, None] * way).T)
 
 
 def _paint(image: np.ndarray, at: np.ndarray, radius: float, colour: tuple[int, int, int]) -> None:
-    """Blend a disc at (n, 2), table units, into each picture of image (n, 3, H, W)."""
+    """Blend a disc at (n, 2), in table units, into each picture of image (n, 3, H, W)."""
     size = image.shape[2]
     centres = (np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1
     x, y = at.astype(np.float32)[:, :, None].transpose(1, 0, 2)  # each (n, 1)

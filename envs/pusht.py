@@ -1,7 +1,7 @@
 """PushT (Chi et al., RSS 2023): push a T-shaped block onto its outline with a round finger, in gym-pusht's physics.
 
-The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that a policy trained on the recorded
-demonstrations of people can be tried here, too. Lengths are the simulation's: the table is 512 wide.
+The names are those of lerobot/pusht and lerobot/pusht_keypoints, so that policies trained on their human demonstrations
+can be tried here. Lengths are the simulation's: the table is 512 wide.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ STATE, KEYPOINTS, CAMERA, ACTION = "observation.state", "observation.environment
 COMMAND = "push the T onto its outline"
 GOAL = np.array([256.0, 256.0, np.pi / 4])  # x, y and angle of the block
 DT = 0.01  # seconds between two steps of the physics, ten to an action
-# Of the block, in its own frame: the ends of the bar and of the stem, and the middle of each.
+# In the block's frame: the ends of the bar and of the stem, and the middle of each.
 OUTLINE = np.array([[-60.0, 15.0], [0.0, 15.0], [60.0, 15.0], [0.0, 60.0], [0.0, 120.0]])
 
 
 class PushT:
-    """n tables, each a pure function of its seed and of what is done on it.
+    """n tables, each a pure function of its seed and its actions.
 
     seeds     (n,) integers
     size      H = W of the pictures, in pixels
-    pictures  whether `observe` gives them; they are most of what a step costs
+    pictures  whether `observe` returns them; they are most of a step's cost
 
     Success is 95 % of the outline covered, and ends a trial.
     """
@@ -48,7 +48,7 @@ class PushT:
         self.commands = [COMMAND] * len(seeds)
         self.success = np.zeros(len(seeds), bool)
         self.reward = np.zeros(len(seeds))
-        """(n,) the best share of the outline that was covered at the end of a step, in units of what success needs."""
+        """(n,) the largest share of the outline covered after a step so far, divided by the share for success."""
         self._planners = [Planner(int(seed) % 2**32) for seed in seeds]
 
     @property
@@ -57,7 +57,7 @@ class PushT:
         return numbers | ({CAMERA: ("image", (3, self.size, self.size))} if self.pictures else {})
 
     def observe(self) -> dict[str, np.ndarray]:
-        """{"observation.state": (n, 2) float32, the finger's place; "observation.environment_state": (n, 16) float32, x
+        """Return {"observation.state": (n, 2) float32, the finger; "observation.environment_state": (n, 16) float32, x
         and y of the block's eight corners; "observation.image": (n, 3, H, W) uint8}."""
         seen = [table.get_obs() for table in self.tables]
         found = {
@@ -67,12 +67,12 @@ class PushT:
         return found | ({CAMERA: self.render()} if self.pictures else {})
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """(n, 3, H, W) uint8."""
+        """Return (n, 3, H, W) uint8."""
         pictures = [table._render() for table in self.tables[which]]  # its public render has another size
         return np.stack(pictures).transpose(0, 3, 1, 2)
 
     def expert(self) -> np.ndarray:
-        """(n, 2) actions, where the finger is to go, each planned by trying; see Planner."""
+        """Return (n, 2) actions, targets of the finger; see Planner."""
         actions = np.zeros((len(self.tables), 2))
         for i in np.flatnonzero(~self.success):
             table = self.tables[i]
@@ -81,17 +81,17 @@ class PushT:
         return actions
 
     def step(self, actions: np.ndarray) -> None:
-        """actions (n, 2): where the finger is to go; a spring draws it there."""
+        """Advance one step; actions (n, 2) are targets, to which a spring pulls the finger."""
         for i in np.flatnonzero(~self.success):
             _, reward, _, _, info = self.tables[i].step(np.clip(actions[i], 0.0, 512.0).astype(np.float64))
             self.success[i], self.reward[i] = info["is_success"], max(self.reward[i], reward)
 
 
 class Planner:
-    """Finds what to do by trying: of many sequences of way-points the one after which the block lies best.
+    """Plans by simulation: of many sequences of way-points it picks the one after which the block lies best.
 
-    Every sequence runs in a copy of the physics. Some wander, some come from outside and push through a point of the
-    block, some are the last plan with little changes; then the best few are changed a little more (the cross-entropy
+    Every sequence runs in a copy of the physics. Some are random walks, some push from outside through a point of the
+    block, some are small changes of the last plan; then the best few are changed a little more (the cross-entropy
     method, de Boer et al. 2005). It plans 1.5 s ahead and keeps the first 0.3 s.
     """
 
@@ -104,7 +104,7 @@ class Planner:
         self.age = 0
 
     def next(self, state: np.ndarray, velocity: np.ndarray) -> np.ndarray:
-        """(2,) the way-point for now. state (5,): the finger's x and y, the block's x, y and angle."""
+        """Return the current way-point (2,); state (5,) is the finger's x and y, the block's x, y and angle."""
         if self.age % self.hold == 0:
             self.plan = self._search(state, velocity)
         self.age += 1
@@ -136,8 +136,8 @@ class Planner:
         return self.rng.normal(0, 1, shape) * self.rng.choice(sizes, (shape[0], 1, 1))
 
     def _costs(self, state: np.ndarray, velocity: np.ndarray, plans: np.ndarray) -> np.ndarray:
-        """(n,) of plans (n, points, 2): how far the block's outline is from the goal's, half in the end and half on the
-        way, for sooner is better; and a little for a finger that is far from the block."""
+        """Return (n,) costs of plans (n, points, 2): the distance of the block's outline from the goal's, half at the
+        end and half on the way, because sooner is better; plus a little for a finger that is far from the block."""
         moves, finger = glide(state[:2], velocity, plans.repeat(self.hold, 1))
         poses = np.array([self.box.run(state, steps, 10 * self.hold) for steps in moves.tolist()])  # (n, points, 3)
         off = np.linalg.norm(outline(poses) - outline(GOAL), axis=3).mean(2)  # (n, points)
@@ -145,16 +145,16 @@ class Planner:
 
 
 def outline(pose: np.ndarray) -> np.ndarray:
-    """poses (..., 3) of the block -> (..., points, 2) where its OUTLINE is."""
+    """Poses (..., 3) of the block -> positions (..., points, 2) of its OUTLINE."""
     cos, sin = np.cos(pose[..., 2, None]), np.sin(pose[..., 2, None])
     x, y = OUTLINE.T
     return np.stack([pose[..., 0, None] + cos * x - sin * y, pose[..., 1, None] + sin * x + cos * y], -1)
 
 
 def glide(place: np.ndarray, velocity: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """actions (n, T, 2) -> the finger's velocities (n, 10 T, 2) and where it ends up (n, 2).
+    """Actions (n, T, 2) -> the finger's velocities (n, 10 T, 2) and its last position (n, 2).
 
-    Nothing can stop the finger, so its way is known beforehand; the spring is gym-pusht's.
+    Nothing can stop the finger, so no physics is needed; the spring is gym-pusht's.
     """
     place, velocity = (np.repeat(value[None], len(actions), 0) for value in (place, velocity))
     moves = []
@@ -166,7 +166,7 @@ def glide(place: np.ndarray, velocity: np.ndarray, actions: np.ndarray) -> tuple
 
 
 class Box:
-    """A table to try things on: gym-pusht's, without its pictures and callbacks."""
+    """A table to simulate plans on: gym-pusht's, without its pictures and callbacks."""
 
     def __init__(self) -> None:
         import pymunk
@@ -181,7 +181,7 @@ class Box:
         self.block, _ = PushTEnv.add_tee(self.space, (256, 300), 0)
 
     def run(self, state: np.ndarray, moves: list[list[float]], every: int) -> list[tuple[float, float, float]]:
-        """The block's x, y and angle after every so many steps of the finger at these velocities, one for each step."""
+        """Return the block's x, y and angle after each `every` steps; `moves` are the finger's velocities by step."""
         finger, block, space = self.finger, self.block, self.space
         finger.position = state[0], state[1]
         block.angle = state[4]  # first: it turns the block about its centre of mass, which is not its position

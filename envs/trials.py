@@ -1,4 +1,4 @@
-"""What happens in simulated worlds, whichever they are: an expert's demonstrations, and a policy's trials."""
+"""Demonstrations of an expert and trials of a policy, in any simulated worlds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ ACTION = "action"
 
 
 class Worlds(Protocol):
-    """n worlds side by side, each a pure function of its seed and of what is done in it.
+    """A batch of n worlds, each a pure function of its seed and its actions.
 
-    fps, horizon  steps per second, and after how many a trial has failed
+    fps, horizon  steps per second, and the steps after which a trial has failed
     patience      steps after which a demonstration is given up
-    linger        steps that a recording goes on after success
-    unit          half the table's side, in which noise is measured
-    commands      (n,) what each world asks for
-    success       (n,) bool: it has been done, now or earlier
+    linger        steps of a recording after success
+    unit          half the table's side, the unit of noise
+    commands      (n,) the command of each world
+    success       (n,) bool: the command is done, now or earlier
     reward        (n,) the best so far, 0 to 1 for success
     """
 
@@ -35,33 +35,33 @@ class Worlds(Protocol):
 
     @property
     def features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """{name: (dtype, shape of one frame)} of what `observe` gives and of the action."""
+        """{name: (dtype, shape of one frame)} of the observations and of the action."""
 
     def observe(self) -> dict[str, np.ndarray]:
-        """{name: (n, ...)}."""
+        """Return {name: (n, ...)}."""
 
     def render(self, which: slice = slice(None)) -> np.ndarray:
-        """(n, 3, H, W) uint8."""
+        """Return (n, 3, H, W) uint8."""
 
     def expert(self) -> np.ndarray:
-        """(n, A) actions that lead to success."""
+        """Return (n, A) actions that lead to success."""
 
     def step(self, actions: np.ndarray) -> None:
-        """actions (n, A)."""
+        """Advance one step by actions (n, A)."""
 
 
 class Episode(NamedTuple):
-    """features {name: (T, ...)} as `Worlds.observe` names them, "action" (T, A) float32; command: what was asked."""
+    """features: {name: (T, ...)} of `Worlds.observe`, and "action" (T, A) float32; command: its text."""
 
     features: dict[str, np.ndarray]
     command: str
 
 
 def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Iterator[Episode]:
-    """The expert's recordings in the worlds of these seeds; those that fail are left out.
+    """Yield the expert's recordings in the worlds of these seeds, without those that fail.
 
-    The robot is told an action that is off by `noise` (deviation, in `unit`) while the recording holds what the expert
-    wanted: so it shows how to come back from an error (DART, Laskey et al., CoRL 2017).
+    The robot executes the action plus noise (`noise` is its standard deviation, in `unit`), the recording holds the
+    expert's: so it shows how to recover from an error (DART, Laskey et al., CoRL 2017).
     """
     draws = [np.random.default_rng([int(s) % 2**64, 1]).normal(0, noise, (worlds.horizon, 2)) for s in seeds]
     shocks = worlds.unit * np.array(draws)  # (n, horizon, 2)
@@ -80,16 +80,16 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
 
 
 Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
-"""(what `Worlds.observe` gives, n commands) -> (n, chunk, A) actions."""
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions."""
 
 
 def roll_out(
     policy: Policy, worlds: Worlds, chunk_steps: int, stopped: Callable[[], bool] = lambda: False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Let a policy drive, until `stopped()`; it looks again after every `chunk_steps` actions.
+    """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps` actions.
 
-    Returns (n,) bool, in which worlds it succeeded within the horizon, and a film (T, 3, H, W) uint8 of the first that
-    ends shortly after success. Raises ValueError for chunks that are too short.
+    Returns (n,) bool, its success within the horizon, and a film (T, 3, H, W) uint8 of the first world, which ends
+    `linger` steps after success. Raises ValueError for chunks that are too short.
     """
     film: list[np.ndarray] = []
     last = worlds.horizon

@@ -24,14 +24,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 @dataclass(frozen=True)
 class ACTConfig:
-    """Hyper-parameters, under the names and with the defaults that LeRobot's config.json has.
+    """Hyper-parameters, with the names and defaults of LeRobot's config.json.
 
     chunk_size       actions that are predicted at once
-    n_action_steps   how many of them are carried out before the next look
+    n_action_steps   how many of them are executed before the next prediction
     kl_weight        of the latent's divergence from the standard normal, beside the mean absolute error
     n_decoder_layers 1, as in the published code, which used only the first of its seven
 
-    Raises ValueError when no network can be made of them.
+    Raises ValueError if they do not fit together.
     """
 
     chunk_size: int = 100
@@ -69,8 +69,8 @@ class ACTConfig:
 class Attention(nn.Module):
     """Queries (B, Q, W), keys and values (B, K, W) -> (B, Q, W), in `heads` heads.
 
-    The parameters have nn.MultiheadAttention's names and shapes; that module has other code for evaluation than for
-    training, and keeps the weights of every pair of tokens unless told not to.
+    The parameters have nn.MultiheadAttention's names and shapes; that module runs other code in evaluation than in
+    training, and by default keeps the weights of every pair of tokens.
     """
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask  (B, K) bool, True where a key may be looked at; None = all"""
+        """mask  (B, K) bool, True where a key may be attended to; None = all"""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         q, k, v = (
             F.linear(x, weight, bias).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B, H, L, W / H)
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """What an encoder's and a decoder's layer share: the feed-forward part, and how a branch joins the residual."""
+    """Base of encoder and decoder layers: the feed-forward part, and how a branch joins the residual."""
 
     def __init__(self, config: ACTConfig):
         super().__init__()
@@ -120,7 +120,7 @@ class Layer(nn.Module):
 
 class EncoderLayer(Layer):
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        # As in DETR (Carion et al., ECCV 2020): positions go to queries and keys of every layer, never to the values.
+        # As in DETR (Carion et al., ECCV 2020), positions are added to every layer's queries and keys, never to values.
         x = self.residual(x, self.norm1, lambda x: self.self_attn(x + positions, x + positions, x, mask))
         return self.residual(x, self.norm2, self.feed_forward)
 
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model)
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)  # a query is nothing but its position
+        x = torch.zeros_like(queries).expand(memory.shape[0], -1, -1)  # a query is its position only
         keys = memory + positions
         for layer in self.layers:
             x = layer(x, queries, memory, keys)
@@ -183,8 +183,8 @@ def grid_positions(features: Tensor, width: int) -> Tensor:
 class ACT(nn.Module):
     """A conditional variational auto-encoder of action chunks, whose decoder is the policy.
 
-    state_dim   S of "observation.state"; 0 = there is none
-    env_dim     E of "observation.environment_state"; 0 = there is none
+    state_dim   S of "observation.state"; 0 = none
+    env_dim     E of "observation.environment_state"; 0 = none
     action_dim  A
     cameras     names of the pictures, such as "observation.images.top", in the order of their tokens
 
@@ -192,12 +192,11 @@ class ACT(nn.Module):
     the batch as its leading axis: the state (B, S), the environment's state (B, E), every camera (B, 3, H, W), of any
     size of its own; and for training "action" (B, T, A) and "action_is_pad" (B, T) bool, T being the chunk_size.
 
-    num_draws   uniform draws in [0, 1) that a sample needs in training, one for each latent dimension; num_noise (0) is
-                how many an action needs
+    num_draws   uniform draws in [0, 1) per training sample, one for each latent dimension; num_noise (0), per action
     penalty     the weight of "kl" in the loss
 
     The names of parameters and buffers are those of LeRobot's checkpoints, without their leading `model.`. Every
-    parameter has a gradient after a backward pass. Raises ValueError if there is nothing to look at.
+    parameter has a gradient after a backward pass. Raises ValueError if there are no inputs.
     """
 
     def __init__(self, config: ACTConfig, state_dim: int, env_dim: int, action_dim: int, cameras: list[str]):
@@ -217,7 +216,7 @@ class ACT(nn.Module):
             self.vae_encoder_action_input_proj = nn.Linear(action_dim, width)
             self.vae_encoder_latent_output_proj = nn.Linear(width, 2 * latent)
             num_tokens = 1 + bool(state_dim) + config.chunk_size
-            # Part of the state only because LeRobot's checkpoints hold it.
+            # Persistent only because LeRobot's checkpoints hold it.
             self.register_buffer("vae_encoder_pos_enc", sine_code(torch.arange(num_tokens), width)[None])
             self.normal = normal_quantiles()
         if cameras:
@@ -239,10 +238,10 @@ class ACT(nn.Module):
                     nn.init.xavier_uniform_(parameter)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training. Sums, not means, for whoever divides must know the whole global batch:
+        """Training. Returns sums, not means, because the divisor is that of the global batch:
 
-        error  (B,) the absolute error, over the steps that are no padding and over the action's dimensions
-        kl     (B,) the divergence of the latent from the standard normal, over its dimensions; only with the VAE
+        error  (B,) the absolute error, summed over unpadded steps and the action's dimensions
+        kl     (B,) the divergence of the latent from the standard normal, summed over dimensions; only with the VAE
         """
         actions, padded = inputs[ACTION], inputs[PADDED]
         sums = {}
@@ -257,7 +256,7 @@ class ACT(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """The predicted chunk (B, T, A) in normalised units, at the middle of the latent's prior, whatever is drawn."""
+        """Predict the chunk (B, T, A) in normalised units, at the mean of the latent's prior; `draws` are not used."""
         return self.decode(inputs, self.no_latent(next(iter(inputs.values()))))
 
     def no_latent(self, like: Tensor) -> Tensor:
@@ -266,7 +265,7 @@ class ACT(nn.Module):
         return torch.zeros(size, dtype=self.action_head.weight.dtype, device=like.device)
 
     def posterior(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the variance, each (B, latent_dim), of the latent that goes with these actions."""
+        """Return mean and log-variance, each (B, latent_dim), of the latent given these actions."""
         actions, padded = inputs[ACTION], inputs[PADDED]
         tokens = [self.vae_encoder_cls_embed.weight.expand(len(actions), 1, -1)]
         if STATE in self.vectors:
@@ -274,13 +273,13 @@ class ACT(nn.Module):
         counts = F.pad(~padded, (len(tokens), 0), value=True)  # (B, L)
         tokens.append(self.vae_encoder_action_input_proj(actions))
         x = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, counts)
-        # In the parameters' precision: under autocast, exp() of a bfloat16 would lose the divergence's digits.
+        # In the parameters' precision: exp() of autocast's bfloat16 would lose the divergence's digits.
         parts = self.vae_encoder_latent_output_proj(x[:, 0]).to(self.action_head.weight.dtype)
         mean, log_var = parts.chunk(2, 1)
         return mean, log_var
 
     def decode(self, inputs: dict[str, Tensor], latent: Tensor) -> Tensor:
-        """What is seen and a latent (B, latent_dim) -> actions (B, T, A)."""
+        """Observations and a latent (B, latent_dim) -> actions (B, T, A)."""
         projections = {STATE: "encoder_robot_state_input_proj", ENVIRONMENT: "encoder_env_state_input_proj"}
         vectors = [self.encoder_latent_input_proj(latent)]
         vectors += [getattr(self, projections[name])(inputs[name]) for name in self.vectors]
@@ -295,10 +294,10 @@ class ACT(nn.Module):
 
 
 class TemporalEnsemble:
-    """Blends the chunks that were predicted at the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
+    """Blends the chunks predicted at the last steps into one action (algorithm 2 of Zhao et al., RSS 2023).
 
-    Predictions of the same moment are weighted by exp(-coefficient * i), i = 0 being the oldest: a positive coefficient
-    trusts the older ones more, a negative one the newer. One ensemble is for one trial, or for several side by side.
+    Predictions for the same step are weighted by exp(-coefficient * i), i = 0 being the oldest: a positive coefficient
+    trusts the older ones more, a negative one the newer. An ensemble serves one trial, or one batch of trials.
     """
 
     def __init__(self, coefficient: float):
@@ -306,7 +305,7 @@ class TemporalEnsemble:
         self.total = torch.empty(0)
 
     def __call__(self, chunk: Tensor) -> Tensor:
-        """This step's predictions (B, T, A) -> the action (B, A) to carry out now."""
+        """This step's predictions (B, T, A) -> the action (B, A) to execute now."""
         if not self.total.numel():
             self.total = torch.zeros_like(chunk)
             self.weight = torch.zeros_like(chunk[..., :1])  # (B, T, 1)

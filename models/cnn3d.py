@@ -50,13 +50,13 @@ class CNN3d(nn.Module):
     width    channels of the stem; the stages have 1, 2, 4 and 8 times as many; 40 gives 2.7 million parameters
     dropout  of the features before the last layer
 
-    Any H and W, and any T of at least 2, will do. The bytes go to the device as they are and become numbers there.
+    H, W and T >= 2 may be any. Pixels go to the device as bytes and are converted there.
     """
 
     def __init__(self, num_classes: int, width: int = 40, dropout: float = 0.0):
         super().__init__()
         stages = [width, 2 * width, 4 * width, 8 * width]
-        # The stem takes a sixteenth of the pixels: later layers, where the channels are, see small pictures.
+        # The stem keeps a sixteenth of the pixels: later layers, which have more channels, see small pictures.
         self.stem = nn.Sequential(conv(2, width, 1, 7, stride=4), conv(width, width, 5, 1))
         self.body = nn.Sequential(
             Block(width, width, 1),
@@ -69,7 +69,7 @@ class CNN3d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.head.weight.dtype) / 64 - 2  # (B, T, H, W), about -2 to 2
-        # Beside each frame stands how it differs from the clip's mean: the still floor is gone from there.
+        # The second channel is the difference from the clip's mean, without the still floor.
         x = torch.stack([x, (x - x.mean(1, keepdim=True)) * 4], 1)  # (B, 2, T, H, W)
         x = self.body(self.stem(x)).flatten(2)  # (B, 8 width, T * ceil(H / 32) * ceil(W / 32))
         # The mean says how much of a motion the clip holds, the maximum whether it occurs at all.

@@ -1,7 +1,7 @@
 """A small residual network of 1D convolutions: the default for sensor windows.
 
-They are written as 2D convolutions of height 1, the same arithmetic: channels-last, the faster order on a CPU and in
-mixed precision (engine/memory.py), is one that torch has for 2D only.
+They are 2D convolutions of height 1, the same arithmetic, because torch has channels-last, the faster memory format on
+a CPU and in mixed precision, for 2D only.
 """
 
 from __future__ import annotations

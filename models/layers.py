@@ -1,4 +1,4 @@
-"""What several networks share."""
+"""Layers that several networks share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Eight groups where they divide the channels. Not BatchNorm: the step would depend on how the batch is cut."""
+    """Up to eight groups. Not BatchNorm, because the step would depend on how the batch is cut."""
     return nn.GroupNorm(math.gcd(8, channels), channels)
 
 
@@ -44,8 +44,8 @@ class Standardise(nn.Module):
 class Quantiles(nn.Module):
     """Uniform draws in [0, 1) -> draws of another distribution, by a table of 2^16 equally likely quantiles.
 
-    A gather gives the same bits on every device and at every place in a batch; the functions that it stands for
-    (erfinv, pow) may not. The tails are cut at probability 2^-17: a normal draw never leaves +-4.33.
+    A gather gives the same bits on every device and at every place in a batch; the functions that it replaces (erfinv,
+    pow) may not. The tails are cut at probability 2^-17: a normal draw stays within +-4.33.
     """
 
     table: Tensor
@@ -53,7 +53,7 @@ class Quantiles(nn.Module):
     def __init__(self, inverse_cdf: Callable[[Tensor], Tensor]):
         super().__init__()
         middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
-        # Computed anew from the code, so neither a weight nor part of a checkpoint.
+        # The code computes it, so no checkpoint needs it.
         self.register_buffer("table", inverse_cdf(middles).to(torch.float32), persistent=False)
 
     def forward(self, uniform: Tensor) -> Tensor:
@@ -66,13 +66,13 @@ def normal_quantiles() -> Quantiles:
 
 
 class Normalizer(nn.Module):
-    """Feature by feature from recorded units to what a network learns from, and back.
+    """Normalises each feature from recorded units, and back.
 
     stats  {feature: {mean, std, min, max, q01, q99, ...}}, arrays that broadcast against the feature's trailing axes
     modes  {feature: mode}: MEAN_STD to mean 0 and deviation 1; MIN_MAX, QUANTILES (1 % to 99 %) and QUANTILE10 (10 % to
-           90 %) to [-1, 1]; IDENTITY leaves a feature alone
+           90 %) to [-1, 1]; IDENTITY leaves a feature as it is
 
-    A dimension that never changes in the data becomes 0, and its recorded value again on the way back.
+    A dimension that is constant in the data becomes 0, and `inverse` restores its value.
     """
 
     NEEDS = {
@@ -82,7 +82,7 @@ class Normalizer(nn.Module):
         "QUANTILE10": ("q10", "q90"),
         "IDENTITY": (),
     }
-    """Which statistics a mode goes by."""
+    """The statistics that each mode needs."""
 
     def __init__(self, stats: dict[str, dict[str, Any]], modes: dict[str, str]):
         super().__init__()
@@ -93,7 +93,7 @@ class Normalizer(nn.Module):
                 continue
             a, b = (torch.as_tensor(stats[feature][name], dtype=torch.float64) for name in self.NEEDS[mode])
             middle, half = (a, b) if mode == "MEAN_STD" else ((a + b) / 2, (b - a) / 2)
-            # What doesn't change has no scale; relative, for a sum of float32 numbers leaves dust behind.
+            # A constant has no scale; the test is relative, because sums of float32 leave rounding errors.
             half = torch.where(half.abs() <= 1e-6 * middle.abs().clamp(min=1e-6), torch.ones_like(half), half)
             self.register_buffer(self._name(feature, "middle"), middle.to(dtype))
             self.register_buffer(self._name(feature, "half"), half.to(dtype))
@@ -109,7 +109,7 @@ class Normalizer(nn.Module):
         return (x.to(middle.dtype) - middle) / getattr(self, self._name(feature, "half"))
 
     def stats(self) -> dict[str, dict[str, Tensor]]:
-        """What it goes by, {feature: {statistic of its mode: ...}}; where nothing changed in the data, a scale of 1."""
+        """Return {feature: {statistic of its mode: ...}}; the scale of a constant is 1."""
         found: dict[str, dict[str, Tensor]] = {}
         for feature, mode in self.modes.items():
             middle, half = (getattr(self, self._name(feature, what), None) for what in ("middle", "half"))

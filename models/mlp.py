@@ -1,4 +1,4 @@
-"""The flatten baseline: a window as one long vector through a multi-layer perceptron."""
+"""The flatten baseline: a multi-layer perceptron on the window as one long vector."""
 
 from __future__ import annotations
 

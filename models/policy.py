@@ -1,4 +1,4 @@
-"""What stands around a policy's network: recorded units in, recorded units out."""
+"""A wrapper of a policy's network: recorded units in, recorded units out."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Policy(nn.Module):
          net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the sample's steps and
                      dimensions that are not padding, never means
          num_noise   uniform draws that an action needs
-         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): the actions it would take; without draws, from the
-                     middle of what could be drawn
+         net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from their mean
     """
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
@@ -31,11 +30,11 @@ class Policy(nn.Module):
         self.like: Tensor
         self.net: Any = net
         self.normalizer, self.cameras = normalizer, cameras
-        # Has the network's dtype. Not asked of a parameter: a replica of nn.DataParallel has none.
+        # Has the network's dtype. Not taken from a parameter, because a replica of nn.DataParallel has none.
         self.register_buffer("like", torch.zeros((), dtype=torch.get_default_dtype()), persistent=False)
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every feature normalised; pictures (B, C, H, W) of 0 to 255, uint8 or not, are 0 to 1 before that."""
+        """Normalise every feature; pictures (B, C, H, W) of 0 to 255 are first divided by 255."""
         found = {name: batch[name] for name in PASSED_ON if name in batch}
         for name in (*STATES, "action"):
             if name in batch:
@@ -51,5 +50,5 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def act(self, batch: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """(B, chunk, A) actions in recorded units; draws (B, net.num_noise) in [0, 1) choose among several ways."""
+        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in [0, 1)."""
         return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws))

@@ -11,7 +11,7 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """(B, C, H, W) -> the same, by the statistics and the affine map that a checkpoint brought; they never change.
+    """(B, C, H, W) -> (B, C, H, W), by the constant statistics and affine map of a checkpoint.
 
     Without a checkpoint it is the identity. Either way the step does not depend on how the batch is cut.
     """
@@ -29,7 +29,7 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not x * scale + shift: under autocast that would widen every feature map to float32.
+        # Not x * scale + shift, which under autocast would widen every feature map to float32.
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training=False)
 
 
@@ -40,7 +40,7 @@ def conv3x3(before: int, after: int, stride: int, dilation: int) -> nn.Conv2d:
 class Block(nn.Module):
     """(B, before, H, W) -> (B, after, ceil(H / stride), ceil(W / stride)): two convolutions beside a shortcut.
 
-    dilations  of the one and the other
+    dilations  of the two convolutions
     """
 
     def __init__(self, before: int, after: int, stride: int, dilations: tuple[int, int]):
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 def stage(before: int, after: int, depth: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    # Where a dilation replaces the stride, the first convolution still sees its neighbours as they were.
+    # Where dilation replaces the stride, the first convolution has none.
     first = Block(before, after, stride, (1, dilation))
     return nn.Sequential(first, *(Block(after, after, 1, (dilation, dilation)) for _ in range(depth - 1)))
 
@@ -70,7 +70,7 @@ class ResNet(nn.Module):
     name    "resnet18" (11.2 million parameters) or "resnet34" (21.3 million)
     dilate  the last stage keeps its resolution and dilates its convolutions instead: ceil(H / 16), ceil(W / 16)
 
-    Parameters and buffers are named as torchvision names them, so that its weights fit.
+    Parameters and buffers have torchvision's names, so that its weights fit.
     """
 
     num_features = 512
@@ -84,7 +84,7 @@ class ResNet(nn.Module):
         self.layer2 = stage(64, 128, depths[1], stride=2)
         self.layer3 = stage(128, 256, depths[2], stride=2)
         self.layer4 = stage(256, self.num_features, depths[3], stride=1 if dilate else 2, dilation=2 if dilate else 1)
-        # No norm rescales a random network's signal here: this start takes ResNet-18 from 1 to 2.5 (root mean square).
+        # No norm rescales a random network's signal: with this start, ResNet-18 takes a root mean square of 1 to 2.5.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

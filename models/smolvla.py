@@ -1,4 +1,4 @@
-"""SmolVLA by the class of the `lerobot` package: an adapter, and no stand-in where the package is missing."""
+"""SmolVLA: an adapter of the `lerobot` package's class, which must be installed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class SmolVLA(nn.Module):
 
     folder   its `pretrained_model`: config.json and model.safetensors
     dims     {"observation.state": S}
-    cameras  {name: (C, H, W)}; other names than the folder's own will do, their order counts
+    cameras  {name: (C, H, W)}; the names may differ from the folder's, only their order counts
 
     Inputs as for `models.vla.VLA`, but pictures are 0 to 1, and "words" are tokens of `encode`. The loss leaves out
-    what is padding: of time, which LeRobot 0.4.4 forgets, and of the actions' dimensions, whose error it counts.
+    padded steps and padded dimensions of actions, both of which LeRobot 0.4.4 counts.
     """
 
     penalty = 0.0
@@ -33,7 +33,7 @@ class SmolVLA(nn.Module):
         from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 
         config: Any = PreTrainedConfig.from_pretrained(str(folder))
-        config.device, config.load_vlm_weights = "cpu", False  # the folder holds them all
+        config.device, config.load_vlm_weights = "cpu", False  # the folder holds all weights
         for name, value in options.items():
             setattr(config, name, value)
         config.input_features = {name: PolicyFeature(FeatureType.STATE, (dim,)) for name, dim in dims.items()}
@@ -57,7 +57,7 @@ class SmolVLA(nn.Module):
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """What LeRobot's own preparation of an observation must know to make the tokens of `encode`."""
+        """Settings with which LeRobot's own tokenizer step makes the tokens of `encode`."""
         config = self.policy.config
         return {
             "max_length": config.tokenizer_max_length,
@@ -69,7 +69,7 @@ class SmolVLA(nn.Module):
         }
 
     def encode(self, commands: list[str]) -> Tensor:
-        """(N, L) int64 tokens by the model's own tokenizer, -1 for padding."""
+        """Return (N, L) int64 tokens of the model's tokenizer, -1 for padding."""
         tokenizer = self.policy.model.vlm_with_expert.processor.tokenizer
         lines = [command if command.endswith("\n") else command + "\n" for command in commands]
         found = tokenizer(
@@ -84,7 +84,7 @@ class SmolVLA(nn.Module):
         return images, masks, words.clamp(min=0), words >= 0, self.policy.prepare_state(inputs)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """draws (B, num_draws) -> {"error": (B,)}, summed over steps and dimensions that are no padding."""
+        """draws (B, num_draws) -> {"error": (B,)}, summed over unpadded steps and dimensions."""
         action = self.policy.prepare_action(inputs)  # (B, T, padded)
         noise = self.noise(draws[:, 1:]).to(action.dtype).view_as(action)
         time = self.time(draws[:, 0]).to(action.dtype)
@@ -93,7 +93,7 @@ class SmolVLA(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """(B, chunk, A): from the noise of draws (B, num_noise), or from 0, which is its mean."""
+        """Predict (B, chunk, A) from the noise of draws (B, num_noise), or from its mean, 0."""
         words = inputs["words"]
         noise = torch.zeros(len(words), self.chunk, self.padded_dim, device=words.device)
         if draws is not None:

@@ -1,6 +1,6 @@
 """A compact vision-language-action policy: a transformer reads cameras, command and state, and an action expert
-draws a chunk of actions by flow matching. Trained from scratch; the recipe of the expert's training is SmolVLA's
-(Shukor et al., arXiv 2506.01844)."""
+samples a chunk of actions by flow matching. It is trained from scratch, the expert by SmolVLA's recipe (Shukor et al.,
+arXiv 2506.01844)."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class VLASettings:
     patch_size    pixels of a token's side, a power of two: one stride-2 convolution per doubling
     width, depth  of the trunk; a width is a multiple of head_width and of 4
     vocabulary    rows of the word table, 0 = padding among them
-    num_words     the longest command
-    chunk_size    actions of one forecast
-    n_action_steps  how many of them a robot executes before it looks again; 0 = all. Whoever drives the robot reads it
+    num_words     length of the longest command
+    chunk_size    actions predicted at once
+    n_action_steps  how many of them the caller executes before the next prediction; 0 = all
     num_steps     Euler steps of sampling
-    gradient_checkpointing  forget the blocks' activations and compute them again: a third more time, far less memory
+    gradient_checkpointing  recompute the blocks' activations in the backward pass: a third more time, far less memory
     freeze_vision_encoder   the convolutions, positions and camera embeddings keep their weights
     train_expert_only       all but the action expert keeps its weights
     """
@@ -100,7 +100,7 @@ class VLASettings:
     train_expert_only: bool = False
 
     def resolved(self) -> VLASettings:
-        """With every 0 replaced. Raises ValueError where the sizes do not fit together."""
+        """Return a copy with every 0 replaced. Raises ValueError if the sizes do not fit together."""
         if self.preset not in PRESETS:
             raise ValueError(f"no preset {self.preset!r}: choose one of {', '.join(PRESETS)}")
         own = PRESETS[self.preset] | {"n_action_steps": self.chunk_size}
@@ -115,14 +115,14 @@ class VLASettings:
         return full
 
 
-# An ideograph or a kana is a word by itself: such a text has no spaces.
+# An ideograph or a kana is a word by itself, because such text has no spaces.
 _WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
 
 
 def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
-    """`length` numbers, the text's words as CRC-32 modulo `vocabulary`, then 0 for padding; later words are cut off.
+    """Return `length` numbers: CRC-32 of each word modulo `vocabulary`, then 0 for padding; later words are cut off.
 
-    Case and punctuation do not count. There is no tokeniser's file, and no unknown word; two words may share a number.
+    Case and punctuation do not count. It needs no tokeniser file and no unknown word; two words may share a number.
     """
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())[:length]
     numbers = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]  # Python's hash() is salted
@@ -132,8 +132,8 @@ def hash_words(text: str, length: int, vocabulary: int) -> list[int]:
 def grid_positions(side: int, width: int) -> Tensor:
     """(side^2, width) float32 in row-major order: sines and cosines of the row, then of the column.
 
-    The slowest wave is half a turn over the picture, so that one linear map reads a place off it; the fastest tells
-    neighbours apart.
+    The slowest wave is half a turn over the picture, so that a linear map can decode a place; the fastest separates
+    neighbours.
     """
     rates = math.pi * torch.logspace(0, math.log2(max(2, side / 2)), width // 4, base=2)
     angles = ((torch.arange(side) + 0.5) / side)[:, None] * rates  # (side, width / 4)
@@ -143,7 +143,7 @@ def grid_positions(side: int, width: int) -> Tensor:
 
 
 def fit(images: Tensor, size: int) -> Tensor:
-    """(B, C, H, W) -> (B, C, size, size), the proportions kept and bars of -1 where they leave room."""
+    """(B, C, H, W) -> (B, C, size, size), with the aspect ratio kept and padding of -1."""
     height, width = images.shape[2:]
     if height == width == size:
         return images
@@ -155,8 +155,8 @@ def fit(images: Tensor, size: int) -> Tensor:
 
 
 def linear(before: int, after: int) -> nn.Linear:
-    """Xavier's start, as DiT's: with torch's own the attention is flat at first, and words and places take far longer
-    to find each other."""
+    """Return a layer with DiT's initialisation, Xavier's: from torch's own, attention starts flat and takes far longer
+    to relate words to places."""
     layer = nn.Linear(before, after)
     nn.init.xavier_uniform_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -164,7 +164,7 @@ def linear(before: int, after: int) -> nn.Linear:
 
 
 def silent(before: int, after: int) -> nn.Linear:
-    """A layer that says 0 until it has learned otherwise."""
+    """Return a layer whose weights and bias start at 0."""
     layer = nn.Linear(before, after)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -185,7 +185,7 @@ class Eyes(nn.Module):
             stem += [nn.Conv2d(before, after, 3, stride=2, padding=1), group_norm(after), nn.GELU()]
         self.stem = nn.Sequential(*stem)
         self.out = linear(sizes[-1], width)
-        # Fixed, for a learned table takes far longer to say where things are; the linear map chooses the scale.
+        # Fixed, because a learned table takes far longer to encode places; the linear map learns the scale.
         positions = grid_positions(image_size // patch_size, width).to(torch.get_default_dtype())
         self.register_buffer("positions", positions, persistent=False)
         self.place = linear(width, width)
@@ -198,7 +198,7 @@ class Eyes(nn.Module):
 
 
 class Attention(nn.Module):
-    """(B, L, width) looks at a source (B, M, source width), of which `recall` makes keys and values, once."""
+    """(B, L, width) attends to a source (B, M, source width), whose keys and values `recall` computes once."""
 
     def __init__(self, width: int, head_width: int, source_width: int):
         super().__init__()
@@ -211,7 +211,7 @@ class Attention(nn.Module):
         return self.kv(source).unflatten(2, (2, -1, self.head_width)).permute(2, 0, 3, 1, 4)  # (2, B, H, M, width / H)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """mask (B, 1, 1, M) bool: True where a source may be looked at."""
+        """mask (B, 1, 1, M) bool: True where the source may be attended to."""
         q = self.q(x).unflatten(2, (-1, self.head_width)).transpose(1, 2)  # (B, H, L, width / H)
         mixed = F.scaled_dot_product_attention(q, memory[0], memory[1], attn_mask=mask, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -255,13 +255,13 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 Memory = Callable[[Attention], Tensor]
-"""What the trunk's output is to a cross-attention: its keys and values, made anew or kept from the last time."""
+"""Maps a cross-attention to its keys and values of the trunk's output, computed anew or cached."""
 
 
 class ExpertBlock(nn.Module):
-    """(B, T, width) -> (B, T, width): each step of the chunk looks at the earlier ones, then at the trunk's output.
+    """(B, T, width) -> (B, T, width): each step of the chunk attends to earlier ones, then to the trunk's output.
 
-    Looking back only, as SmolVLA: what pads a chunk at the end of an episode cannot touch the steps before it.
+    Causal as in SmolVLA, so that padding at the end of an episode cannot affect the steps before it.
     """
 
     def __init__(self, width: int, head_width: int, source_width: int, dropout: float):
@@ -281,10 +281,10 @@ class ExpertBlock(nn.Module):
 
 
 class Prefix(NamedTuple):
-    """What the expert knows of a sample.
+    """The expert's inputs besides the actions.
 
     memory   the trunk's output
-    mask     (B, 1, 1, M) bool, False where the trunk's output stands for a padded word
+    mask     (B, 1, 1, M) bool, False at padded words
     command  (B, width), the mean of the words
     """
 
@@ -320,7 +320,7 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         angles = time[:, None] * self.rates
-        # The words go here too: a query that knows them finds the thing that is meant in one step, not in two.
+        # With the words in its query, the expert finds the object that they name in one layer instead of two.
         code = self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.command(prefix.command)  # (B, width)
         x = self.enter(x) + self.positions
         for block in self.blocks:
@@ -335,12 +335,12 @@ def run(checkpointing: bool, block: nn.Module, *inputs: Any) -> Tensor:
 
 
 class VLA(nn.Module):
-    """The policy; everything that goes in and comes out is in normalised units.
+    """The policy; all inputs and outputs are in normalised units.
 
     state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) that a training sample needs: 1 for the time, num_noise = chunk * A for the noise
-    penalty    weight of a "penalty" in what `forward` returns; there is none here
+    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise
+    penalty    weight of "kl" in the loss; `forward` returns none here
 
     `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's (B, channels, H, W)
     of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most num_words; for training also "action"
@@ -365,7 +365,7 @@ class VLA(nn.Module):
         self.shape = (settings.chunk_size, action_dim)
         self.num_noise = settings.chunk_size * action_dim
         self.num_draws = 1 + self.num_noise
-        # SmolVLA's Beta(1.5, 1), whose inverse distribution function is p^(1 / 1.5), kept off the clean end.
+        # SmolVLA's Beta(1.5, 1), with inverse distribution function p^(1 / 1.5), kept away from time 0 (no noise).
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()
         width = settings.width
@@ -387,14 +387,14 @@ class VLA(nn.Module):
             self.eyes.requires_grad_(False)
 
     def encode(self, commands: list[str]) -> Tensor:
-        """(N, num_words) int64: what `inputs` holds as "words"."""
+        """Return (N, num_words) int64, the "words" of `inputs`."""
         settings = self.settings
         return torch.tensor([hash_words(text, settings.num_words, settings.vocabulary) for text in commands])
 
     def prefix(self, inputs: dict[str, Tensor]) -> Prefix:
-        """All but the action, read once."""
-        said = inputs["words"] != 0  # (B, L)
-        words = self.words(inputs["words"]) * said[:, :, None]  # (B, L, width)
+        """Encode everything but the actions."""
+        is_word = inputs["words"] != 0  # (B, L)
+        words = self.words(inputs["words"]) * is_word[:, :, None]  # (B, L, width)
         tokens = [words + self.order[: words.shape[1]]]
         if self.state is not None:
             tokens.append(self.state(inputs["observation.state"])[:, None])
@@ -404,17 +404,17 @@ class VLA(nn.Module):
             images = [fit(inputs[name], self.settings.image_size) for name in self.cameras]
             tokens.append(self.eyes(torch.stack(images, 1)))
         x = torch.cat(tokens, 1)  # (B, M, width)
-        mask = F.pad(said, (0, x.shape[1] - words.shape[1]), value=True)[:, None, None]
+        mask = F.pad(is_word, (0, x.shape[1] - words.shape[1]), value=True)[:, None, None]
         for block in self.trunk:
             x = run(self.settings.gradient_checkpointing, block, x, mask)
         source = self.norm(x)
-        # Made within a block of the expert: of a long prefix they are most of what a checkpointed block would keep.
-        command = words.sum(1) / said.sum(1, keepdim=True).clamp(min=1)
+        # Keys and values are computed inside the expert's blocks; checkpointed blocks would mostly hold them.
+        command = words.sum(1) / is_word.sum(1, keepdim=True).clamp(min=1)
         return Prefix(lambda attention: attention.recall(source), mask, command)
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
-        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over the steps
-        that are not padding and over their dimensions."""
+        """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over unpadded
+        steps and dimensions."""
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
         noise = self.noise(draws[:, 1:]).to(action.dtype).view_as(action)
@@ -425,9 +425,9 @@ class VLA(nn.Module):
 
     @torch.no_grad()
     def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """(B, chunk, A): Euler steps from the noise of draws (B, chunk * A), or from 0, at time 1 to an action at 0."""
+        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0, to time 0."""
         prefix = self.prefix(inputs)
-        prefix = prefix._replace(memory=functools.cache(prefix.memory))  # alike at every step
+        prefix = prefix._replace(memory=functools.cache(prefix.memory))  # the same at every step
         x = self.words.weight.new_zeros(inputs["words"].shape[0], *self.shape)  # len() is a constant in an export
         if draws is not None:
             x = self.noise(draws).to(x.dtype).view_as(x)
