@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""How a training scales on this machine: 1, 2, 4, ... processes, and a prediction for more of them over another link.
+"""Measure how a training scales on this machine: 1, 2, 4, ... processes; and predict more of them over another link.
 
 python tools/benchmark.py har                                         1 and 2 processes, or as many as there are GPUs
 python tools/benchmark.py --processes 1,2,4 --config configs/video.yaml dataset.root=data/mice
 python tools/benchmark.py --predict 8 --link 10gbit,50us video
 
-Options, before the words of a training:
-  --processes N,N,...   how many processes (powers of two up to the number of GPUs, or of cores)
+Options, before the arguments of a training:
+  --processes N,N,...   numbers of processes (powers of two up to the number of GPUs, or of cores)
   --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both (both)
-  --rounds R            repetitions, in turns (3)
-  --seconds S           how long each is timed (4)
-  --predict N           what N processes would reach, by the model in engine/scaling.py
-  --link RATE[,LATENCY] between them, such as 10gbit,50us; without it, what was measured between the processes here
-  --json                all that was measured, as JSON, instead of tables
+  --rounds R            repetitions, interleaved (3)
+  --seconds S           time of each measurement (4)
+  --predict N           predict the speed of N processes, by the model in engine/scaling.py
+  --link RATE[,LATENCY] between them, such as 10gbit,50us (as measured between the processes here)
+  --json                all measurements as JSON, instead of tables
 
-Every measurement is a run in processes of its own. Where there are GPUs, DataParallel runs beside DDP.
+Every measurement runs in new processes. On GPUs, DataParallel is measured beside DDP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 class Case:
-    """One line of a table: how many processes, with which settings; and what was measured, round after round."""
+    """One row of a table: the number of processes, their settings, and a measurement per round."""
 
     def __init__(self, kind: str, processes: int, settings: dict[str, Any], with_dp: bool = False):
         self.kind, self.processes, self.settings, self.with_dp = kind, processes, settings, with_dp
@@ -60,7 +60,7 @@ class Case:
             self.out_of_memory = True
 
     def median(self, value: Any) -> float:
-        """Over the rounds, of what `value` makes of each."""
+        """Return the median of `value(measurement)` over the rounds."""
         return statistics.median(map(value, self.found))
 
     @property
@@ -71,7 +71,7 @@ class Case:
 def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case]:
     found = []
     for kind in kinds:
-        # The batch of one process; the same for all where it is divided among them.
+        # The batch of one process, which strong scaling divides among all.
         whole = cfg.global_batch or cfg.batch_size * (cfg.gradient_accumulation_steps or 1)
         for count in counts:
             if kind == "strong" and whole % count:
@@ -87,7 +87,7 @@ def cases(cfg: Any, counts: list[int], kinds: list[str], gpus: int) -> list[Case
 
 
 def table(rows: list[Case]) -> str:
-    """The rows of one kind of scaling, as markdown; speed-up and efficiency against its first row, one process."""
+    """Return the rows of one kind of scaling as markdown; speed-up and efficiency are relative to its first row."""
     lines = [
         "| processes | batch per process | global batch | steps/s | samples/s (from - to) | speed-up | efficiency "
         "| memory MB | data wait | sync wait |",
@@ -113,12 +113,12 @@ def table(rows: list[Case]) -> str:
 
 
 def share(*phases: str) -> Any:
-    """Of a step's time, as a function of a measurement."""
+    """Return a function that gives the share of these phases in a measurement's step time."""
     return lambda row: sum(row["phases_ms"].get(name, 0.0) for name in phases) / sum(row["phases_ms"].values())
 
 
 def predicted(rows: list[Case], processes: int, link: scaling.Link | None) -> Row:
-    """The model's answer for `processes`, from the weak scaling that was measured."""
+    """Predict the speed of `processes` from the measured weak scaling. Raises LockstepError without any link."""
     alone = next(case for case in rows if case.processes == 1 and case.found)
     several = next((case for case in rows if case.processes > 1 and case.found and not case.with_dp), None)
     if link is None:
@@ -180,19 +180,19 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
     counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
         raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")
-    # On CPUs each process has the same share of the cores, however many there are: a core takes the place of a GPU.
+    # On CPUs a process has the same number of threads in all cases: they take the place of a GPU.
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
     kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]
     found = cases(asked.cfg, counts, kinds, gpus)
     for number in range(options.rounds):
-        for case in found[number % len(found) :] + found[: number % len(found)]:  # in turns
+        for case in found[number % len(found) :] + found[: number % len(found)]:  # interleaved
             case.measure(words, options.seconds, threads)
     tables = {kind: table([case for case in found if case.kind == kind]) for kind in kinds}
     weak = [case for case in found if case.kind == kinds[0]]
-    prophecy = predicted(weak, options.predict, link) if options.predict else None
+    prediction = predicted(weak, options.predict, link) if options.predict else None
     if options.json:
         measured = [vars(case) for case in found]
-        print(json.dumps({"measured": measured, "predicted": prophecy}))
+        print(json.dumps({"measured": measured, "predicted": prediction}))
         return 0
     about = next(case.found[0] for case in found if case.found)
     floats = about["precision"].replace("off", "fp32")
@@ -202,8 +202,8 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) ->
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
     if busy := crowded(max(row["waited_share"] for case in found for row in case.found)):
         print(f"warning: {busy}\n")
-    if prophecy:
-        print(_in_words(prophecy))
+    if prediction:
+        print(_sentence(prediction))
     return 0
 
 
@@ -214,7 +214,7 @@ def _machine(row: Row) -> str:
     return f"{devices}, {here['cpu_cores']} cores, torch {here['packages']['torch']}, commit {commit}"
 
 
-def _in_words(one: Row) -> str:
+def _sentence(one: Row) -> str:
     return (
         f"Predicted for {one['processes']} processes (weak scaling; model in engine/scaling.py): "
         f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; {one['gradients_mb']:.3g} MB of gradients "

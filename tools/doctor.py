@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Check whether this machine is fit for a training, before it starts: a line for each thing, ok, warning or failure,
+"""Check whether this machine is fit for a training before it starts: a line for each check, ok, warning or failure,
 with what to do about it.
 
 python tools/doctor.py                                       the default task, in one process
-python tools/doctor.py --launch 2 har num_workers=4          as two processes of torchrun, and what they sum
+python tools/doctor.py --launch 2 har num_workers=4          as two processes of torchrun, with the speed of their sums
 python tools/doctor.py --json --config configs/video.yaml    for programs
 torchrun --nnodes=2 ... tools/doctor.py har                  on several machines, started as the training will be
 
-What follows are the words of the training: its data, batch, workers and save_dir are what is checked. Trains nothing,
-and writes nothing into save_dir. Exit code 0: no failure, warnings perhaps; 1: a failure; 2: words no training takes.
+The other arguments are those of the training, whose data, batch, workers and save_dir are checked. Nothing is trained,
+and nothing is written into save_dir. Exit code 0: no failure, perhaps warnings; 1: a failure; 2: invalid arguments.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ try:
     from engine.watch import Watch
     from tools import machine, nvidia
     from tools.machine import Line, attempt, failure, ok, warning
-except ModuleNotFoundError as error:  # the one thing that keeps the doctor itself from working
+except ModuleNotFoundError as error:  # the doctor itself needs these packages
     sys.exit(f"failure  {error.name} is not installed: {sys.executable} -m pip install -r {ROOT / 'requirements.txt'}")
 
 SHM = Path("/dev/shm")
 MB = 1e6
 
 BUDGET_S = 1.0
-"""How long each of the loader's and the model's speeds is measured."""
+"""Seconds for which each of the loader's and the model's speeds is measured."""
 
 WAITS = 0.1
-"""Share of its time that a training may wait for data before this says so."""
+"""Share of its time that a training may wait for data without a warning."""
 
 SHARE_OF_LINK = {"NVLink": 0.5, "PCIe": 0.25}
-"""Of what a link carries in one direction: a bus bandwidth below that is worth a look."""
+"""A bus bandwidth below this share of a link's one-way bandwidth is a warning."""
 
 TINY_S = 1.5e-3
-"""Seconds for a batch, below which loader processes make nothing faster: to take one over from them costs as much."""
+"""Seconds per batch below which loader processes do not help, because handing a batch over costs as much."""
 
 FILES, FILES_PER_WORKER = 10, 3
-"""Log, TensorBoard, lock, checkpoint and sockets that a training opens beside; pipes of a loader process."""
+"""Files that a training opens itself (log, TensorBoard, lock, checkpoint, sockets); pipes per loader process."""
 
 
 class Report:
-    """The lines so far. As a table each is printed as it comes; as JSON all at the end."""
+    """The lines so far. A table prints each at once, JSON all at the end."""
 
     def __init__(self, main: bool, as_json: bool):
         self.table, self.json = main and not as_json, main and as_json
-        self.out = sys.stdout  # what a training prints is kept away from it
+        self.out = sys.stdout  # kept, because the training's own output is redirected
         self.lines: list[tuple[str, Line]] = []
 
     def add(self, check: str, lines: list[Line]) -> None:
@@ -86,11 +86,11 @@ class Report:
                 print(f"{line.level:<8} {line.text}{remedy}", file=self.out, flush=True)
 
     def run(self, check: Callable[..., list[Line]], *given: Any) -> None:
-        """A check of this process alone."""
+        """Add the lines of a check that needs this process alone."""
         self.add(check.__name__, attempt(check, *given))
 
     def close(self) -> int:
-        """Returns the exit code."""
+        """Print the summary and return the exit code."""
         failures, warned = (sum(line.level == level for _, line in self.lines) for level in ("failure", "warning"))
         code = int(failures > 0)
         if self.table:
@@ -102,7 +102,7 @@ class Report:
         return code
 
 
-# ---- the story -------------------------------------------------------------------------------------------------------
+# ---- the checks in order ---------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -123,14 +123,14 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(processes: int, words: list[str]) -> None:
-    """Become torchrun, with as many threads per process as ./train_multigpu.sh gives. Doesn't return."""
+    """Become torchrun, with ./train_multigpu.sh's number of threads per process. Does not return."""
     os.environ |= threads_at_most(max(1, available() // processes))
     command = [agent.__file__, "--standalone", f"--nproc_per_node={processes}", __file__, *words]
     os.execv(sys.executable, [sys.executable, *command])
 
 
 def examine(cfg: Any, as_json: bool) -> int:
-    """(all ranks) Every check, in the order in which a training would meet them. Returns the exit code."""
+    """(all ranks) Run every check, in the order of a training, and return the exit code."""
     cfg.oom = "stop"
     cores = available()  # before this process is bound to some of them
     launch, started = machine.launch_of(cfg)
@@ -141,12 +141,12 @@ def examine(cfg: Any, as_json: bool) -> int:
         report.run(machine.cards, cfg)
         report.add("launch", started)
         report.run(machine.variables)
-        if launch is None:  # else they have met already
+        if launch is None:  # else the processes have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
-        report.add("launch", [warning("not checked for that reason: data, loader, sums", "mend it first")])
+        report.add("launch", [warning("not checked for that reason: data, loader, sums", "fix it first")])
         report.close()
-        return status.leave_code(1) if main else 0  # else torchrun would end rank 0, which may not have spoken yet
+        return status.leave_code(1) if main else 0  # else torchrun would end rank 0, perhaps before it prints
     try:
         world = dist.join(cfg, launch)
     except LockstepError as error:
@@ -156,7 +156,7 @@ def examine(cfg: Any, as_json: bool) -> int:
         return status.leave_code(report.close())
     stop = Stop()
     with Watch(world, stop, cfg.ddp.timeout_s), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # `threads` says so, and what would do
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # `threads` says so, with a remedy
         _together(cfg, world, stop, report, cores)
         code = world.broadcast(report.close())
     world.leave()
@@ -164,33 +164,33 @@ def examine(cfg: Any, as_json: bool) -> int:
 
 
 def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: int) -> None:
-    """(all ranks) What takes all of them. Of what each sees for itself, rank 0 adds what other machines complain of."""
-    say = report.add if world.main else (lambda check, lines: None)
+    """(all ranks) Run the checks that need all of them; rank 0 adds the complaints of other machines."""
+    add = report.add if world.main else (lambda check, lines: None)
     for lines in world.gather(attempt(machine.device, cfg, world)):
-        say("device", lines)
-    say("ranks", machine.differences(world.gather(machine.facts(world))))
-    say("peers", attempt(machine.peers, world) if world.main else [])
+        add("device", lines)
+    add("ranks", machine.differences(world.gather(machine.facts(world))))
+    add("peers", attempt(machine.peers, world) if world.main else [])
     lines, ready = prepare(cfg, world, stop)
-    say("data", lines)
+    add("data", lines)
     report.run(threads, cfg, world, cores)
     batch = _fetched(ready) if ready else {}
     workers = 0 if ready and isinstance(ready.train_loader.dataset, Held) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch.values()))
-        say("disk", attempt(disk, ready))
+        add("disk", attempt(disk, ready))
     crowd = Crowd()
     everyone = world.gather(measure(ready, workers)) if ready else []
     report.run(busy, crowd.share())
-    say("loader", loader(ready, workers, everyone, cores) if ready else [])
+    add("loader", loader(ready, workers, everyone, cores) if ready else [])
     gradients = sum(p.nbytes for p in ready.job.model.parameters() if p.requires_grad) if ready else 0
-    say("sums", sums(cfg, world, gradients))
+    add("sums", sums(cfg, world, gradients))
     own = [line for _, line in report.lines] if dist.speaks() else []
-    say("machine", complaints(world.gather((socket.gethostname(), own))))
+    add("machine", complaints(world.gather((socket.gethostname(), own))))
 
 
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
-    """What is not well on other machines than rank 0's; each rank gives its host and what it has seen there."""
+    """Return the warnings and failures of machines other than rank 0's, from each rank's (host, lines)."""
     here = everyones[0][0]
     return [
         line._replace(text=f"{host}: {line.text}")
@@ -201,7 +201,7 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
 
 
 def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
-    """A batch as the dataset gives it, without what the loader adds."""
+    """Return a batch of the dataset, without the tensors that the loader adds."""
     return {name: values for name, values in ready.train_loader.example().items() if name not in RESERVED}
 
 
@@ -209,19 +209,19 @@ def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
 
 
 def prepare(cfg: Any, world: dist.World, stop: Stop) -> tuple[list[Line], train.Prepared | None]:
-    """(all ranks) All that a training does before its first step: it reads the data, builds the model, looks into the
-    run's folder and its checkpoint, and compares the ranks. But for the loader's processes, which may not have room."""
-    said, alone = io.StringIO(), copy.copy(cfg)
+    """(all ranks) Do all that a training does before its first step: read the data, build the model, inspect the run's
+    folder and checkpoint, compare the ranks. No loader processes are started, because they may not have room."""
+    output, alone = io.StringIO(), copy.copy(cfg)
     alone.num_workers, alone.cache = 0, "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             ready = train.prepare(alone, world, stop)
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
-            raise  # the other ranks wait for this one: the end of all
-        left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "mend it first")
+            raise  # the other ranks wait for this one, so all must end
+        left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(faults.explain(error, world))), left_out], None
-    warned = [line.split(": ", 1)[1] for line in said.getvalue().splitlines() if line.startswith("warning: ")]
+    warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     read = f"{ready.job.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
     resumed = f"; goes on from {ready.resumed}" if ready.resumed else ""
@@ -230,7 +230,7 @@ def prepare(cfg: Any, world: dist.World, stop: Stop) -> tuple[list[Line], train.
 
 
 def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
-    """Cores against processes x (threads + loader processes)."""
+    """Compare the cores with processes x (threads + loader processes)."""
     processes, own, workers = world.local_size, torch.get_num_threads(), cfg.num_workers
     lines = []
     started, there = amount(processes, "process"), amount(cores, "core")
@@ -251,13 +251,13 @@ QUIET = "the cores are free: nobody else takes them"
 
 
 def busy(share: float) -> list[Line]:
-    """Whether others compute on the cores while this does."""
+    """Warn if other programs computed on the cores meanwhile."""
     words = crowded(share)
     return [warning(words, "wait until they are done; one thread per process suffers least") if words else ok(QUIET)]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
-    """`ulimit -n` against the pipes of loader processes, and a handle for each tensor that they have under way."""
+    """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 64
     needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)  # to train, and to validate
@@ -274,21 +274,21 @@ def open_files(workers: int, tensors: int) -> list[Line]:
 
 
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
-    """Too little is a failure; less than twice as much a warning, for it is an estimate, and others take, too."""
+    """Too little is a failure; less than twice as much a warning, because it is an estimate and others need some."""
     return failure(text, todo) if needed > there else warning(text, todo) if 2 * needed > there else ok(text)
 
 
 def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list[Line]:
-    """/dev/shm against what loader processes have under way there."""
+    """Compare /dev/shm with the batches that loader processes have in flight there."""
     if not SHM.is_dir():
         return []
     free, processes = shutil.disk_usage(SHM).free, ready.job.world.local_size
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
     scored_bytes = batch_bytes * ready.val_loader.sampler.batch_size // ready.job.plan.micro_batch
-    amid_an_epoch = ready.job.cfg.eval_every > 0  # then both loaders have some under way
+    amid_an_epoch = ready.job.cfg.eval_every > 0  # then both loaders have batches in flight
     together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
-    ahead = 2 * workers + 1  # torch's prefetch_factor, and the one that is worked on
+    ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
     each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
     text = f"/dev/shm has {free / MB:.0f} MB free, loader processes need up to {needed / MB:.3g} MB ({each})"
@@ -297,7 +297,7 @@ def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list
 
 
 def disk(ready: train.Prepared) -> list[Line]:
-    """Free disk against the checkpoints that the run keeps."""
+    """Compare the free disk with the checkpoints that the run keeps."""
     cfg, one = ready.job.cfg, checkpoint_bytes(ready.job)
     folder = Path(cfg.save_dir or "checkpoints").absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -309,7 +309,7 @@ def disk(ready: train.Prepared) -> list[Line]:
 
 
 def checkpoint_bytes(job: loop.Job) -> int:
-    """Of the tensors that checkpoint.capture takes: weights, their average, and both moments of what is trained."""
+    """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each trained one."""
     states = [job.model.state_dict(), *([job.ema.state_dict()] if job.ema else [])]
     weights = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
     return weights + sum(2 * p.nbytes for p in job.model.parameters() if p.requires_grad)
@@ -321,7 +321,7 @@ def checkpoint_bytes(job: loop.Job) -> int:
 class Speed(NamedTuple):
     """Seconds of a rank for one batch.
 
-    fetch   in one process; of that it computes fetch_cpu, the rest it waits for a disk
+    fetch   in one process: fetch_cpu of it computing, the rest waiting for a disk
     loaded  as configured, with loader processes
     step    forward and backward
     """
@@ -333,8 +333,8 @@ class Speed(NamedTuple):
 
 
 def measure(ready: train.Prepared, workers: int) -> Speed | str:
-    """(all ranks) The loader alone, and the model alone on one batch: each rank for itself, all at the same time. Where
-    one fails, its words."""
+    """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
+    the error's text if one fails."""
     job, given = ready.job, ready.train_loader
     alone = TrainLoader(given.dataset, given.sampler, given.seed, job.world, None)
     works = {"fetch": _batches(alone), "step": _steps(job, alone)}
@@ -358,7 +358,7 @@ def measure(ready: train.Prepared, workers: int) -> Speed | str:
 
 
 def _seconds_each(work: Generator[None, None, None], device: torch.device) -> tuple[float, float]:
-    """(seconds, CPU seconds of this process) that each round of `work` takes, but for the first ones."""
+    """Return (seconds, CPU seconds of this process) per round of `work`, without the first two."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda device: None)
     with contextlib.closing(work):
         for _ in range(2):  # processes start, kernels are chosen
@@ -380,7 +380,7 @@ def _batches(loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def _steps(job: loop.Job, loader: TrainLoader) -> Generator[None, None, None]:
-    """Forward and backward of one batch, without what the ranks sum; the weights stay as they are."""
+    """Run forward and backward on one batch, without sums over the ranks; the weights stay."""
     batch = loader.example()
     job.net.train()
     while True:
@@ -394,7 +394,7 @@ def _steps(job: loop.Job, loader: TrainLoader) -> Generator[None, None, None]:
 
 
 def loader(ready: train.Prepared, workers: int, everyone: list[Speed | str], cores: int) -> list[Line]:
-    """Samples per second of the loader, against what the model eats; the slowest rank counts."""
+    """Compare the loader's samples per second with the model's; the slowest rank counts."""
     job = ready.job
     if broken := [words for words in everyone if isinstance(words, str)]:
         return [failure(broken[0])]
@@ -419,7 +419,7 @@ def loader(ready: train.Prepared, workers: int, everyone: list[Speed | str], cor
 
 
 def waiting(load: float, step: float, meanwhile: bool) -> float:
-    """Share of its time that a training waits for data that take `load` seconds, with steps of `step` seconds.
+    """Return the share of time that a training waits for data that take `load` seconds, with steps of `step` seconds.
 
     meanwhile  whether the next batch is fetched during a step: by loader processes, or for a GPU by a thread
     """
@@ -427,21 +427,21 @@ def waiting(load: float, step: float, meanwhile: bool) -> float:
 
 
 def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
-    """Loader processes for each training process; 0 where they would not help.
+    """Return the loader processes for each training process; 0 if they would not help.
 
-    spare  cores that a process has beside those that compute
+    spare  cores per process besides those that compute
     """
     if speed.fetch < TINY_S or waiting(speed.fetch, speed.step, on_gpu) <= WAITS:
         return 0
-    if speed.fetch_cpu < speed.fetch / 2:  # whoever waits for a disk takes no core
+    if speed.fetch_cpu < speed.fetch / 2:  # waiting for a disk takes no core
         spare = max(spare, 2)
     return min(math.ceil(speed.fetch / speed.step), spare)
 
 
 def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
-    """(all ranks) How fast the ranks add up, against what lies between them.
+    """(all ranks) Measure the all-reduce and compare it with the link between GPUs.
 
-    gradients  bytes of this run's; 0 if that is not known
+    gradients  bytes of this run's gradients; 0 if unknown
     """
     if world.size == 1:
         return [ok("one process: nothing to sum (--launch N measures it)")]
@@ -458,14 +458,14 @@ def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
         text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"
     if gradients:
         text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * world.time_sum(gradients):.3g} ms"
-    several = len(set(world.gather(socket.gethostname()))) > 1  # what a network should give nobody here knows
+    several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
         return [ok(text)]
     return [_against_the_link(text, speed, machine.shown_cards()[: world.local_size])]
 
 
 def bus_gb_s(world: dist.World, count: int) -> float:
-    """(all ranks) Bus bandwidth, as NCCL's own tests define it: of each byte 2 (n - 1) / n cross a link."""
+    """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n - 1) / n times."""
     return 2 * (world.size - 1) / world.size * count / world.time_sum(count) / 1e9
 
 
@@ -480,7 +480,7 @@ def _copy_gb_s(count: int) -> float:
 
 def _against_the_link(text: str, speed: float, cards: list[nvidia.Card]) -> Line:
     kind, limit = "", math.nan
-    with contextlib.suppress(Exception):  # nvidia-smi's words vary; what was measured stands without them
+    with contextlib.suppress(Exception):  # nvidia-smi's output varies; the measurement does not need it
         ways = machine.ways_between(cards)
         kind = "NVLink" if ways and all(way.startswith("NV") for way in ways) else "PCIe"
         each = [nvidia.nvlink_gb_s(card.index) if kind == "NVLink" else card.pcie_gb_s for card in cards]

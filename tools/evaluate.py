@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Evaluate a trained run: the metrics of its validation split, and the trials that its task makes in simulation.
+"""Evaluate a trained run: the metrics of its validation split, and its task's trials in simulation.
 
 python tools/evaluate.py checkpoints/robot_20260101-120000 eval.n_episodes=100
-python tools/evaluate.py RUN --split train                            how well it knows what it was trained on
-python tools/evaluate.py RUN --split all dataset.root=data/third      data that no choice was made by: for a paper
+python tools/evaluate.py RUN --split train                            the data that it was trained on
+python tools/evaluate.py RUN --split all dataset.root=data/third      data that no choice was based on: for a paper
 torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN        the same numbers, to the last digit, in less time
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; what follows changes the run's own config.
-Nothing is augmented. On a CPU each process computes in one thread, for the number of threads changes the last digits;
-OMP_NUM_THREADS says otherwise.
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints; other arguments change the run's config.
+Nothing is augmented. On a CPU each process computes in one thread, because the number of threads changes the last
+digits, unless OMP_NUM_THREADS is set.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ TRUST = "run a task file that lies in RUN's own folder"
 
 
 def of_run(trust: bool, argv: list[str]) -> list[str]:
-    """RUN and what follows -> the command line of the training that left it, to go on from that checkpoint.
+    """RUN and the arguments after it -> the training's command line that resumes from RUN's checkpoint.
 
-    trust  also where the run brings its task along: a folder from elsewhere would be a program from elsewhere
+    trust  allow a task file in the run's folder, which may be a program from elsewhere
     """
     run, rest = Path(argv[0]), argv[1:]
     folder = run if run.is_dir() else run.parent
@@ -101,23 +101,23 @@ def _evaluate(cfg: Any, asked: argparse.Namespace) -> int:
 
 
 ONLY_TO_SCORE = {
-    "cache": "none",  # each sample is asked for once
+    "cache": "none",  # each sample is read once
     "compile": "off",
-    "global_batch": 0,  # there is no step to take: any number of processes will do
+    "global_batch": 0,  # no step is taken, so any number of processes fits
     "gradient_accumulation_steps": 0,
     "drop_last": False,
     "sampler": "shuffle",
 }
-"""What a run's config says about training, and may not fit."""
+"""Replacements of settings that matter to training only and may not fit."""
 
 
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
-    """The counts [true][predicted], where the task is one of classes."""
+    """Return the counts [true][predicted] if the task has classes."""
     return {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
 
 
 def _lines(metrics: dict[str, Any]) -> list[str]:
-    """One metric a line; those of the same thing, such as precision/walk and recall/walk, side by side."""
+    """Format one metric a line; those of a class, such as precision/walk and recall/walk, share one."""
     parts = {name: name.split("/", 1) for name in metrics if "/" in name}
     rows = [row for _, row in parts.values()]
     tabled = {name: part for name, part in parts.items() if rows.count(part[1]) > 1}

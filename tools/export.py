@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Write a trained model as one file that runs without this code, and prove it on real batches.
+"""Export a trained model as one file that runs without this code, and check it on real batches.
 
 python tools/export.py RUN                        RUN/model.pt2, for torch.export.load
 python tools/export.py RUN --format onnx          RUN/model.onnx; pip install onnx onnxscript onnxruntime
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints. What goes in is raw, any number of samples:
-gray clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a robot's observation in recorded
-units, its pictures as uint8 of the size that it was trained on, its command as numbers; normalisation is part of the
-file. Out come logits and probabilities, or actions. The file also holds the names of the classes and what is known of
-its input, as JSON under "lockstep". Real batches of the validation split, of several sizes, go through the file and
-through the model: the largest difference is printed, and beyond --tolerance nothing is written.
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints. Inputs are raw and of any batch size: gray
+clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a robot's observation in recorded
+units, its pictures as uint8 of the size that it was trained on, its command as numbers; the file normalises them.
+Outputs are logits and probabilities, or actions. The file also holds the classes' names and a description of its
+inputs, as JSON under "lockstep". Batches of several sizes of the validation split go through the file and the model:
+the largest difference is printed, and beyond --tolerance nothing is written.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tools.evaluate import TRUST, of_run
 Input = Tensor | dict[str, Tensor]
 Run = Callable[[Input], dict[str, Tensor]]
 META = "lockstep"
-"""Under which name the file holds what is known of the model: in a .pt2 as an extra file, in ONNX as metadata."""
+"""Name of the model's description in the file: an extra file of a .pt2, metadata in ONNX."""
 
 
 @dataclass
 class Exported:
-    """The bytes of a file, and how they answer once they are loaded again."""
+    """The bytes of a file, and the function that they compute when loaded again."""
 
     data: bytes
     run: Run
@@ -79,7 +79,7 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
     run = Path(asked.run)
     out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
     cfg.device, cfg.cache, cfg.compile = "cpu", "none", "off"
-    with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
+    with contextlib.redirect_stdout(sys.stderr):  # the exporter prints, too
         prepared = train.prepare(cfg, dist.join(cfg, launch), split="val")
         job = prepared.job
         model = memory.lay_out(copy.deepcopy(job.evaluated_model).float().eval(), "contiguous")
@@ -99,7 +99,7 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
             exported = FORMATS[asked.format](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
             found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
     worst = float(np.max([relative for _, _, relative in found]))
-    if not worst <= asked.tolerance:  # NaN, too, which Python's own max would pass over
+    if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
         todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
         raise LockstepError(what, where=asked.format, todo=todo, exit_code=1)
@@ -126,7 +126,7 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
 
 
 def real_inputs(whole: Iterator[Input]) -> Iterator[Input]:
-    """One sample, three, and up to three batches as they are; the first whole one comes last."""
+    """Yield one sample, three, and up to three whole batches, the first of them last."""
     first = next(whole)
     yield _mapped(first, lambda x: x[:1])
     yield _mapped(first, lambda x: x[:3])
@@ -143,13 +143,13 @@ def _size(x: Input) -> int:
 
 
 def _two_at_least(x: Input) -> Input:
-    """What is traced: with a single sample the exporter would take 1 for a size that never changes."""
+    """Return an example to trace: the exporter takes a batch of 1 for a constant size."""
     return x if _size(x) > 1 else _mapped(x, lambda value: torch.cat([value, value]))
 
 
 def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
-    """The largest absolute difference over all outputs; and the largest as a share of the output's largest number,
-    or of 1 if that is more."""
+    """Return the largest absolute difference over all outputs, and the largest relative to the output's largest number
+    or to 1 if that is more. Raises LockstepError for other outputs."""
     if ours.keys() != theirs.keys():
         raise LockstepError(f"the exported model gives {', '.join(theirs)} instead of {', '.join(ours)}", exit_code=1)
     pairs = [(ours[name].double(), theirs[name].double()) for name in ours]
@@ -183,8 +183,8 @@ def pt2(module: nn.Module, example: Input, outputs: list[str], about: str) -> Ex
 
 
 def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> Exported:
-    """ONNX in one file, weights and all."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # nobody was asked, and it leaves a file in /tmp
+    """ONNX in one file, weights included."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it is on by default, and leaves a file in /tmp
     try:
         import onnxruntime
         import onnxscript  # noqa: F401, torch's exporter needs it

@@ -1,4 +1,4 @@
-"""What one process sees of the machine that it is on: a line for each thing, ok, warning or failure, and what to do."""
+"""Checks of this machine by one process: a line for each, ok, warning or failure, with what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Line(NamedTuple):
-    """One thing that was looked at.  level  ok, warning or failure;  remedy  what to do about it, or could be"""
+    """A check's result.  level  ok, warning or failure;  remedy  what to do about it"""
 
     level: str
     text: str
@@ -47,19 +47,19 @@ def failure(text: str, remedy: str = "") -> Line:
 
 
 def attempt(check: Callable[..., list[Line]], *given: Any) -> list[Line]:
-    """What a check of this process alone finds; where the check itself breaks, that is a warning."""
+    """Run a check of this process alone; an error in the check itself is a warning."""
     try:
         return check(*given)
     except LockstepError as error:
         return [failure(str(error))]
-    except Exception as error:  # a driver's words, a file of another kernel: the others have something to say
-        said = (str(error).splitlines() or [""])[0]
+    except Exception as error:  # such as another driver's output or another kernel's files: the other checks still run
+        reason = (str(error).splitlines() or [""])[0]
         name = check.__name__.replace("_", " ")
-        return [warning(f"{name}: could not be checked: {type(error).__name__}: {said}", "look for yourself")]
+        return [warning(f"{name}: could not be checked: {type(error).__name__}: {reason}", "look for yourself")]
 
 
 def versions() -> list[Line]:
-    """Python's and the packages', against what pyproject.toml asks for."""
+    """Compare the versions of Python and the packages with those that pyproject.toml requires."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     asked = re.search(r"^dependencies = .*$", project, re.M)
     needed = re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else "")
@@ -87,7 +87,7 @@ def how_to_install() -> str:
 
 
 def installed(name: str) -> str:
-    """The version of a package; empty where it is not there."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -102,7 +102,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def launch_of(cfg: Any) -> tuple[dist.Launch | None, list[Line]]:
-    """(who this process is, how it was started). Where a line is a failure, it is one on all of this machine."""
+    """Return (the launch of this process, lines about it). All processes of a machine get the same failures."""
     try:
         launch = dist.environment()
     except LockstepError as error:
@@ -134,7 +134,7 @@ SLOWS = {
 
 
 def variables() -> list[Line]:
-    """What is set in the environment, and makes a training on GPUs slow."""
+    """Warn of environment variables that make a training on GPUs slow."""
     found = [name for name in SLOWS if os.environ.get(name, "0") not in ("0", "") and torch.cuda.is_available()]
     return [
         warning(f"{name}={os.environ[name]}: {SLOWS[name]}", f"unset {name}, if nothing needs it") for name in found
@@ -142,7 +142,7 @@ def variables() -> list[Line]:
 
 
 def port() -> list[Line]:
-    """Where processes would meet that are started with a fixed port. torchrun --standalone takes a free one."""
+    """Check the port where processes started with a fixed port would meet. torchrun --standalone takes a free one."""
     asked = os.environ.get("MASTER_PORT", "")
     number = int(asked) if asked.isdigit() else DEFAULT_PORT
     if asked and not (asked.isdigit() and 0 < number < 65536):
@@ -156,7 +156,7 @@ def port() -> list[Line]:
 
 
 def _taken(number: int) -> str:
-    """What keeps a process from listening there, in words; empty if nothing."""
+    """Return why a process cannot listen there; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         try:
@@ -187,7 +187,7 @@ def _listener(number: int) -> str:
 
 
 def cards(cfg: Any) -> list[Line]:
-    """The GPUs as the driver sees them, and why torch does not, if so."""
+    """List the GPUs as the driver sees them, and say why torch does not see them, if so."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cfg.device == "cpu" or asked == "":
         return [ok(f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is looked at")]
@@ -213,40 +213,40 @@ def cards(cfg: Any) -> list[Line]:
 
 
 def shown_cards() -> list[nvidia.Card]:
-    """Those that CUDA will show; none where nvidia-smi fails, which `cards` says."""
+    """Return the GPUs that CUDA will show; none if nvidia-smi fails, which `cards` reports."""
     with contextlib.suppress(LockstepError):
         return nvidia.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     return []
 
 
 def _card(card: nvidia.Card) -> list[Line]:
-    who, leave = f"GPU {card.index} ({card.name})", "leave that GPU out with CUDA_VISIBLE_DEVICES"
+    name, leave = f"GPU {card.index} ({card.name})", "leave that GPU out with CUDA_VISIBLE_DEVICES"
     memory = f"{card.used_mib / 1024:.1f} of {card.total_mib / 1024:.0f} GiB in use"
-    users = [f"process {pid} ({name}, {mib:.0f} MiB)" for pid, name, mib in nvidia.users().get(card.uuid, [])]
+    users = [f"process {pid} ({program}, {mib:.0f} MiB)" for pid, program, mib in nvidia.users().get(card.uuid, [])]
     if users:
-        lines = [warning(f"{who} is used by {', '.join(users)}: {memory}", f"wait for it, or {leave}")]
+        lines = [warning(f"{name} is used by {', '.join(users)}: {memory}", f"wait for it, or {leave}")]
     elif card.used_mib > 0.1 * card.total_mib:
-        what = f"{who} is used by a process that cannot be seen from here, in another container perhaps: {memory}"
+        what = f"{name} is used by a process that cannot be seen from here, in another container perhaps: {memory}"
         lines = [warning(what, f"ask who shares this machine, or {leave}")]
     else:
-        lines = [ok(f"{who}: {memory}, driver {card.driver}")]
+        lines = [ok(f"{name}: {memory}, driver {card.driver}")]
     if card.lanes < card.most_lanes:
-        what = f"{who} has {card.lanes:.0f} of {card.most_lanes:.0f} PCIe lanes"
+        what = f"{name} has {card.lanes:.0f} of {card.most_lanes:.0f} PCIe lanes"
         lines.append(warning(what, "another slot, or the card seated again, may give it the rest"))
     return lines
 
 
 def _cuda(there: list[nvidia.Card]) -> list[Line]:
-    """Whether torch gets along with the driver."""
+    """Check that torch works with the driver."""
     if not (torch.version.cuda or torch.version.hip):
         what = f"nvidia-smi lists {amount(len(there), 'GPU')}, but this torch is built for the CPU"
         return [failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         works = torch.cuda.is_available()
     if not works:
-        words = next((str(note.message).splitlines()[0] for note in said), "it does not say why")
-        what = f"torch, built for CUDA {torch.version.cuda}, can use no GPU: {words}"
+        reason = next((str(note.message).splitlines()[0] for note in notes), "it does not say why")
+        what = f"torch, built for CUDA {torch.version.cuda}, can use no GPU: {reason}"
         return [failure(what, "a newer driver, or torch for an older CUDA; for a container, --gpus all")]
     if torch.version.hip:
         return []
@@ -258,29 +258,29 @@ def nccl() -> str:
 
 
 def device(cfg: Any, world: dist.World) -> list[Line]:
-    """The GPU of this process: what it is, and that it computes."""
+    """Describe the GPU of this process and check that it computes."""
     if world.device.type != "cuda":
         return []
     gpu, about = world.device, torch.cuda.get_device_properties(world.device)
     free, total = torch.cuda.mem_get_info(gpu)
     with torch.cuda.device(gpu):
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    who = f"{gpu} ({about.name}, compute capability {about.major}.{about.minor})"
+    name = f"{gpu} ({about.name}, compute capability {about.major}.{about.minor})"
     try:
         if torch.ones(64, device=gpu).sum().item() != 64:
             return [
-                failure(f"{who} adds up 64 ones to something else", "the card or its driver is broken: leave it out")
+                failure(f"{name} adds up 64 ones to something else", "the card or its driver is broken: leave it out")
             ]
     except RuntimeError as error:
         made = " ".join(torch.cuda.get_arch_list())
-        what = f"{who} cannot compute: {str(error).splitlines()[0]}"
+        what = f"{name} cannot compute: {str(error).splitlines()[0]}"
         return [failure(what, f"this torch is made for {made}: install one for that GPU, or leave the GPU out")]
-    text = f"{who} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, {'bf16' if bf16 else 'no bf16'}"
+    text = f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, {'bf16' if bf16 else 'no bf16'}"
     return [warning(f"{text}, but amp=bf16", "amp=fp16, or auto") if cfg.amp == "bf16" and not bf16 else ok(text)]
 
 
 def peers(world: dist.World) -> list[Line]:
-    """Whether the GPUs of this machine reach each other's memory, and by which way."""
+    """Check whether the GPUs of this machine reach each other's memory, and how they are connected."""
     count = min(torch.cuda.device_count(), world.local_size) if world.device.type == "cuda" else 0
     pairs = list(itertools.combinations(range(count), 2))
     if not pairs:
@@ -302,7 +302,7 @@ def peers(world: dist.World) -> list[Line]:
 
 
 def ways_between(some: list[nvidia.Card]) -> list[str]:
-    """How each pair of GPUs is joined, in nvidia-smi's words."""
+    """Return the connection of each pair of GPUs, as nvidia-smi names it."""
     chosen = {card.index for card in some}
     return [way for (a, b), way in nvidia.paths().items() if a < b and {a, b} <= chosen]
 
@@ -311,7 +311,7 @@ def ways_between(some: list[nvidia.Card]) -> list[str]:
 
 
 def facts(world: dist.World) -> dict[str, str]:
-    """What should be the same everywhere."""
+    """Return versions and devices that should be the same on all ranks."""
     found = {"torch": torch.__version__, "Python": platform.python_version(), "NumPy": installed("numpy")}
     if world.device.type == "cuda":
         found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl(), "GPU": torch.cuda.get_device_name(world.device)}
@@ -323,7 +323,7 @@ MAY_DIFFER = {"GPU": "the slowest sets the pace", "driver": "", "CPU threads": "
 
 
 def differences(everyone: list[dict[str, str]]) -> list[Line]:
-    """Between rank 0 and the first rank that has something else."""
+    """Compare rank 0's facts with those of the first rank that differs."""
     lines = []
     for name, value in everyone[0].items():
         rank = next((rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value), None)

@@ -1,4 +1,4 @@
-"""What nvidia-smi tells about the GPUs of this machine, whether or not torch can use them."""
+"""The GPUs of this machine as nvidia-smi reports them, whether or not torch can use them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as nvidia-smi lists it, hidden ones too; NaN where it does not say.
+    """A GPU as nvidia-smi lists it, hidden ones too; NaN for unknown.
 
-    lanes  of PCIe, now;  most_lanes  what card and slot allow
+    lanes  PCIe lanes in use;  most_lanes  those that card and slot allow
     """
 
     index: int
@@ -39,20 +39,20 @@ class Card:
 
 
 def ask(*words: str) -> str:
-    """What `nvidia-smi` answers; nothing where there is none. Raises RuntimeError with its own words where it fails."""
+    """Return the output of `nvidia-smi`, or "" if not installed. Raises RuntimeError with its message if it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
     if done.returncode:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {said[0] if said else 'no words'}")
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RuntimeError(f"nvidia-smi {words[0]} ended with {done.returncode}: {lines[0] if lines else 'no words'}")
     return done.stdout
 
 
 @functools.cache
 def cards() -> list[Card]:
-    """All of this machine. Raises LockstepError where nvidia-smi is there, and fails."""
+    """Return all GPUs of this machine. Raises LockstepError if nvidia-smi fails."""
     fields = "index,uuid,name,driver_version,memory.total,memory.used"
     fields += (
         ",pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"  # an idle link runs in a lower generation
@@ -66,13 +66,13 @@ def cards() -> list[Card]:
 
 
 def visible(asked: str | None) -> tuple[list[Card], str]:
-    """(what CUDA will show under CUDA_VISIBLE_DEVICES=`asked`, the first entry that it will not take, if one is so).
-    CUDA ends the list at an invalid entry, and sees nothing where one comes twice."""
+    """Return (the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`asked`, the first invalid entry or ""). CUDA ends
+    the list at an invalid entry, and shows nothing if one comes twice."""
     found: list[Card] = []
     if asked is None:
         return cards(), ""
     for entry in (part.strip() for part in asked.split(",")):
-        if entry.startswith("MIG-"):  # a slice, of which CUDA shows one only
+        if entry.startswith("MIG-"):  # CUDA shows one slice only
             return cards()[:1], ""
         by_uuid = entry.startswith("GPU-")
         hits = [card for card in cards() if entry == str(card.index) or (by_uuid and card.uuid.startswith(entry))]
@@ -86,7 +86,7 @@ def visible(asked: str | None) -> tuple[list[Card], str]:
 
 @functools.cache
 def users() -> dict[str, list[tuple[int, str, float]]]:
-    """UUID of a GPU -> (process, name, MiB) of those that compute on it, but for this run's own processes."""
+    """Return {UUID of a GPU: (process, name, MiB) of those that compute on it}, without this run's own processes."""
     rows = _rows(ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"))
     found: dict[str, list[tuple[int, str, float]]] = {}
     for uuid, pid, *name, mib in (row for row in rows if len(row) >= 4 and row[1].isdigit()):
@@ -96,7 +96,7 @@ def users() -> dict[str, list[tuple[int, str, float]]]:
 
 
 def paths() -> dict[tuple[int, int], str]:
-    """(GPU, GPU) -> how they are joined: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), SYS (between NUMA
+    """Return {(GPU, GPU): connection}: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), SYS (between NUMA
     nodes)."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
     header = next((line for line in lines if any(_gpu(word) >= 0 for word in line[1:])), [])
@@ -111,7 +111,7 @@ def paths() -> dict[tuple[int, int], str]:
 
 
 def nvlink_gb_s(index: int) -> float:
-    """GB/s in one direction over all active NVLinks of a GPU."""
+    """Return GB/s in one direction over all active NVLinks of a GPU."""
     return sum(map(float, re.findall(r"Link \d+: ([\d.]+) GB/s", ask("nvlink", "--status", "-i", str(index)))))
 
 
@@ -132,7 +132,7 @@ def _gpu(word: str) -> int:
 
 
 def _is_ours(pid: int) -> bool:
-    """This process, or another rank beside it."""
+    """Return whether it is this process or another rank of the same agent."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             parent = int(file.read().rpartition(")")[2].split()[1])

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What a trained run says of new data: a CSV of labels with the probability of every class.
+"""Predict new data with a trained run: a CSV of labels with the probability of every class.
 
-python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of each, a picture
+python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of each as a picture
 python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
-python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels need not be there
+python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels may be missing
 
 RUN is the folder of a run (its best checkpoint) or one of its checkpoints; its own data are not needed. A video is cut
-into trials as long as those it was trained on, one every --stride frames, and a frame's probabilities are the mean of
-those of the trials that it is in. It is decoded, cropped and scaled as tools/prepare_clips.py did for the training, and
-read once from its start to its end: how long it is does not matter. key=value changes the run's config (device=cpu).
+into trials of the length of the training's, one every --stride frames, and a frame's probabilities are the mean over
+the trials that contain it. Decoding, cropping and scaling are those of tools/prepare_clips.py for the training. A video
+of any length is read once. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import Plan, read_annotations, whole_number
 
 Ask = Callable[[Tensor], np.ndarray]
-"""Samples as the model takes them, (B, ...) -> (B, C) float32, their probabilities."""
+"""Inputs of the model (B, ...) -> probabilities (B, C) float32."""
 
 
 @dataclass
 class Said:
-    """What is said of one file: a row for each of its frames, trials or windows.
+    """The predictions for one file: a row for each of its frames, trials or windows.
 
-    cells          {column: N values}, which tell the rows apart
+    cells          {column: N values} that identify the rows
     probabilities  (N, C)
-    fps            rows to a second, or 0; of frames alone, which have a picture
-    truth          (N,) class numbers, -1 where nothing is annotated; of annotated videos alone
+    fps            rows per second, 0 if unknown; for frames only, which have a picture
+    truth          (N,) class numbers, -1 where nothing is annotated; for annotated videos only
     """
 
     name: str
@@ -148,7 +148,7 @@ def _asker(trained: train.Trained) -> Ask:
 
 
 def _all_of(dataset: Any, task: Any, ask: Ask) -> np.ndarray:
-    """(N, C) of a dataset's samples."""
+    """Return (N, C) probabilities of a dataset's samples."""
     numbers = range(len(dataset))
     size = _batch_size(task)
     return np.concatenate([ask(dataset.__getitems__(list(numbers[n : n + size]))["x"]) for n in numbers[::size]])
@@ -162,7 +162,7 @@ def _batch_size(task: Any) -> int:
 
 
 def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
-    """Each window of a data set, or of each .npz of a folder."""
+    """Predict each window of a data set, or of each .npz of a folder."""
     archives = sorted(asked.data.glob("*.npz")) if asked.data.is_dir() else []
     for path in archives if len(archives) > 1 else [asked.data]:
         found = task.new(path, asked.stride or task.cfg.dataset.stride, labelled=False)
@@ -174,7 +174,7 @@ def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[
 
 
 def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
-    """Each trial of a packed folder."""
+    """Predict each trial of a packed folder."""
     clips = task.fitting(Clips(asked.data, task.about["shape"][0]))
     yield Said(asked.data.name, {"video": clips.videos, "trial": clips.trials}, _all_of(clips, task, ask))
 
@@ -184,7 +184,7 @@ def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[
 
 @dataclass(frozen=True)
 class Sliding:
-    """How a video becomes trials of `length` pictures, `every` frames apart; the next one begins `stride` frames later.
+    """The cutting of a video into trials of `length` pictures, `every` frames apart, that begin every `stride` frames.
 
     crop, size  as in tools/prepare_clips.py
     """
@@ -202,7 +202,7 @@ class Sliding:
 
 
 def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
-    """As in the training, but for what the command line says."""
+    """Return the training's cutting, changed by the command line. Raises LockstepError if it does not fit."""
     length, height, width = task.about["shape"]
     cutting = task.about["cutting"]
     if height != width:
@@ -220,7 +220,7 @@ def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
 
 
 def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
-    """Each frame of each video; an error in the place of one that cannot be read, or is shorter than a trial."""
+    """Predict each frame of each video; yields an error for one that cannot be read or is shorter than a trial."""
     videos.import_av()
     how = sliding(task, asked)
     paths = [asked.data]
@@ -253,14 +253,14 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
 
 
 def annotated_trials(table: Path, how: Sliding) -> Plan:
-    """The trials of a table, as long as those that the model was trained on."""
+    """Read the trials of a table, with the length of the training's."""
     cutting = {"frames": how.length, "stride": how.every, "crop": None, "size": how.size}
     return read_annotations(table, cutting, [])[0]
 
 
 def annotated_frames(plan: Plan, video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
-    """(N,) class numbers of a video's frames, -1 where there is no trial or of a class that is not the model's; None
-    where nothing of that video is annotated."""
+    """Return (N,) class numbers of a video's frames, -1 without a trial or for a class that the model lacks; None if
+    the video has no trials."""
     number = {name: c for c, name in enumerate(classes)}
     truth = np.full(count, -1)
     for trial in plan.trials.get(video, []):
@@ -270,8 +270,8 @@ def annotated_frames(plan: Plan, video: str, fps: float, count: int, classes: li
 
 
 def slide(pictures: Iterable[np.ndarray], how: Sliding, ask: Ask, batch_size: int) -> np.ndarray:
-    """The frames of a video, as they come -> (N, C): of each frame the mean of the trials that it is in, the last of
-    which ends with the video. Empty if there are too few. No more frames are kept than a trial and a batch need."""
+    """A stream of a video's frames -> (N, C), each frame's mean over the trials that contain it, the last of which ends
+    with the video. Empty if there are too few frames. No more frames are kept than a trial and a batch need."""
     recent: deque[np.ndarray] = deque(maxlen=how.span)
     waiting: list[np.ndarray] = []
     starts: list[int] = []
@@ -307,11 +307,11 @@ def slide(pictures: Iterable[np.ndarray], how: Sliding, ask: Ask, batch_size: in
     return total / trials
 
 
-# ---- what is left to read -------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 class Ethograms:
-    """Pictures in a folder beside the table, a new one each time: nothing of an earlier one is overwritten."""
+    """Pictures in a folder beside the table, a new one each time, so that nothing is overwritten."""
 
     def __init__(self, out: Path, classes: list[str]):
         self.out, self.classes = out, classes
@@ -334,7 +334,7 @@ def _write(
     left_out: list[LockstepError],
     drawn: Ethograms,
 ) -> list[dict[str, Any]]:
-    """The table, whole or not at all, and a picture of each video; returns what is in them, file by file."""
+    """Write the table atomically and a picture of each video; returns a summary of each file."""
     summary: list[dict[str, Any]] = []
 
     def fill(file: Any) -> None:

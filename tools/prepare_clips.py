@@ -1,4 +1,4 @@
-"""Videos and a table of annotations -> a packed folder of gray clips that the video task trains on.
+"""Cut videos by a table of annotations into a packed folder of gray clips that the video task trains on.
 
     python tools/prepare_clips.py annotations.csv data/mice --videos recordings --size 256 --frames 17
     python train.py video --root data/mice
@@ -7,11 +7,11 @@ The table has a header and one row per trial:
 
     video                 file name, relative to --videos
     label                 class of the trial
-    start, center or end  which frame of the video the trial starts, is centred, or ends on, counting from 0;
+    start, center or end  the frame of the video, counted from 0, at which the trial starts, is centred or ends;
                           or start_s, center_s or end_s: the same in seconds, at the video's average frame rate
 
-Exactly one of the six time columns must be there. Frames are turned to gray, cropped, and resized to a square. Nothing
-is invented: a trial that reaches beyond its video is an error. The folder appears only when all is written.
+Exactly one of the six time columns is needed. Frames are converted to gray, cropped, and resized to a square. A trial
+that reaches beyond its video is an error: nothing is padded. The folder appears only when it is complete.
 Needs PyAV: pip install av
 """
 
@@ -41,7 +41,7 @@ TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 @dataclass
 class Trial:
-    """One row of the table: `at` in frames or seconds, `line` where the row stands."""
+    """One row of the table: `at` in frames or seconds, `line` the row's line."""
 
     label: str
     at: float
@@ -50,10 +50,10 @@ class Trial:
 
 @dataclass
 class Plan:
-    """What to cut out of each video.
+    """The trials to cut out of each video.
 
-    column  which of TIMES the table has
-    frames  T; `stride` video frames lie between two of them
+    column  the one of TIMES that the table has
+    frames  T, every `stride` frames of the video
     crop    (x, y, width, height) in pixels of the video, or None for all of it
     size    height and width of the clips
     """
@@ -66,7 +66,7 @@ class Plan:
     trials: dict[str, list[Trial]] = field(default_factory=dict)
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
-        """(T,) the numbers of the trial's frames in the video."""
+        """Return (T,) the numbers of the trial's frames in the video."""
         at = round(trial.at * fps) if self.column.endswith("_s") else round(trial.at)
         span = (self.frames - 1) * self.stride
         before = {"start": 0, "center": span // 2, "end": span}[self.column.removesuffix("_s")]
@@ -74,7 +74,7 @@ class Plan:
 
 
 def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) -> tuple[Plan, list[str]]:
-    """The plan, its trials by video in the table's order, and the classes: those given, else the labels by name.
+    """Return the plan, its trials by video in the table's order, and the classes: those given, else the sorted labels.
 
     Raises LockstepError, naming the line, for a missing column, a time that is no number, a label not in `classes`, or
     a video outside of the folder of videos.
@@ -99,7 +99,7 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
             trial = _trial(row, columns[0], classes, where, reader.line_num)
             plan.trials.setdefault(row["video"], []).append(trial)
     except csv.Error as error:
-        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="mend that line") from None
+        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="fix that line") from None
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
         raise LockstepError("no trials", where=str(path), todo="write a row for each")
@@ -137,10 +137,10 @@ Cut = tuple[Trial, int, np.ndarray]  # trial, number of its first frame in the v
 
 
 def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cut]:
-    """The trials of one video, in the order they end.
+    """Yield the trials of one video, in the order they end.
 
-    The video is decoded once from its start: seeking lands on key frames, and where depends on the encoder. Only the
-    frames that some trial still waits for are kept. Raises LockstepError if the video is unreadable or too short.
+    The video is decoded once from its start, because where a seek lands depends on the encoder. Only the frames that
+    some trial still needs are kept. Raises LockstepError if the video is unreadable or too short.
     """
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
@@ -222,10 +222,10 @@ def whole_number(low: int) -> Any:
 
 
 def prepare(asked: argparse.Namespace) -> str:
-    """Do what the command line says; returns what to print. Raises LockstepError."""
+    """Run the command line; returns the text to print. Raises LockstepError."""
     from tqdm import tqdm
 
-    import_av()  # say so before anything is written
+    import_av()  # fails before anything is written
     classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
     crop = tuple(asked.crop) if asked.crop else None
     cutting = {"frames": asked.frames, "stride": asked.stride, "crop": crop, "size": asked.size}
@@ -240,7 +240,7 @@ def prepare(asked: argparse.Namespace) -> str:
             bar.set_description(Path(video).name)
             clips: Iterable[Cut] = cut(folder / video, plan, trials, asked.annotations)
             try:
-                # A video that breaks half-way is left out whole, so its clips wait in memory; else they need not.
+                # With --skip-broken a video that breaks half-way is left out whole, so its clips wait in memory.
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
                     writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line)
                     counts[trial.label] += 1
@@ -259,7 +259,7 @@ def prepare(asked: argparse.Namespace) -> str:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
     shares = ", ".join(f"{name} {count}" for name, count in counts.items())
     lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
-    # A warning: the folder is whole and may be meant for something else. Training refuses it.
+    # Only warnings: the folder is complete and may have another purpose. Training refuses it.
     if videos < 2:
         lines.append("warning: all trials are of one video; training divides videos, so it needs two or more")
     if sum(count > 0 for count in counts.values()) < 2:

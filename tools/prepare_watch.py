@@ -1,10 +1,10 @@
 """Convert the smartwatch recordings inside the PyPI package seglearn to data/watch/watch.npz.
 
     python tools/prepare_watch.py                                     # downloads the wheel (11 MB) with pip
-    python tools/prepare_watch.py seglearn-1.2.5-py3-none-any.whl     # uses one that is there
+    python tools/prepare_watch.py seglearn-1.2.5-py3-none-any.whl     # uses this one
 
 The recordings are a pickle, which can run code when it is read. So it is read here only, once, and only from a wheel
-whose bytes are the known ones; training reads plain arrays.
+with the known SHA-256; training reads plain arrays.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fetch(folder: Path) -> Path:
 
 
 def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
-    """-> (the recordings as seglearn stores them, the text of its licence), from a wheel with the known SHA-256."""
+    """Return (the recordings as seglearn stores them, its licence's text) of a wheel. Raises LockstepError."""
     if not path.is_file():
         raise LockstepError("no such wheel", where=str(path), todo="run without an argument to download it")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -62,7 +62,7 @@ def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def shorten(values: np.ndarray, bits: int = MANTISSA_BITS) -> np.ndarray:
-    """float32 -> float32 rounded to `bits` bits of mantissa: the zeros that remain compress."""
+    """Round float32 to `bits` bits of mantissa, so that it compresses better."""
     drop = 23 - bits
     words = values.view(np.uint32).astype(np.uint64)
     return (((words + (1 << (drop - 1))) >> drop) << drop).astype(np.uint32).view(np.float32)
@@ -73,7 +73,7 @@ def convert(source: dict[str, Any]) -> dict[str, np.ndarray]:
     signal = np.concatenate(list(source["X"])).astype(np.float32)
     subject = np.asarray(source["subject"], dtype=np.int64)
     return {
-        # Column by column a sensor's values lie side by side, which compresses better.
+        # Stored column by column, which compresses better.
         "signal": np.asfortranarray(shorten(signal)),
         "lengths": np.array([len(x) for x in source["X"]], dtype=np.int64),
         "label": np.asarray(source["y"], dtype=np.int64),
@@ -87,7 +87,7 @@ def convert(source: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Like np.savez_compressed, but the same bytes each time: its zip entries carry no clock."""
+    """Like np.savez_compressed, but the same bytes each time, because its zip entries have a fixed time."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             buffer = io.BytesIO()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure a training for some seconds, in processes of its own: what tools/tune.py and tools/benchmark.py ask for.
+"""Measure a training for some seconds in new processes, for tools/tune.py and tools/benchmark.py.
 
-python tools/probe.py OUT.json SECONDS [words of a training]        one process; as many as torchrun starts
+python tools/probe.py OUT.json SECONDS [arguments of a training]    one process; as many as torchrun starts
 
-Nothing of the training is kept: no folder, no checkpoint, no evaluation. Rank 0 writes OUT.json.
+There is no folder, no checkpoint and no evaluation. Rank 0 writes OUT.json.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine.stop import Stop, end_with_parent
 from engine.watch import Watch
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
-"""Steps before the clock starts, fewest and most of a measurement, and in how many blocks they are timed."""
+"""Steps before the measurement, the fewest and most of a timed block, and the number of blocks."""
 
 
 # ---- in the processes that are measured -----------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def _main(out: Path, seconds: float, asked: config.Asked) -> int:
             found = measure(prepared, seconds)
         except Exception as error:
             if oom.ran_out(error):
-                out.with_suffix(".oom").touch()  # by any rank, for the others only lose their connection
+                out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
             raise
         if world.main:
             storage.write_json(out, found)
@@ -72,7 +72,7 @@ def _main(out: Path, seconds: float, asked: config.Asked) -> int:
 
 
 def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
-    """(all ranks) Time a training's steps for about so many seconds, then again where their time goes."""
+    """(all ranks) Time a training's steps for about so many seconds, then profile them."""
     job, cfg = prepared.job, prepared.job.cfg
     world, steps = job.world, loop.endless(prepared.job, prepared.train_loader)
     timed(job, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
@@ -117,8 +117,8 @@ def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
 
 
 def timed(job: loop.Job, steps: Any, count: int) -> tuple[float, float]:
-    """(all ranks) Seconds per step and samples per second, of `count` steps and the log point after them. An epoch's
-    last step may have fewer samples than the others."""
+    """(all ranks) Return seconds per step and samples per second of `count` steps and the log point after them. An
+    epoch's last step may have fewer samples."""
     _wait_for(job.world.device)
     began, before = time.perf_counter(), job.progress.samples
     for _ in itertools.islice(steps, count):
@@ -130,7 +130,7 @@ def timed(job: loop.Job, steps: Any, count: int) -> tuple[float, float]:
 
 
 def peak_memory_mb(world: dist.World) -> float:
-    """Of this process: what torch has taken of its GPU, or what the process has of the host's memory; in MB."""
+    """Return this process's peak in MB: of the memory that torch reserved on its GPUs, or of the host's memory."""
     if world.device.type == "cuda":
         return max(torch.cuda.max_memory_reserved(gpu) for gpu in world.devices or [world.device]) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
@@ -145,26 +145,26 @@ def _wait_for(device: torch.device) -> None:
 
 
 class OutOfMemory(Exception):
-    """A result, not a failure."""
+    """Memory ran out: a result, not a failure."""
 
 
 def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: float, threads: int) -> dict[str, Any]:
-    """Measure a training in `processes` new processes; they are gone afterwards, whatever happens.
+    """Measure a training in `processes` new processes, all of which end with the call.
 
-    settings  key: value, a delta over the words
-    threads   the most there may be in each process, where OMP_NUM_THREADS is not set
+    settings  key: value, a delta over the arguments `words`
+    threads   the most in each process, unless OMP_NUM_THREADS is set
 
-    Raises OutOfMemory where that is how it ended on any of them, and LockstepError for everything else.
+    Raises OutOfMemory if memory ran out in any of them, and LockstepError for every other failure.
     """
     if dist.environment() is not None:
         todo = "start it with plain python, and say how many in --processes"
         raise LockstepError("torchrun started this, which starts processes itself", where="environment", todo=todo)
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
-        out, said = Path(scratch) / "out.json", Path(scratch) / "said"
+        out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
         env = os.environ | {oom.AGAIN: json.dumps(settings)} | threads_at_most(threads)
-        with open(said, "wb") as file:
+        with open(log, "wb") as file:
             child = subprocess.Popen(
                 command,
                 env=env,
@@ -178,15 +178,15 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
                 child.wait()
             except KeyboardInterrupt:
                 raise LockstepError("interrupted", exit_code=128 + signal.SIGINT) from None
-            finally:  # nothing may go on in the background
+            finally:  # nothing may stay in the background
                 signal.signal(signal.SIGINT, before)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
                     child.wait()
         if child.returncode == 0 and out.exists():
             return json.loads(out.read_text())
-        text = said.read_text(errors="replace")
-        killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text  # by the kernel, for memory
+        text = log.read_text(errors="replace")
+        killed = child.returncode == -signal.SIGKILL or "was killed by SIGKILL" in text  # by the kernel: no memory
         if out.with_suffix(".oom").exists() or killed:
             raise OutOfMemory
         errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]

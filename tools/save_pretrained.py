@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a trained policy as a `pretrained_model` folder: `policy.pretrained_path` takes it; LeRobot too, but a vla's.
+"""Write a trained policy as a `pretrained_model` folder for `policy.pretrained_path` and, except for a vla, LeRobot.
 
 python tools/save_pretrained.py RUN          to RUN/pretrained_model, from the best checkpoint
 python tools/save_pretrained.py RUN FOLDER

@@ -5,15 +5,15 @@ python tools/tune.py har                                   one process, on the G
 python tools/tune.py --processes 2 --config configs/video.yaml dataset.root=data/mice
 python train.py har --config tuned.yaml                    train with what was found
 
-Options, before the words of a training:
+Options, before the arguments of a training:
   --processes N   as many as the training will have (1)
-  --seconds S     how long each setting is timed (3)
+  --seconds S     time of each measurement (3)
   --max-batch B   largest batch per process to try (the whole training set)
-  --out FILE      the outcome, a delta for --config (tuned.yaml); empty: print it only
-  --json          the outcome and all that was measured as JSON, instead of tables
+  --out FILE      the result, a delta for --config (tuned.yaml); empty: print it only
+  --json          the result and all measurements as JSON, instead of tables
 
-Every setting is tried in processes of its own. Memory that runs out is a result. A larger batch is another training:
-the learning rate is yours to adapt. Give global_batch=N, and the fastest way to cut that same batch is looked for.
+Every setting is tried in new processes; running out of memory is a result. A larger batch is another training: adapt
+the learning rate. With global_batch=N, the fastest way to cut that batch is searched for.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from engine.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 
 CLEARLY = 1.03
-"""How much faster a setting must be to be taken: less may be chance."""
+"""The speed-up from which a setting is taken: less may be chance."""
 
 Row = dict[str, Any]
 
 
 class Tuning:
-    """What has been tried, and how it went."""
+    """The settings tried so far and their measurements."""
 
     def __init__(self, options: argparse.Namespace, words: list[str], cfg: Any):
         self.options, self.words, self.cfg = options, words, cfg
@@ -59,7 +59,7 @@ class Tuning:
             print(text, flush=True)
 
     def tried(self, settings: dict[str, Any], seconds: float) -> Row | None:
-        """Measure one combination; None where memory has run out."""
+        """Measure one combination; returns None if memory runs out."""
         try:
             found = probe(self.words, settings, self.options.processes, seconds, self.threads)
         except OutOfMemory:
@@ -71,8 +71,8 @@ class Tuning:
     # ---- the batch ----
 
     def batches(self) -> Iterator[int]:
-        """Batches per process to try, the configured one first and then each twice the one before; or, where the global
-        batch is given, those that divide this process's share of it."""
+        """Yield batches per process to try: the configured one, then each twice the one before; or, if the global batch
+        is given, those that divide this process's share of it."""
         given, most, processes = self.cfg.global_batch, self.options.max_batch, self.options.processes
         if given:
             share = given // processes
@@ -85,13 +85,13 @@ class Tuning:
             yield batch
 
     def cut(self, batch: int) -> dict[str, Any]:
-        """The settings that try this batch; of a given global batch it is a cut."""
+        """Return the settings for this batch per process, within a given global batch."""
         if not self.cfg.global_batch:
             return {"batch_size": batch}
         return {"batch_size": batch, "global_batch": self.cfg.global_batch, "gradient_accumulation_steps": 0}
 
     def find_batch(self) -> tuple[Row, str]:
-        """(the fastest batch, what is known of the largest)."""
+        """Return (the measurement of the fastest batch, a line about the largest)."""
         self.say(HEADER)
         timed: list[Row] = []
         slower, largest, limit = 0, 0, "there are no more samples, or no larger one was asked for"
@@ -99,7 +99,7 @@ class Tuning:
             if would_not_fit(self.rows, batch, self.options.processes):
                 limit = f"{batch} would take more than the memory that is free"
                 break
-            # Where larger ones are slower anyway, all that is still to be known is whether they fit.
+            # Once larger ones are slower, only whether they fit is still of interest.
             row = self.tried(self.cut(batch), seconds=0 if slower == 2 else self.options.seconds)
             if row is None:
                 limit = f"memory runs out at {batch}"
@@ -113,14 +113,14 @@ class Tuning:
             self.say(line(row, timed[0]["samples_per_s"]))
         if not timed:
             raise LockstepError("memory runs out with the first batch already", where="batch_size", todo="start lower")
-        # Of equals the smallest: it leaves room, and the training is closer to what it was.
+        # The smallest of equals leaves room and changes the training least.
         best = next(row for row in timed if row["samples_per_s"] * CLEARLY >= fastest)
         return best, f"largest batch that fits: {largest} ({limit})"
 
     # ---- the rest ----
 
     def choices(self, best: Row) -> dict[str, list[Any]]:
-        """By key, what else there is beside what `best` has."""
+        """Return {key: alternatives to the value in `best`}."""
         on_gpu, processes = best["device"].startswith("cuda"), self.options.processes
         device = torch.device(best["device"])
         fast_bf16 = precision.choose("auto", device).name == "bf16"
@@ -130,20 +130,20 @@ class Tuning:
         return {
             "amp": sorted(amps),
             "memory_format": sorted(orders) if best["memory_format"] != "auto" else [],  # it has no convolutions
-            # On a CPU it takes up to a minute at first, and what comes out is no faster (dev/LOG.md).
+            # On a CPU compiling takes up to a minute and makes nothing faster (dev/LOG.md).
             "compile": ["default", "reduce-overhead"] if on_gpu and best["compile"] == "off" else [],
             "num_workers": workers,
             "ddp.bucket_cap_mb": [5.0, 100.0] if processes > 1 and best["gradients_mb"] > 5 else [],
         }
 
     def find_rest(self, best: Row) -> Row:
-        """One key after the other; each against the best so far, in turns."""
+        """Try one key after the other, each value interleaved with the best so far."""
         for key, values in self.choices(best).items():
             for value in values:
                 settings = best["settings"] | {key: value}
                 try:
                     row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
-                except LockstepError as error:  # such as a compiler that isn't there
+                except LockstepError as error:  # such as a missing compiler
                     self.say(f"  {key}={value}: {error}")
                     continue
                 if row is None or again is None:
@@ -176,8 +176,8 @@ def line(row: Row, base: float) -> str:
 
 
 def would_not_fit(rows: list[Row], batch: int, processes: int) -> bool:
-    """On a CPU, where the kernel would end some process or other: whether a straight line through the last two batches
-    leaves the memory that is free."""
+    """Return whether a linear extrapolation of the last two batches exceeds the free memory; for CPUs, where the kernel
+    would kill any process."""
     measured = [row for row in rows if not row["out_of_memory"]]
     if not measured or measured[-1]["device"] != "cpu":
         return False
