@@ -1,4 +1,4 @@
-"""What a measured number is held to, for the tables and for --check."""
+"""Bars for measured numbers, for the tables and for --check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Bar(NamedTuple):
-    """`bar` is the least that will do, or with `at_most` the most."""
+    """`bar` is the least that `got` may be, or with `at_most` the most."""
 
     what: str
     got: float
@@ -16,7 +16,7 @@ class Bar(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """A NaN, from contestants that had no round in common, meets no bar."""
+        """NaN, from contestants without a common round, meets no bar."""
         return self.got <= self.bar if self.at_most else self.got >= self.bar
 
 
@@ -29,5 +29,5 @@ def table(bars: Iterable[Bar]) -> list[str]:
 
 
 def exit_code(bars: list[Bar]) -> int:
-    """What --check ends with. Where nothing was measured nothing was met."""
+    """Return --check's exit code, 1 if a bar is missed or nothing was measured."""
     return int(not bars or not all(one.met for one in bars))

@@ -5,8 +5,8 @@ Started by `run.py`, plainly or by torchrun, as
     contest.py CONTESTANT '{"words": [...], "batch_size": 64, "epochs": 2, ...}' RESULT.json
 
 Every contestant trains with cross-entropy (the task's own loss where there is another), AdamW at a constant learning
-rate, and calls `clock.step()` after each optimizer step; rank 0 writes what the clock saw. What a contestant does
-beside that is what its own documentation shows, nothing less and nothing more.
+rate, and calls `clock.step()` after each optimizer step; rank 0 writes the clock's result. Otherwise a contestant does
+exactly what its own documentation shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def seconds_since_start() -> float:
-    """Since the kernel made this process: the imports count."""
+    """Return the seconds since the kernel started this process, so that imports count."""
     started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
@@ -50,7 +50,7 @@ class Clock:
         self.at.append((time.perf_counter(), time.process_time(), self.steps))
 
     def result(self) -> dict[str, float]:
-        if not self.at:  # of `start`, which doesn't train
+        if not self.at:  # `start` does not train
             return {"first_step_s": self.first_step_s}
         assert len(self.at) == 2, f"{self.steps} steps are too few for a warm-up of {self.warmup}"
         (wall0, cpu0, step0), (wall1, cpu1, step1) = self.at
@@ -70,7 +70,7 @@ def _wait_for_device() -> None:
 
 
 class Work:
-    """What is trained: model, samples in memory, loss and score, all by way of the project's own task."""
+    """The model, the samples in memory, loss and score, all from the project's own task."""
 
     def __init__(self, about: dict[str, Any]):
         import torch
@@ -89,7 +89,7 @@ class Work:
         assert len(self.train_set) == about["samples"], f"{len(self.train_set)} samples: run.py counts steps by them"
 
     def arrays(self) -> dict[str, Any]:
-        """The training set in memory, by name."""
+        """Return the training set in memory, by name."""
         import torch
 
         held = self.train_set.__getitems__(list(range(len(self.train_set))))
@@ -101,7 +101,7 @@ class Work:
         return held
 
     def samples(self) -> Any:
-        """The training set as the tutorials have it: one sample at an index."""
+        """Return the training set as in the tutorials: one sample per index."""
         import torch
 
         held = self.arrays()
@@ -123,7 +123,7 @@ class Work:
         return self.task.model()
 
     def loss(self, net: Any, batch: dict[str, Any]) -> Any:
-        """Mean loss of a batch."""
+        """Return the mean loss of a batch."""
         import torch.nn.functional as F
 
         if hasattr(self.task, "classes"):
@@ -133,7 +133,7 @@ class Work:
         return loss.total / loss.weight
 
     def metrics(self, model: Any) -> dict[str, float]:
-        """Of the whole validation split."""
+        """Return the metrics of the whole validation split."""
         import torch
 
         from engine.contract import Sums
@@ -153,7 +153,7 @@ class Work:
 
 
 def built(about: dict[str, Any]) -> Any:
-    """The model by itself, from sizes that a task reads off its data."""
+    """Build the model from sizes that a task would read from its data."""
     import torch
 
     file, kind, sizes = about["model"]
@@ -162,7 +162,7 @@ def built(about: dict[str, Any]) -> Any:
 
 
 def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """No training: torch is imported and the model stands where it would be trained. No first step comes sooner."""
+    """Import torch and put the model on its device, without training: no first step can come sooner."""
     import torch
 
     built(about).to("cuda" if torch.cuda.is_available() and not about.get("cpu") else "cpu")
@@ -171,7 +171,7 @@ def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
 
 def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Through its ordinary door: metrics, TensorBoard, progress bar and checkpoints as they come."""
+    """Lockstep's own script, with its default metrics, TensorBoard, progress bar and checkpoints."""
     import train
     import train_ddp
     from engine import loop
@@ -185,7 +185,7 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
             yield outcome
 
     def last(prepared: Any, *others: Any) -> Any:
-        """The one evaluation: after the last step and what is logged of it, before the last checkpoint."""
+        """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
         metrics = evaluate(prepared, *others)
         kept.update(metrics, note=prepared.job.precision.name)
@@ -206,8 +206,8 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 def _epochs(
     work: Work, clock: Clock, net: Any, loader: Any, sampler: Any = None, shown: bool = True
 ) -> Iterator[tuple[Any, Any]]:
-    """(progress bar, batch) for the three whose documentation writes the loop out: epochs, mode, bar and clock. What is
-    done with a batch stands with each of them, in the words of its documentation."""
+    """Yield (progress bar, batch) for the three whose documentation writes the loop out: epochs, mode, bar and clock.
+    Each handles a batch as its documentation does."""
     from tqdm import tqdm
 
     for epoch in range(work.epochs):
@@ -246,7 +246,7 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
 
 def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Hugging Face accelerate, as in its quick tour, which leaves the loss where it is."""
+    """Hugging Face accelerate, as in its quick tour, which does not read the loss."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
@@ -266,7 +266,7 @@ def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
 
 def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Lightning Fabric, as in its guide, which leaves the loss where it is."""
+    """Lightning Fabric, as in its guide, which does not read the loss."""
     import torch
     from lightning.fabric import Fabric
     from torch.utils.data import DataLoader
@@ -315,8 +315,8 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
             clock.step()
 
         def on_train_epoch_end(self) -> None:
-            # Called before it saves. The last checkpoint is outside the clock, as Lockstep's is and as the others have
-            # none; those of the epochs before are within it, for both, because the training goes on after them.
+            # Called before it saves. The last checkpoint is not timed, as Lockstep's is not and the others have none;
+            # those of earlier epochs are, for both, because the training continues after them.
             if self.current_epoch + 1 == work.epochs:
                 clock.mark()
 
@@ -363,9 +363,8 @@ def ignite(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
 
 def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
-    """LeRobot's own ACT through its ordinary door, `lerobot-train`, on the folder of the same demonstrations: what it
-    does beside the step is what it comes with, its reading of the data, too. The folder is found by reading it as the
-    others do, before: its first step comes that much later."""
+    """LeRobot's own ACT through `lerobot-train` with its defaults and its own reader, on the folder of the same
+    demonstrations. Finding the folder means reading it first as the others do, which delays the first step."""
     sys.path.insert(0, str(ROOT / "tests" / "peer"))
     import torchvision_shim
 
@@ -401,7 +400,7 @@ def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
-    """Nothing but arithmetic: batches already on the device, forward, backward, fused AdamW."""
+    """Arithmetic only: batches already on the device, forward, backward, fused AdamW."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -454,7 +453,7 @@ def main() -> None:
     metrics = globals()[name](about, clock)
     if os.environ.get("RANK", "0") == "0":
         shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note") if key in metrics}
-        # ru_maxrss would begin with that of whoever started this process.
+        # ru_maxrss would start from the parent process's.
         status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
         peak = float(status["VmHWM"].split()[0]) / 1e3
         import torch

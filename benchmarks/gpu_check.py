@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What can only be seen on a GPU, in one command for whoever has one: some minutes, one GPU, real runs of the scripts.
+"""Check what only a GPU can show, by real runs of the scripts: one command, one GPU, some minutes.
 
 python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
-python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: whether the checks themselves work, nothing else
+python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves, nothing else
 
 Exit code 0: all is well; 1: a check failed; 2: there is no GPU. No check outlasts its time limit.
 """
@@ -53,11 +53,11 @@ def require(so: bool, words: str) -> None:
 
 
 class Lab:
-    """Where commands run, each with a log; what they leave running is found and ended.
+    """Runs commands, each with a log, and ends what they leave running.
 
-    root    a temporary folder; folder is the present check's in it
-    on      the device words of every run
-    until   time.monotonic() at which the present check has to be over
+    root    a temporary folder; `folder` in it is the current check's
+    on      the device arguments of every run
+    until   the current check's deadline in time.monotonic()
     """
 
     def __init__(self, root: Path, tiny: bool):
@@ -68,7 +68,7 @@ class Lab:
         steps, every = (40, 15) if tiny else (450, 50)
         self.exact = [*self.har, "amp=off", "deterministic=true", f"steps={steps}"]
         self.exact += [f"eval_every={every}", f"save_every={every}"]
-        # In float64 only a mistake shows, not rounding.
+        # In float64 only an error shows, not rounding.
         self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
 
     def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
@@ -92,21 +92,21 @@ class Lab:
         require(ended == f"exit code {expected}", f"{name}: {ended}: {' / '.join(errors[-2:] or lines[-2:])}")
 
     def train(self, commands: dict[str, list[str]]) -> dict[str, Path]:
-        """All at once, for what counts here are numbers, not times; returns their folders. One that has its folder
-        already goes on there."""
+        """Run the commands in parallel, because no times are measured; returns their folders. A command whose folder
+        exists resumes there."""
         started = {n: self.start(n, [*command, f"save_dir={self.folder / n}"]) for n, command in commands.items()}
         for name, process in started.items():
             self.finish(name, process)
         return {name: self.folder / name for name in commands}
 
     def part(self, name: str, *words: str) -> Any:
-        """What a function of PARTS returns, in a process of its own."""
+        """Run a function of PARTS in a new process and return its result."""
         self.finish(name, self.start(name, [__file__, "--part", name.split()[0], *words]))
         return json.loads(self.said(name).rpartition("RESULT ")[2].splitlines()[0])
 
     def end(self) -> None:
-        """Kill them, by their mark: under torchrun every rank has a process group of its own."""
-        for _ in range(100):  # and not for ever: a driver may hold a process
+        """Kill all, found by their TMPDIR, because under torchrun every rank has a process group of its own."""
+        for _ in range(100):  # not forever, because a driver may hold a process
             left = False
             for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
@@ -137,8 +137,8 @@ def logged(run: Path, key: str) -> list[float]:
 
 
 def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float = 0.0) -> None:
-    """Train them; the final weights of each are at most so far from the first one's, as a share of the largest number
-    of each tensor."""
+    """Train by each command and require that its final weights differ from the first one's by at most `most`, relative
+    to the largest number of each tensor."""
     (first, run), *others = lab.train(commands).items()
     right = load(run)
     for name, other in others:
@@ -207,7 +207,7 @@ def data_parallel(lab: Lab, facts: Facts) -> None:
 
 
 def devices(lab: Lab, facts: Facts) -> None:
-    """a checkpoint of the GPU goes on on the CPU, and one of the CPU on the GPU"""
+    """a checkpoint of the GPU resumed on the CPU, and one of the CPU on the GPU"""
     words, cpu = [*lab.toy, "schedule.horizon=16"], ["device=cpu"]
     ways = {"GPU": (lab.on, lab.on), "GPU then CPU": (lab.on, cpu), "CPU then GPU": (cpu, lab.on)}
     lab.train({name: plain(*words, *on[0], "steps=8") for name, on in ways.items()})
@@ -223,7 +223,7 @@ def gloo(lab: Lab, facts: Facts) -> None:
 
 
 def stop(lab: Lab, facts: Facts) -> None:
-    """SIGTERM in the middle and the same command again, beside a run that nothing happened to"""
+    """SIGTERM in the middle and the same command again, beside an uninterrupted run"""
     command, folder = plain(*lab.exact), lab.folder / "stopped"
     process = lab.start("stopped", [*command, f"save_dir={folder}"])
     while "step 5/" not in lab.said("stopped") and process.poll() is None and time.monotonic() < lab.until:
@@ -291,8 +291,8 @@ NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; noth
 def about(on: str) -> Facts:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    said = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
-    commit, driver = (text.strip() or "unknown" for text in said)
+    out = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
+    commit, driver = (text.strip() or "unknown" for text in out)
     found = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
     found |= {"torch": torch.__version__, "cores": str(os.cpu_count())}
     if on == "device=cpu":
@@ -310,9 +310,9 @@ def clips(folder: str, *sizes: str) -> str:
 
 
 def steps(*words: str) -> tuple[list[str], int, bool]:
-    """Steps in which torch reports calls that wait for the device: our lines that made them, how many steps, and
-    whether one made on purpose was seen. `warn` and not `error`, which would end at the first. The first steps are left
-    out: there class weights are copied and the optimizer's counters read, once."""
+    """Take steps in which torch reports calls that wait for the device; returns (our lines that made them, the number
+    of steps, whether one made on purpose was seen). The mode is `warn`, because `error` would end at the first. The
+    first steps are left out, because they copy class weights and read the optimizer's counters, once."""
     import tasks
     import train
     from engine import dist, loop
@@ -355,7 +355,7 @@ def steps(*words: str) -> tuple[list[str], int, bool]:
 
 
 def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float]:
-    """FLOP/s of a large bf16 matrix multiplication, the best of ten rounds; FLOP of the video model for a clip."""
+    """Return (FLOP/s of a large bf16 matrix multiplication, best of ten rounds; FLOP of the video model for a clip)."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from models.cnn3d import CNN3d
@@ -404,7 +404,7 @@ def examine(lab: Lab, name: str) -> dict[str, Any]:
     try:
         CHECKS[name](lab, facts)
         state = "ok"
-    except Exception as error:  # whatever it is, the other checks still have something to say
+    except Exception as error:  # whatever it is, the other checks still run
         words = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
         words = words.replace(f"{lab.folder}/", "").replace(f"{ROOT}/", "")  # paths of this machine
         state, facts["failed"] = "failed", " ".join(words.split())[:1000]
@@ -440,7 +440,7 @@ def main(argv: list[str]) -> int:
             for name in names:
                 checks[name] = one = examine(lab, name)
                 print(f"{name}: {one['state']} ({one['seconds']:.0f} s) {one['facts']}", flush=True)
-                if out:  # after each: where the time runs out, what there is stays
+                if out:  # after each, so that results outlast a time limit
                     whole = json.dumps({"about": where, "checks": checks}, indent=1)
                     (RESULTS / f"{out}.md").write_text(table(argv, where, checks))
                     (RESULTS / f"{out}.json").write_text(whole + "\n")
@@ -451,5 +451,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running commands are ended, too
     sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""CPU time per sample of action windows, beside LeRobotDataset where `lerobot` can be imported: interleaved, as ratios.
+"""Compare CPU time per sample of action windows with LeRobotDataset's, if `lerobot` can be imported; interleaved.
 
 python benchmarks/lerobot_reader.py            a recorded dataset of 40 episodes, 16 numbers of state and of action
 python benchmarks/lerobot_reader.py FOLDER     a dataset of your own; LeRobot 0.4 reads version 3.0 only
 
-Prints a markdown table, with the machine and the versions above it. Numbers only: pictures are another matter. A batch
-of ours is one gather per feature; LeRobotDataset gives samples, which torch collates (counted).
+Prints a markdown table, with the machine and the versions above it. Numbers only, no pictures. Our batch is one gather
+per feature; LeRobotDataset gives samples, which torch collates (counted).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def lerobot_dataset() -> Any:
-    """LeRobotDataset, or None. A torchvision for GPUs beside a torch for CPUs lacks operators that it never calls."""
+    """Return LeRobotDataset or None. A GPU torchvision beside a CPU torch lacks operators, but none that it calls."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "peer"))
     try:

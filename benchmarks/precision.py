@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What bf16 gains on a CPU, for each kind of network that is shipped: CPU time of a step beside fp32, in turns.
+"""Measure the CPU time of a step in bf16 and in fp32, interleaved, for each kind of network that is shipped.
 
 python benchmarks/precision.py > benchmarks/results/precision_cpu.md      about three minutes, one thread
 python benchmarks/precision.py --only conv --seconds 0.1 --rounds 3       a try
 
-Then the two operations by which `amp=auto` and `memory_format=auto` choose. The ratios are taken within a round, and of
-CPU time, so that other load changes little.
+The two operations by which `amp=auto` and `memory_format=auto` choose are measured, too. Ratios are of CPU time within
+a round, so that other load changes little.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ATTENTION = ((64, 4, 33, 16), (16, 8, 100, 32), (4, 8, 256, 64), (1, 8, 1024, 64
 """Batch, heads, length, size of a head; the first is the transformer's."""
 
 MAPS = ((64, 96, 32), (16, 32, 16, 16), (8, 16, 17, 16, 16))
-"""Batch, channels, and the map of a convolution in one, two and three dimensions."""
+"""Batch, channels, and the feature map of a convolution in one, two and three dimensions."""
 
 
 def cpu_s(work: Callable[[], Any]) -> float:
@@ -54,7 +54,7 @@ def cpu_s(work: Callable[[], Any]) -> float:
 
 
 def in_turns(ways: list[Callable[[], Any]], rounds: int, seconds: float) -> tuple[list[str], str]:
-    """(median CPU ms of each way, the others' time in units of the first's, median and quartiles)"""
+    """Return (median CPU ms of each of two ways, the second's time / the first's as median and quartiles)."""
     for way in ways * 3:
         way()
     count = max(1, round(seconds / cpu_s(ways[0])))
@@ -69,7 +69,7 @@ def in_turns(ways: list[Callable[[], Any]], rounds: int, seconds: float) -> tupl
 
 
 def network(world: dist.World, words: list[str], rounds: int, seconds: float) -> tuple[list[str], str]:
-    """A step of a training, as it comes, in fp32 and in bf16."""
+    """Measure a step of a training in fp32 and in bf16."""
     steps = []
     for amp in ("off", "bf16"):
         ready = reliability.prepared(world, *words, f"amp={amp}")
@@ -78,13 +78,13 @@ def network(world: dist.World, words: list[str], rounds: int, seconds: float) ->
 
 
 def attention(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Any]:
-    """Forward and backward pass in `dtype` throughout."""
+    """Return a forward and backward pass in `dtype` throughout."""
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
     return lambda: torch.nn.functional.scaled_dot_product_attention(*inputs).sum().backward()
 
 
 def group_norm(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> Callable[[], Any]:
-    """Forward and backward pass over a map in the usual or in channels-last order."""
+    """Return a forward and backward pass over a feature map in contiguous or channels-last format."""
     shape = (*shape[:2], 1, *shape[2:]) if len(shape) == 3 else shape
     order = [torch.contiguous_format, torch.channels_last if len(shape) == 4 else torch.channels_last_3d][last]
     norm = torch.nn.GroupNorm(8, shape[1], dtype=dtype)
@@ -109,7 +109,7 @@ def main() -> int:
         if args.only in (None, name):
             try:
                 ms, ratio = network(world, words, args.rounds, args.seconds)
-            except LockstepError as error:  # such as pyarrow, which is not there
+            except LockstepError as error:  # such as a missing pyarrow
                 print(f"| {name} | left out: {error} |")
                 continue
             print(f"| {name} | {' | '.join(ms)} | {ratio} |", flush=True)

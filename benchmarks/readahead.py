@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Clips that are not in memory yet: what a batch waits for the disk, told of one batch ahead or not; in turns.
+"""Measure how long a batch of clips waits for the disk, with and without prefetching a batch ahead, interleaved.
 
 python benchmarks/readahead.py [--clips 1200] [--rounds 5] [--work-ms 30] [--folder DIR]
 
-Writes a packed folder of clips of 17 x 256 x 256 (1.3 GB) into a temporary folder on the disk in question, and puts it
-out of the page cache before each turn. Where that does nothing (a file system in memory, a host that keeps the file in
-its own), the ratio is 1, and says nothing.
+Writes a packed folder of clips of 17 x 256 x 256 (1.3 GB) into a temporary folder on the disk in question, and drops it
+from the page cache before each turn. Where that does nothing (a file system in memory, a host with a page cache of its
+own), the ratio is 1 and means nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH, FRAME_SHAPE = 16, (17, 256, 256)
 
 
 class Silent(Clips):
-    """The same, but nobody can tell it what comes next."""
+    """Clips without prefetching."""
 
     prefetch = property()  # raises AttributeError: there is none
 
@@ -47,7 +47,7 @@ def write(folder: Path, clips: int) -> None:
 
 
 def put_out(path: Path) -> None:
-    """Of the page cache, in which it stays while a memory map of it is left."""
+    """Drop a file from the page cache, where it stays while a memory map of it exists."""
     gc.collect()
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
@@ -56,7 +56,7 @@ def put_out(path: Path) -> None:
 
 
 def turn(kind: type[Clips], folder: Path, seed: int, batches: int, work_s: float) -> float:
-    """Milliseconds that a batch is waited for, where each is followed by `work_s` of work."""
+    """Return the milliseconds of waiting per batch, with `work_s` seconds of work after each."""
     put_out(folder / FRAMES)
     clips, world = kind(folder), World(0, 0, 1, torch.device("cpu"))
     cfg = Config(batch_size=BATCH, seed=seed)

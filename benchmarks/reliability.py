@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the watching, the saving and optim.zero cost, as ratios of interleaved repetitions in one run.
+"""Measure the cost of watching, saving and optim.zero, as ratios of interleaved repetitions in one run.
 
-torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     what observes a training, and none of it
+torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py watch     a training with and without observers
 python benchmarks/reliability.py save                                        a background save beside a blocking one
 torchrun --standalone --nproc_per_node=2 benchmarks/reliability.py zero      optim.zero beside the whole optimizer
-python benchmarks/reliability.py save --check                                exit code 1 where a bar is missed
+python benchmarks/reliability.py save --check                                exit code 1 if a bar is missed
 
 Prints markdown, with the machine and the versions above it.
 """
@@ -43,11 +43,11 @@ DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""
 
 MARKS, MATRIX = 20_000, 512
-"""Of the direct counts: repetitions, and rows of a matrix that takes the caches of a core."""
+"""Repetitions of the direct counts, and rows of a matrix that fills the caches of a core."""
 
 WIDTHS = (64, 1024, 2560)
 OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
-"""What --check asks for, at most: of a training, of a step, of a blocking save."""
+"""The bars of --check: at most these shares of a training, of a step, of a blocking save."""
 
 
 class NoTally(loop.Tally):
@@ -55,7 +55,7 @@ class NoTally(loop.Tally):
 
 
 def prepared(world: dist.World, *words: str) -> train.Prepared:
-    """An endless training that is neither evaluated nor saved by itself."""
+    """Prepare an endless training without evaluations and saves."""
     endless = [f"{name}=1000000000" for name in ("steps", "epochs", "eval_every", "save_every")]
     with contextlib.redirect_stdout(io.StringIO()):
         return train.prepare(config.parse([*words, *endless], tasks.load).cfg, world, Stop())
@@ -68,7 +68,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def quartiles(values: list[float], digits: int) -> str:
-    """The cells for the median and the quartiles around it."""
+    """Return the table cells of the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.{digits}f} | {low:.{digits}f} .. {high:.{digits}f}"
 
@@ -77,11 +77,11 @@ def quartiles(values: list[float], digits: int) -> str:
 
 
 class Enough(Exception):
-    """As many steps as were wanted."""
+    """All requested steps are taken."""
 
 
 class Ways:
-    """One training, that takes its next steps bare, watched, or observed; or that is observed without training."""
+    """One training that takes its next steps bare, watched or observed, or is observed without training."""
 
     def __init__(self, ready: train.Prepared, logger: log.Silent, steps: int):
         self.ready, self.logger, self.steps, self.job = ready, logger, steps, ready.job
@@ -90,7 +90,7 @@ class Ways:
         self.matrix, self.step_s, self.computed_s = torch.ones(MATRIX, MATRIX), 0.0, 0.0
 
     def bare(self) -> None:
-        """None of what observes: no marks, no totals."""
+        """Take steps without observers: no marks, no totals."""
         job, hooks = self.job, self.first._post_accumulate_grad_hooks
         kept, mark = dict(hooks or {}), Phases.__call__
         Phases.__call__ = lambda *_, **__: None  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ class Ways:
         (hooks or {}).update(kept)
 
     def watched(self) -> None:
-        """Marks, a look for a slow rank at each log point; and, in `measure`, heartbeats."""
+        """Take steps with marks, a search for a slow rank at each log point and, in `measure`, heartbeats."""
         job, job.tally = self.job, self.no_tally
         for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
             if job.progress.step % job.cfg.log_every == 0:
@@ -110,12 +110,12 @@ class Ways:
                 job.tally.restart_clock()
 
     def observed(self) -> None:
-        """The real `train.train` with its real log and progress bar."""
+        """Take steps in the real `train.train`, with its real log and progress bar."""
         self._train(loop.train_epoch)
 
     def counted(self) -> None:
-        """The same around steps that multiply matrices for as long as a step takes, meet once, as steps do, and train
-        nothing. What takes CPU time beside `computed_s` observes."""
+        """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
+        train nothing. CPU time beyond `computed_s` is the observers'."""
         self.computed_s = 0.0
         self._train(self._stand_in)
 
@@ -125,7 +125,7 @@ class Ways:
             began = time.thread_time()
             while time.thread_time() - began < self.step_s:
                 self.matrix @ self.matrix
-            job.world.sum(sums.clone())  # or whoever is early would wait in what observes
+            job.world.sum(sums.clone())  # else an early rank would wait in an observer
             self.computed_s += time.thread_time() - began
             self.mark()
             job.tally.add(["loss", "weight", "accuracy", "count"], sums, skipped)
@@ -133,12 +133,12 @@ class Ways:
             yield loop.Outcome(False, [])
 
     def mark(self) -> None:
-        """What a step tells the watch."""
+        """Make the marks of a step."""
         for name in ("data loading", "forward", "backward", "gradient sync", "optimizer step", "all_reduce"):
             phase(name)
 
     def _train(self, epoch: Any) -> None:
-        """Breaks the training off: by itself it ends only with an evaluation and a checkpoint."""
+        """Run the training and break it off, because it would end with an evaluation and a checkpoint."""
         self.job.tally, real, left = self.tally, loop.train_epoch, self.steps
 
         def limited(job: loop.Job, loader: Any) -> Iterator[loop.Outcome]:
@@ -155,8 +155,8 @@ class Ways:
         loop.train_epoch = real
 
     def measure(self, name: str, phase_s: float) -> tuple[float, float]:
-        """(seconds, CPU time) of a step. phase_s: how long after a heartbeat to begin, so that in many measurements
-        there are as many beats as their length is worth."""
+        """Return (seconds, CPU seconds) of a step. `phase_s` is the start after a heartbeat, varied so that heartbeats
+        are counted at their true rate over many measurements."""
         job = self.job
         with contextlib.nullcontext() if name == "bare" else Watch(job.world, job.stop, job.cfg.ddp.timeout_s):
             if name != "bare":
@@ -168,7 +168,7 @@ class Ways:
 
 
 def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
-    """The same training bare, with what watches it, and with all that observes it: metrics, log, progress bar, too."""
+    """Measure a training bare, watched, and fully observed: metrics, log and progress bar, too."""
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     names = ["bare", "watched", "observed", "counted"]
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -185,7 +185,7 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
                 took, worked = ways.measure(name, BEAT_S * number / rounds)
                 times[name].append(took)
                 busy[name].append(worked)
-                if name == "bare":  # CPU time: other load makes a step longer, and what is counted look small beside it
+                if name == "bare":  # CPU time, because other load lengthens a step and would hide the overhead
                     ways.step_s = worked
         logger.close()
     mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
@@ -221,7 +221,7 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
 
 
 def saves(ready: train.Prepared, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step, of a blocking save, of a stall for a background save, and of the step after that."""
+    """Return seconds of steps, of blocking saves, of stalls for background saves, and of the steps after these."""
     times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
     job, training, checkpoints = ready.job, loop.endless(ready.job, ready.train_loader), storage.Checkpoints(folder)
     next(training)
@@ -234,13 +234,13 @@ def saves(ready: train.Prepared, folder: Path, rounds: int, steps: int) -> dict[
             times["blocking"].append(seconds(blocking))
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))
             times["stall"].append(seconds(lambda: keeper.save(checkpoint.capture(job))))
-            times["after"].append(seconds(lambda: next(training)))  # a copy that is only put off shows here
+            times["after"].append(seconds(lambda: next(training)))  # a copy that is only deferred shows here
             keeper.settle()
     return times
 
 
 def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
-    """How long the training stands still for one checkpoint, written beside it or in its way."""
+    """Measure how long a checkpoint stops the training, written in the background or blocking."""
     print(
         "\n| parameters | file | step | blocking save | stall of a background save | stall / blocking | stall / step "
         "| step after it / step |\n|---|---|---|---|---|---|---|---|"
@@ -265,7 +265,7 @@ def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
 
 
 def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
-    """Two trainings of a perceptron in turns, whose optimizers differ in nothing but where the moments are; no bar."""
+    """Measure two interleaved trainings of a perceptron that differ in optim.zero only; there is no bar."""
     kinds = ("true", "false")
     times: dict[str, dict[str, list[float]]] = {"ms a step": {}, "ms that a checkpoint stops the training": {}}
     jobs, trainings = {}, {}

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Lockstep beside the usual loops, on the same model and the same arrays, and beside what the arithmetic alone takes.
+"""Compare Lockstep with the usual loops, on the same model and the same arrays, and with the arithmetic alone.
 
 python benchmarks/run.py                                          all workloads, one and two processes
 python benchmarks/run.py --only har_flatten --processes 1 --rounds 5
-python benchmarks/run.py --check                                  exit code 1 where a bar is missed
+python benchmarks/run.py --check                                  exit code 1 if a bar is missed
 python benchmarks/run.py --gpu                                    on a GPU
 
-Each measurement is a process of its own (two under torchrun); the contestants take turns, round after round, so that a
-machine that is busy for a while is busy for all of them. What counts are ratios within one run. The others:
-`pip install -e '.[bench]'`; who is not installed is left out, and named.
+Each measurement is a new process (two under torchrun); the contestants are interleaved, so that other load meets all of
+them. Ratios are taken within one run. The others need `pip install -e '.[bench]'`; a missing one is left out and named.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "samples": 626, "batch_size": 16, "lr": 1e-4,
     },
 }  # fmt: skip
-"""`words` tell Lockstep the task, and by way of it the others. `model` is (file in models/, class, sizes), for `start`,
-which doesn't look at the data. `warmup` is in steps, of which even one epoch on two processes has more."""
+"""`words` are Lockstep's arguments; the others use its task. `model` is (file in models/, class, sizes), for `start`,
+which does not read the data. `warmup` is in steps, fewer than one epoch has on two processes."""
 
 BARS = {
     "limit": {"video": 0.97, "har_conv": 0.95, "har_flatten": 0.85},
@@ -91,12 +90,12 @@ BARS = {
     "ddp": {"video": 0.95, "har_conv": 0.95, "har_flatten": 0.6},
     "start": {"video": 1.3, "har_conv": 1.3, "har_flatten": 1.3},
 }
-"""What --check asks for: Lockstep ÷ the best limit; ÷ the best of the others on one and on two processes; two processes
-÷ two independent ones; at most, time until the first step ÷ until torch and the model are there."""
+"""The bars of --check: Lockstep ÷ the best limit; ÷ the best of the others on one and on two processes; two processes ÷
+two independent ones; at most, time to the first step ÷ time to import torch and build the model."""
 
 
 def make_arrays(folder: Path) -> Path:
-    """Windows of the shape of UCI HAR, in which six classes can be told apart, though not without mistakes."""
+    """Write windows of UCI HAR's shape, in which six classes can be told apart, with some errors."""
     import numpy as np
 
     folder = folder / f"bench_har_{TRAIN}x{CHANNELS}x{LENGTH}"
@@ -119,8 +118,8 @@ def make_arrays(folder: Path) -> Path:
 
 
 def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu: str = "") -> dict[str, Any] | None:
-    """One training by one contestant, perhaps on a certain GPU; with its whole duration. None, and a word, where it
-    fails."""
+    """Run one training by one contestant, on the GPU `gpu` if given; returns its result with the total time, or None,
+    after printing the error."""
     contestant = name.split()[0]
     about = about | {"limit": name.split()[1:]}
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +127,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu:
         words = [str(CONTEST), contestant, json.dumps(about | {"folder": folder}), str(result)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-        # LeRobot may lie in a folder of its own, with a torchvision that the others would trip over.
+        # LeRobot may lie in a folder of its own, with a torchvision that breaks the others.
         beside = [env["PYTHONPATH"]] if contestant == "lerobot" and "PYTHONPATH" in env else []
         env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *beside])}
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
@@ -146,7 +145,7 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu:
 
 
 def apart(about: dict[str, Any], processes: int, threads: int) -> dict[str, Any] | None:
-    """Independent trainings at the same time: what the machine can do without any exchange."""
+    """Run independent trainings at the same time: the machine's limit without communication."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(processes) as pool:
@@ -167,9 +166,9 @@ def limits(workload: str, everything: bool) -> list[str]:
 
 
 def too_short(workload: str, processes: int, epochs: int) -> str:
-    """Why nothing could be timed, in words; empty where there is more than the warm-up."""
+    """Return why nothing could be timed; empty if there are steps after the warm-up."""
     about = WORKLOADS[workload]
-    # Some contestants leave the last, shorter batch of an epoch away.
+    # Some contestants drop the last, shorter batch of an epoch.
     steps = (epochs or about["epochs"]) * (about["samples"] // (about["batch_size"] * processes))
     if steps > about["warmup"]:
         return ""
@@ -218,14 +217,14 @@ def spread(values: list[dict[str, Any]], key: str) -> str:
 
 
 def ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -> float:
-    """How many times as fast we are: the median over the rounds, each divided by its own round."""
+    """Return our speed-up: the median of the ratios within each round."""
     rounds = {our["round"]: our for our in ours}
     pairs = [(rounds[their["round"]], their) for their in theirs if their["round"] in rounds]
     return statistics.median(their[key] / our[key] for our, their in pairs) if pairs else float("nan")
 
 
 def closest(ours: list[dict[str, Any]], others: list[list[dict[str, Any]]], key: str) -> float:
-    """The ratio to the best of the others; NaN where one has no round in common with us, for that may be the best."""
+    """Return the ratio to the best of the others; NaN if one shares no round with us, because it may be the best."""
     return min((ratio(ours, theirs, key) for theirs in others), key=lambda one: (one == one, one))
 
 
@@ -253,7 +252,7 @@ def table(workload: str, processes: int, results: dict[str, list[dict[str, Any]]
 
 
 def verdicts(workload: str, processes: int, results: dict[str, list[dict[str, Any]]]) -> list[Bar]:
-    """Each bar that these results can speak to."""
+    """Return the bars that these results can be held to."""
     ours, found, where = results.get("lockstep"), [], f"{workload}, {processes} process(es)"
     if not ours:
         return []

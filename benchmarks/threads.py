@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Threads on a machine that is quiet, and on one that is not: what the rule chooses, beside one thread and all of them.
+"""Compare the number of threads that the rule chooses with one and with all, on a quiet and on a busy machine.
 
 python benchmarks/threads.py > benchmarks/results/threads.md      some eight minutes, with nothing else running
 python benchmarks/threads.py --only har --rounds 1 --seconds 0.2  a try
 
-Of each training the steps are timed alone, beside one process that only counts, and beside four; the numbers of threads
-take turns within a round, and what counts are ratios within one. All threads: as many as there are cores, shared out
-among the processes. At the end a whole training, from the launcher to the last checkpoint.
+The steps of each training are timed alone, beside one process that only counts, and beside four; the numbers of threads
+are interleaved, and ratios are taken within a round. All threads: the cores, divided among the processes. The last
+measurement is a whole training, from the launcher to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MARK = "measured "
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """`count` processes beside that do nothing but count."""
+    """Run `count` processes that do nothing but count."""
     counting = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -102,28 +102,28 @@ def rows(name: str, processes: int, rounds: int, seconds: float) -> Iterator[str
     if done.returncode or not lines:
         yield f"| {name} | {processes} | failed: {' '.join(done.stderr.strip().splitlines()[-1:])} |"
         return
-    told = json.loads(lines[0].removeprefix(MARK))
-    most = max(one[0] for one in told["found"])
+    result = json.loads(lines[0].removeprefix(MARK))
+    most = max(one[0] for one in result["found"])
     alone = 0.0
     for beside in BUSY:
 
         def times(threads: int, column: int, beside: int = beside) -> list[float]:
-            return [one[column] for one in told["found"] if one[:2] == [threads, beside]]
+            return [one[column] for one in result["found"] if one[:2] == [threads, beside]]
 
         def ratio(threads: int, column: int, times: Any = times) -> str:
-            pairs = zip(times(threads, column), times(told["chosen"], column), strict=True)
+            pairs = zip(times(threads, column), times(result["chosen"], column), strict=True)
             return f"{statistics.median(a / b for a, b in pairs):.2f}"
 
-        wall, cpu = (statistics.median(times(told["chosen"], column)) for column in (2, 3))
+        wall, cpu = (statistics.median(times(result["chosen"], column)) for column in (2, 3))
         alone = alone or wall
         yield (
-            f"| {name} | {processes} | {beside} | {told['chosen']} | {wall:.1f} | {wall / alone:.2f} | {cpu:.1f} "
+            f"| {name} | {processes} | {beside} | {result['chosen']} | {wall:.1f} | {wall / alone:.2f} | {cpu:.1f} "
             f"| {ratio(1, 2)} | {ratio(1, 3)} | {most} | {ratio(most, 2)} | {ratio(most, 3)} |"
         )
 
 
 def whole(beside: int) -> float:
-    """Seconds of a training as `make train` starts it, beside so many loops."""
+    """Return the seconds of a training as `make train` starts it, beside so many loops."""
     env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", BY_RULE)}
     with busy(beside), tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -157,8 +157,8 @@ def main(argv: list[str]) -> int:
         pairs = [(whole(0), whole(1)) for _ in range(args.rounds)]
         quiet, beside = (statistics.median(times) for times in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs)
-        said = f"{quiet:.1f} s alone, {beside:.1f} s beside one loop, ratio {ratio:.2f}"
-        print(f"\n`./train_multigpu.sh {' '.join(WHOLE)}`: {said}")
+        text = f"{quiet:.1f} s alone, {beside:.1f} s beside one loop, ratio {ratio:.2f}"
+        print(f"\n`./train_multigpu.sh {' '.join(WHOLE)}`: {text}")
     return 0
 
 

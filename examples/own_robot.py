@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Your own robot: logs of demonstrations -> a dataset in LeRobot's format -> a trained policy. Fork this file.
 
-    python examples/own_robot.py FOLDER [words for the training, such as steps=2000]
+    python examples/own_robot.py FOLDER [arguments of the training, such as steps=2000]
 
-The logs here are made up: a gripper that goes to a ball, one .npz per episode with what it felt, saw and did. Replace
-`make_raw` by your own files, and change `FEATURES` and `read_episode` to fit. A dataset that was recorded with LeRobot
-needs no conversion: dataset.root=DIR takes it as it is. Needs pyarrow: pip install pyarrow
+The logs here are made up: a gripper that goes to a ball, one .npz per episode with states, pictures and actions.
+Replace `make_raw` by your own files, and change `FEATURES` and `read_episode` to fit. A dataset that was recorded with
+LeRobot needs no conversion: dataset.root=DIR takes it as it is. Needs pyarrow: pip install pyarrow
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FPS, SIZE = 10, 32
 FEATURES = {
     "observation.state": ("float32", (2,)),
     "observation.images.top": ("image", (3, SIZE, SIZE)),  # or "video", smaller on the disk and not exact
-    "action": ("float32", (2,)),  # what the robot was told, in the units it is told in
+    "action": ("float32", (2,)),  # commands to the robot, in their own units
 }
 SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
-"""What the training is told; words of the command line go before it."""
+"""Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA stand here: one log per demonstration."""
+    """YOUR DATA go here: one log per demonstration."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
     for episode in range(40):
@@ -50,7 +50,7 @@ def make_raw(folder: Path) -> None:
 
 
 def read_episode(path: Path) -> tuple[dict[str, np.ndarray], str]:
-    """({feature: (T, ...)}, what was to be done, in words). All arrays have a row per frame, at FPS."""
+    """Return ({feature: (T, ...)}, the task as text). All arrays have a row per frame, at FPS."""
     with np.load(path) as log:
         arrays = {
             "observation.state": log["state"].astype(np.float32),

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Your own sensors: CSV recordings of people -> one .npz -> a trained model. Fork this file.
 
-    python examples/own_sensors.py FOLDER [words for the training, such as epochs=20]
+    python examples/own_sensors.py FOLDER [arguments of the training, such as epochs=20]
 
-The raw files here are made up, in the form in which they mostly come: one CSV per recording, sampled unevenly, and a
-table that names the person and the label of each. Replace `make_raw` by your own files, and change
-`read_recording` to fit.
+The raw files here are made up, in the usual form: one CSV per recording, sampled unevenly, and a table that names the
+person and the label of each. Replace `make_raw` by your own files, and change `read_recording` to fit.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RATE_HZ = 50.0
 CHANNELS = ["acc_x", "acc_y", "acc_z"]  # three axes of one sensor side by side: the augmentation turns them together
 SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
-"""What the training is told; words of the command line go before it."""
+"""Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA stand here: folder/recordings.csv (file, subject, label) and the files that it names."""
+    """YOUR DATA go here: folder/recordings.csv (file, subject, label) and the files that it names."""
     rng = np.random.default_rng(0)
     hertz = {"rest": 0.0, "walk": 2.0, "wave": 4.0}
     rows = []
@@ -49,7 +48,7 @@ def make_raw(folder: Path) -> None:
 
 
 def read_recording(path: Path) -> np.ndarray:
-    """(T, C) float32 at an even rate, in the sensor's own units: the model normalises."""
+    """Return (T, C) float32 at an even rate, in the sensor's own units: the model normalises."""
     with open(path, encoding="utf-8") as file:
         columns = file.readline().strip().split(",")
         table = np.loadtxt(file, delimiter=",", ndmin=2)  # (rows, columns)
@@ -59,7 +58,7 @@ def read_recording(path: Path) -> np.ndarray:
 
 
 def convert(raw: Path, target: Path) -> None:
-    """The layout "recordings" of formats/windows.py: all signals end to end, and where each begins and what it is."""
+    """Write the layout "recordings" of formats/windows.py: all signals concatenated, with their lengths and labels."""
     with open(raw / "recordings.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     signals = [read_recording(raw / row["file"]) for row in rows]
@@ -68,7 +67,7 @@ def convert(raw: Path, target: Path) -> None:
         signal=np.concatenate(signals),  # (sum of lengths, C)
         lengths=np.array([len(signal) for signal in signals]),
         label=np.array([row["label"] for row in rows]),
-        subject=np.array([row["subject"] for row in rows]),  # people are divided between training and validation
+        subject=np.array([row["subject"] for row in rows]),  # the split is by person
         channels=np.array(CHANNELS),
         rate_hz=np.array(RATE_HZ),
     )

@@ -3,7 +3,7 @@
     python train.py examples/own_task.py
     torchrun --standalone --nproc_per_node=2 train.py examples/own_task.py table.path=mine.csv table.target=price
 
-Without a table of your own it learns a made-up one. What a task promises stands in engine/contract.py.
+Without a table of your own it learns a made-up one. engine/contract.py is the whole interface.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Task(contract.Task):
         y = table[:, names.index(cfg.target)]
         x = table[:, [n for n, name in enumerate(names) if name != cfg.target]]
         cut = len(y) - max(1, int(cfg.val_share * len(y)))
-        # From the training rows alone; the model keeps them, so that whoever loads it needs no table.
+        # From the training rows only; the model keeps them, so that a checkpoint needs no table.
         self.mean, self.std = x[:cut].mean(0), x[:cut].std(0).clamp(min=1e-6)
         return Rows(x[:cut], y[:cut]), Rows(x[cut:], y[cut:])
 
@@ -85,7 +85,7 @@ class Task(contract.Task):
 
 
 class Net(nn.Module):
-    """YOUR MODEL stands here: any nn.Module."""
+    """YOUR MODEL goes here: any nn.Module."""
 
     mean: Tensor
     std: Tensor
@@ -111,7 +111,7 @@ def read(path: str) -> tuple[list[str], Any]:
 
 
 def made_up() -> tuple[list[str], Any]:
-    draw = np.random.default_rng(0)  # the same on every rank: data must not depend on who reads them
+    draw = np.random.default_rng(0)  # the same data on every rank
     x = draw.normal(size=(600, 3))
     y = np.sin(x[:, 0]) + x[:, 1] * x[:, 2] + draw.normal(scale=0.1, size=600)
     return ["a", "b", "c", "y"], np.column_stack([x, y]).astype(np.float32)

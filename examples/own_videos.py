@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Your own videos: recordings and a CSV of trials -> packed clips -> a trained model. Fork this file.
 
-    python examples/own_videos.py FOLDER [words for the training, such as epochs=20]
+    python examples/own_videos.py FOLDER [arguments of the training, such as epochs=20]
 
 The videos here are made up: a bright spot, the "animal", that rests, runs or turns. Replace `make_raw` by your own
-files. The conversion is a tool already, tools/prepare_clips.py: it turns to gray, crops, resizes, and refuses trials
-that reach beyond their video. Needs PyAV: pip install av
+files. tools/prepare_clips.py converts them: to gray, cropped, resized; a trial that reaches beyond its video is an
+error. Needs PyAV: pip install av
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial
 SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
-"""What the training is told; words of the command line go before it."""
+"""Settings of the training; arguments of the command line override them."""
 
 
 def make_raw(folder: Path) -> None:
-    """YOUR DATA stand here: folder/trials.csv (video, start_s, label) and the videos that it names."""
+    """YOUR DATA go here: folder/trials.csv (video, start_s, label) and the videos that it names."""
     rng = np.random.default_rng(0)
     rows = []
     for v in range(5):
