@@ -1,0 +1,282 @@
+"""The backend "shm" of torch.distributed: sums over the CPU processes of one machine, through memory that they share.
+
+    dist.init_process_group("shm", store=..., rank=..., world_size=..., timeout=...)
+    dist.all_reduce(tensor)
+
+Everything else goes through gloo, and so do sums where the ranks cannot share memory: see `in_use`. Gloo sends sums
+through the network stack, and wakes a sleeping thread at every message: for a few numbers that takes fifty times as
+long, for a few megabytes ten times. Here they are added in the order of the ranks, so that every rank, and every run,
+gets the same bits, whatever buckets DDP makes.
+
+torch calls backends of one's own experimental; read with torch 2.13. There a ProcessGroup written in Python takes the
+place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
+"""
+
+import contextlib
+import mmap
+import os
+import platform
+import re
+import select
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from engine.contract import LockstepError
+
+PIECE = 1 << 20
+"""Bytes of a rank that are exchanged at once: they stay in the cache until the others have read them."""
+
+LINE = 64
+"""Bytes of a cache line: no two ranks write into the same one."""
+
+SPINS = 2000
+"""How often a rank looks again before it sleeps: a millisecond or two. To wake a sleeping process takes longer than
+most sums do."""
+
+
+def in_use(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the sums of this group, or of the default one, go through shared memory."""
+    return getattr(group or dist.group.WORLD, "channel", None) is not None
+
+
+def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP's mean, as a communication hook; its state is an empty list. DDP is right without it, too.
+
+    Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank where their number is no
+    power of two, and sums each bucket when it is full. On CPUs nothing overlaps, the same thread computes and sums;
+    so here the ranks wait for each other once, when the last bucket is full: 10 % of a step with nine buckets.
+    """
+    future: Future[Tensor] = Future()
+    waiting.append((bucket.buffer(), future))
+    while bucket.is_last() and waiting:
+        gradients, done = waiting.pop(0)
+        dist.all_reduce(gradients)
+        done.set_result(gradients.div_(dist.get_world_size()))
+    return future
+
+
+class Channel:
+    """One sum after the other, in turns of at most PIECE bytes; a rank that begins one finishes the one before.
+
+    The memory holds two turns. A rank that posts turn t has finished t-1, and so has seen that all others posted t-1:
+    they have finished t-2, whose place it takes.
+
+    posted  (ranks, 8) int64: the last turn that a rank has posted, and the bytes of its last even and its last odd one
+    pieces  (2, ranks, PIECE) uint8
+    """
+
+    def __init__(self, rank: int, pids: list[int], memory: mmap.mmap, timeout_s: float):
+        self.rank, self.size, self.timeout_s = rank, len(pids), timeout_s
+        self.posted = np.frombuffer(memory, np.int64, self.size * LINE // 8).reshape(self.size, LINE // 8)
+        self.pieces = torch.frombuffer(memory, dtype=torch.uint8, offset=self.size * LINE).view(2, self.size, PIECE)
+        self.turn = 0
+        self.unfinished: tuple[Tensor, Tensor, Tensor] | None = None  # the tensor, flat, and its last piece, posted
+        self.ended = select.poll()
+        for pid in pids:
+            if pid != os.getpid():
+                process = os.pidfd_open(pid)
+                self.ended.register(process, select.POLLIN)
+                weakref.finalize(self, os.close, process)
+
+    @staticmethod
+    def bytes(size: int) -> int:
+        return size * (LINE + 2 * PIECE)
+
+    def begin(self, tensor: Tensor) -> int:
+        """(all ranks) Post `tensor`; returns what `finish` needs. All pieces but the last are added at once."""
+        self.finish(self.turn)
+        tensor = tensor.detach()
+        flat = tensor.contiguous().view(-1)  # a copy, where it is not contiguous
+        *pieces, last = flat.split(PIECE // flat.element_size())
+        for piece in pieces:
+            self._post(piece)
+            self._add(piece)
+        self._post(last)
+        self.unfinished = tensor, flat, last
+        return self.turn
+
+    def finish(self, turn: int) -> None:
+        """(all ranks) Wait until the others have begun the same sum, and put it into the tensor."""
+        if self.unfinished is None or turn != self.turn:  # finished when a later one began
+            return
+        tensor, flat, last = self.unfinished
+        self._add(last)
+        self.unfinished = None
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _post(self, piece: Tensor) -> None:
+        self.turn += 1
+        self._of(self.rank, piece).copy_(piece)
+        self.posted[self.rank, 1 + self.turn % 2] = piece.nbytes
+        self.posted[self.rank, 0] = self.turn  # after the rest: x86 shows writes to others in their order
+
+    def _add(self, piece: Tensor) -> None:
+        for rank in range(self.size):
+            if self.posted[rank, 0] < self.turn:
+                self._wait(rank)
+            if (theirs := self.posted[rank, 1 + self.turn % 2]) != piece.nbytes:
+                raise LockstepError(
+                    f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {piece.nbytes}",
+                    where="a sum over the ranks",
+                    todo="return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
+                    exit_code=6,
+                )
+        torch.add(self._of(0, piece), self._of(1, piece), out=piece)
+        for rank in range(2, self.size):
+            piece.add_(self._of(rank, piece))
+
+    def _of(self, rank: int, like: Tensor) -> Tensor:
+        return self.pieces[self.turn % 2, rank, : like.nbytes].view(like.dtype)
+
+    def _wait(self, rank: int) -> None:
+        for _ in range(SPINS):
+            os.sched_yield()
+            if self.posted[rank, 0] >= self.turn:
+                return
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            problem = self._trouble(waited)
+            if self.posted[rank, 0] >= self.turn:  # asked after it: who has posted may have ended since
+                return
+            if problem:
+                raise dist.DistBackendError(problem)
+            time.sleep(min(2e-3, 5e-5 + waited / 10))
+
+    def _trouble(self, waited_s: float) -> str:
+        """Why waiting makes no sense any more; empty while it does."""
+        if self.ended.poll(0):
+            return "Connection closed by peer: a process of this machine has ended"
+        if waited_s > self.timeout_s:  # a backstop: watch.py notices first, and knows whom to name
+            return f"Timed out waiting {waited_s:.0f} s for another process of this machine"
+        return ""
+
+
+class Sum(dist.Work):
+    """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits."""
+
+    def __init__(self, channel: Channel, tensor: Tensor):
+        super().__init__()
+        self.channel, self.tensor = channel, tensor
+        self.turn = channel.begin(tensor)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.channel.finish(self.turn)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A completed one: DDP waits for it in C++, where nothing could finish the sum."""
+        self.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result([self.tensor])
+        return future
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group.
+
+    gloo     the same ranks, for everything but sums
+    channel  what sums go through; None where there is one rank, or the ranks cannot share memory
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)  # type: ignore[call-arg]  # with the store Python could override nothing
+        self.gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        for group in (self, self.gloo):
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+        self.channel = _open_channel(self, timeout.total_seconds()) if size > 1 else None
+
+    def getBackendName(self) -> str:
+        return "shm"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.AllreduceOptions()
+        here = all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+        if self.channel and here and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
+            return Sum(self.channel, tensors[0])
+        return self.gloo.allreduce(tensors, opts)
+
+
+def _through_gloo(name: str) -> Callable[..., dist.Work]:
+    def collective(self: SharedMemoryGroup, *args: Any, **more: Any) -> dist.Work:
+        return getattr(self.gloo, name)(*args, **more)
+
+    return collective
+
+
+# All collectives: where the C++ base class finds no override in Python, it calls gloo with the GIL held, for which a
+# thread of gloo may wait with its own lock held: a deadlock.
+for _name, _method in vars(dist.ProcessGroup).items():
+    if re.search(r"-> \S*\bWork$", _method.__doc__ or "", re.MULTILINE) and _name not in vars(SharedMemoryGroup):
+        setattr(SharedMemoryGroup, _name, _through_gloo(_name))
+
+
+def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
+    """(all ranks) None where they don't all run on one machine, or where it isn't an x86 under Linux: on others what a
+    rank writes may be seen out of order, and Python has no fence."""
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    rank, count = group.rank(), Channel.bytes(group.size())
+    possible = sys.platform == "linux" and platform.machine() == "x86_64"
+    possible = possible and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+    file = _reserve(count) if possible and rank == 0 else None
+    everyone = gather((machine(), os.getpid(), file) if possible else None)
+    first, channel = everyone[0], None
+    if None not in everyone and first[2] is not None and all(where == first[0] for where, _, _ in everyone):
+        with contextlib.suppress(OSError):  # another user's process, or /proc doesn't show it
+            mine = os.open(f"/proc/{first[1]}/fd/{first[2]}", os.O_RDWR)
+            try:
+                channel = Channel(rank, [pid for _, pid, _ in everyone], mmap.mmap(mine, count), timeout_s)
+            finally:
+                os.close(mine)
+    complete = all(gather(channel is not None))
+    if file is not None:
+        os.close(file)
+    return channel if complete else None
+
+
+def machine() -> str:
+    """What tells this machine, and this container on it, from others of the same name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+def _reserve(count: int) -> int | None:
+    """A file in memory, without a name: nothing is ever left over."""
+    try:
+        file = os.memfd_create("lockstep")
+    except OSError:  # forbidden, or too many open files
+        return None
+    try:
+        os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
+    except OSError:
+        os.close(file)
+        return None
+    return file
+
+
+dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])
