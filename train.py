@@ -41,6 +41,7 @@ from engine import (
     optim,
     plan,
     precision,
+    shm_backend,
     status,
     storage,
     terminal,
@@ -310,7 +311,7 @@ def _speed(job: Job, loaders: tuple[TrainLoader, EvalLoader]) -> list[str]:
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,
         f"{held / 1e6:.1f} MB of data held": held > 0,
-        "sums through shared memory": job.world.shared is not None,
+        "sums through shared memory": shm_backend.in_use(),
         f"on the cores of {job.world.place}": bool(job.world.place),
     }
     return [words for words, so in chosen.items() if so]

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from engine import agent, compiler, cores, oom
+from engine import agent, compiler, cores, oom, shm_backend
 from engine.config import DDP, Config
 from engine.contract import LockstepError, amount
 from engine.phases import phase
-from engine.shared import Shared, share
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ class World:
     grouped  whether there is a process group (of one, perhaps)
     store    what the ranks leave notes for each other in; None without a process group
     memory   the same, but shared with the attempts of torchrun that were before
-    shared   sums through shared memory, where all ranks are CPU processes of one machine
     place    the part of the machine whose cores it keeps to, in words; empty: all of it
     local_size  processes on this machine, 1 where the launcher doesn't say
     network  how this machine and the others find each other, in words, where `join` has chosen it
@@ -63,7 +61,6 @@ class World:
     grouped: bool = False
     store: Any = None
     memory: Any = None
-    shared: Shared | None = None
     place: str = ""
     local_size: int = 1
     network: str = ""
@@ -77,34 +74,36 @@ class World:
         """How many processes of this machine keep their own copy of something in `memory`."""
         return -(-self.local_size // torch.cuda.device_count()) if memory.type == "cuda" else self.local_size
 
-    def sum(self, *tensors: Tensor) -> None:
+    def sum(self, *tensors: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Add up over all ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
         if self.size > 1:
             with phase.during("all_reduce", waits=True):
                 for tensor in tensors:
-                    self.shared.sum(tensor) if self.shared else dist.all_reduce(tensor)
+                    dist.all_reduce(tensor, group=group)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Any]:
         """The same for one tensor, but it goes on meanwhile; call what this returns before `tensor` is used."""
         if self.size == 1:
             return lambda: None
-        if self.shared:
-            return self.shared.begin_sum(tensor)
         work = dist.all_reduce(tensor, async_op=True)
         return lambda: work.wait()
 
-    def time_sum(self, count: int, rounds: int = 8) -> float:
-        """(all ranks) Seconds that a `sum` of so many bytes takes, in the median; 0 in a world of one."""
+    def time_sum(self, count: int, rounds: int = 8, backend: str | None = None) -> float:
+        """(all ranks) Seconds that a `sum` of so many bytes takes, in the median; 0 in a world of one.
+
+        backend  measure another one than that of the run
+        """
         if self.size == 1:
             return 0.0
         numbers, start = torch.zeros(max(1, count // 4), device=self.device), torch.zeros(1, device=self.device)
+        group = dist.new_group(backend=backend) if backend else None
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda device: None
         times = []
         for _ in range(rounds + 1):  # the first one connects
-            self.sum(start)  # all begin together
+            self.sum(start, group=group)  # all begin together
             wait(self.device)
             began = time.perf_counter()
-            self.sum(numbers)
+            self.sum(numbers, group=group)
             wait(self.device)
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
@@ -210,20 +209,16 @@ class World:
         return model
 
     def _compress(self, net: DistributedDataParallel, kind: str, warn: Callable[[str], Any]) -> None:
-        """Let DDP send gradients through shared memory, or in fewer bytes, by torch's own hooks."""
+        """Let DDP sum before it divides, where sums cost little, or send fewer bytes, by torch's own hooks."""
         if self.size == 1:
             return
         if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
-            warn(
-                f"warning: ddp.comm_hook=bf16 is for NCCL, not for {dist.get_backend()}: gradients are sent as they are"
-            )
+            backend = dist.get_backend().replace("shm", "gloo")
+            warn(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {backend}: gradients are sent as they are")
             kind = "none"
         if kind == "none":
-            if self.shared:
-                mean = self.shared.mean
-                net.register_comm_hook(
-                    None, lambda _, bucket: mean(bucket)
-                )  # torch compares annotations, ours are texts
+            if shm_backend.in_use():
+                net.register_comm_hook([], shm_backend.sum_then_divide)
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -393,9 +388,10 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     if launch is not None and cfg.ddp.bind_cores:  # before most threads, which stay where they are
         place = cores.bind(device, launch.local_rank, launch.local_size)
     launch = launch or Launch(0, 0, 1)
-    backend = cfg.ddp.backend
+    backend: str = cfg.ddp.backend
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        one_machine = launch.size == launch.local_size or not launch.local_size  # or unknown
+        backend = "nccl" if device.type == "cuda" else "shm" if launch.size > 1 and one_machine else "gloo"
     try:
         lasting = dist.HashStore() if alone else _meet(launch, timedelta(seconds=cfg.ddp.init_timeout_s))
         store = lasting if alone else _of_this_attempt(lasting, launch, timedelta(seconds=cfg.ddp.init_timeout_s))
@@ -416,23 +412,10 @@ def join(cfg: Config, launch: Launch | None, always: bool = False) -> World:
     memory = dist.PrefixStore("lockstep", lasting)
     _joined = World(
         launch.rank, launch.local_rank, launch.size, device,
-        grouped=True, store=notes, memory=memory, shared=_share(cfg, launch, device), place=place,
+        grouped=True, store=notes, memory=memory, place=place,
         local_size=max(1, launch.local_size), network=network,
     )  # fmt: skip
     return _joined
-
-
-def _share(cfg: Config, launch: Launch, device: torch.device) -> Shared | None:
-    if launch.size == 1:
-        return None
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * launch.size
-        dist.all_gather_object(values, value)
-        return values
-
-    wanted = device.type == "cpu" and cfg.ddp.backend == "auto"
-    return share(wanted, launch.rank, launch.size, gather, cfg.ddp.timeout_s + 15)
 
 
 def _meet(launch: Launch, timeout: timedelta) -> dist.Store:

@@ -23,7 +23,7 @@ from engine import oom, status, storage, terminal
 from engine.contract import LockstepError
 from engine.dist import World, speaks
 from engine.phases import Phases, phase
-from engine.shared import machine
+from engine.shm_backend import machine
 from engine.stop import Stop, leave_nothing
 
 STORE_GONE = (

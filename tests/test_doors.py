@@ -131,7 +131,7 @@ import sys
 import torch
 import tasks, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from engine import config, dist, loop, shared
+from engine import config, dist, loop, shm_backend
 
 cfg = config.parse(sys.argv[1:], tasks.load).cfg
 world = dist.join(cfg, dist.environment())
@@ -141,9 +141,9 @@ def counting(mean):
         calls.append(1)
         return mean(state, bucket)
     return count
-shared.Shared.mean = counting(shared.Shared.mean)
+shm_backend.sum_then_divide = counting(shm_backend.sum_then_divide)
 prepared = train.prepare(cfg, world)
-if world.shared is None:
+if not shm_backend.in_use():
     prepared.job.net.register_comm_hook(None, counting(allreduce_hook))
 per_step, before = [], 0
 prepared.train_loader.set_epoch(0)

@@ -28,7 +28,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ try:
 
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import agent, dist, faults, loop, status
+    from engine import agent, dist, faults, loop, shm_backend, status
     from engine.cache import Held
     from engine.contract import RESERVED, LockstepError, amount
     from engine.cores import Crowd, available, crowded, threads_at_most
@@ -448,12 +447,12 @@ def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
-    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if world.shared else "gloo"
+    through = "NCCL" if on_gpu and cfg.ddp.backend != "gloo" else "shared memory" if shm_backend.in_use() else "gloo"
     text = (
         f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth {speed:.3g} GB/s through {through}"
     )
-    if world.shared:
-        text += f", {bus_gb_s(replace(world, shared=None), count):.3g} GB/s through gloo"
+    if shm_backend.in_use():
+        text += f", {bus_gb_s(world, count, 'gloo'):.3g} GB/s through gloo"
     if not on_gpu:
         text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"
     if gradients:
@@ -464,9 +463,9 @@ def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
     return [_against_the_link(text, speed, machine.shown_cards()[: world.local_size])]
 
 
-def bus_gb_s(world: dist.World, count: int) -> float:
+def bus_gb_s(world: dist.World, count: int, backend: str | None = None) -> float:
     """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n - 1) / n times."""
-    return 2 * (world.size - 1) / world.size * count / world.time_sum(count) / 1e9
+    return 2 * (world.size - 1) / world.size * count / world.time_sum(count, backend=backend) / 1e9
 
 
 def _copy_gb_s(count: int) -> float:
