@@ -71,6 +71,7 @@ FAILURES = {
         r"rank 1 differs from rank 0 in parameter layers.0.weight: \w+ instead of \w+ \(step 4\)",
         "check_every=2",
     ),
+    "another sum": (6, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"),
     "unused": (2, UNUSED + "step 0"),
     "sometimes unused": (2, UNUSED + "step 2"),
     "unused at times": (2, UNUSED + "step 0", "gradient_accumulation_steps=2"),

@@ -140,6 +140,8 @@ class Task(toy.Task):
             time.sleep(fault.seconds)
         if self.fires("out of memory") or (len(self.indices) > fault.fits and self.fires("memory for so many")):
             torch.empty(1 << 60)
+        if self.fires("another sum"):
+            torch.distributed.all_reduce(torch.ones(7))
         if self.fires("drift"):
             with torch.no_grad():
                 next(net.parameters()).add_(1.0)
