@@ -12,6 +12,8 @@ torch calls backends of one's own experimental; read with torch 2.13. There a Pr
 place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
 """
 
+# No `from __future__ import annotations`: torch compares the annotations of a communication hook with its classes.
+
 import contextlib
 import mmap
 import os
@@ -54,8 +56,8 @@ def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.G
     """DDP's mean, as a communication hook; its state is an empty list. DDP is right without it, too.
 
     Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank where their number is no
-    power of two, and sums each bucket when it is full. On CPUs nothing overlaps, the same thread computes and sums;
-    so here the ranks wait for each other once, when the last bucket is full: 10 % of a step with nine buckets.
+    power of two, and sums each bucket as soon as it is full. On a CPU the thread that computes gradients sums them, so
+    nothing overlaps, and waiting for the other ranks once, at the last bucket, saves 5 to 10 % of a step of nine.
     """
     future: Future[Tensor] = Future()
     waiting.append((bucket.buffer(), future))
