@@ -19,7 +19,7 @@ import queue
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +30,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from engine.cache import hold, same_bits
 from engine.config import Config
-from engine.contract import RESERVED, Batch, LockstepError, sample_seeds
-from engine.dist import World
+from engine.console import console
+from engine.contract import RESERVED, Batch, LockstepError, Task, sample_seeds
+from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
 from engine.stop import end_with_parent, own_scratch
+from engine.world import World
 
 
 class Micro(NamedTuple):
@@ -59,7 +61,7 @@ class TrainSampler(DistributedSampler[Any]):
     """torch's DistributedSampler as a batch sampler that neither pads nor forgets where it stands.
 
     Torch's own appends the first samples again until the shards are equal; here shards may differ by one sample, and
-    the sums of `engine.loop` make that exact.
+    the sums of a step make that exact.
     """
 
     def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: np.ndarray | None = None):
@@ -155,7 +157,7 @@ class EvalSampler(Sampler[list[int]]):
 
 
 class TrainLoader:
-    """Iterating gives `(batch on the device, Micro)` from where `set_epoch` put it.
+    """Iterating gives the steps of an epoch from where `set_epoch` put it.
 
     loader  torch's, with its processes; None: batches are fetched by this process, which is right where a batch is one
             gather away
@@ -179,12 +181,21 @@ class TrainLoader:
         batch = to_device(_one_batch(self.dataset, micro.indices), self.device)
         return self._told(batch, micro, *self._numbers())
 
-    def __iter__(self) -> Iterator[tuple[Batch, Micro]]:
+    def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
+        """For each optimizer step that is left of the epoch, its passes."""
+        passes = self.passes()
+        for first in passes:
+            yield _of_one_step(first, passes)
+
+    def passes(self) -> Iterator[tuple[Batch, Micro]]:
+        """Each forward pass that is left of the epoch: `(batch on the device, Micro)`."""
         numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        batches = _batches(self.dataset, self.sampler, self.loader, self.world)
-        for micro, batch in zip(self.sampler.micro_batches(), batches, strict=True):
+        micros, batches = self.sampler.micro_batches(), _batches(self.dataset, self.sampler, self.loader, self.world)
+        phase("data loading")
+        for micro, batch in zip(micros, batches, strict=True):
             yield self._told(batch, micro, *numbers), micro
+            phase("data loading")
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Index, position and seed of the whole epoch: of each batch by itself it would be fifty operations a step."""
@@ -199,6 +210,13 @@ class TrainLoader:
             shape = (len(micro.indices),)
             told["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
         return batch | told
+
+
+def _of_one_step(first: tuple[Batch, Micro], rest: Iterator[tuple[Batch, Micro]]) -> Iterator[tuple[Batch, Micro]]:
+    yield first
+    while not first[1].closes_step:
+        first = next(rest)
+        yield first
 
 
 class EvalLoader:
@@ -318,8 +336,32 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     }
 
 
+def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple[Any, Any]:
+    """What to train on and what to score. Raises LockstepError where they give no sample by its number.
+
+    split  empty for the task's two; else what to score instead: val, train, or all of the data
+    state  of the checkpoint whose model is scored
+    """
+    console.info("Loading data...\n")
+    if split == "all":
+        task.recall((state or {}).get("known", {}))
+        datasets = (task.everything(),) * 2
+    else:
+        datasets = task.datasets()
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 2:
+        raise LockstepError(
+            f"the datasets are a {type(datasets).__name__}, not a pair",
+            where="the task's `datasets`",
+            todo="return (train, val)",
+        )
+    check_datasets(*datasets)
+    if task.summary():
+        console.info(task.summary() + "\n")
+    return datasets[0], datasets[0] if split == "train" else datasets[1]
+
+
 def create_data_loaders(
-    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, say: Any = lambda text: None
+    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
 ) -> tuple[TrainLoader, EvalLoader]:
     """The loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
     if cfg.num_workers:
@@ -341,12 +383,15 @@ def create_data_loaders(
     sets = [train_set, val_set]
     # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
-    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, world.sharers, say)
+    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, processes_sharing)
     sets = sets if held is None else [*held]
     loaders = [
         _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None
         for dataset, batches in zip(sets, (sampler, eval_sampler), strict=True)
     ]
+    console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")
+    val_batches = -(-len(val_set) // eval_sampler.batch_size)
+    console.info(f"Val batches: {val_batches} (per process: ~{len(eval_sampler)})\n")
     return (
         TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0]),
         EvalLoader(sets[1], eval_sampler, world, loaders[1]),
@@ -492,7 +537,7 @@ def _get(dataset: Any, indices: list[int]) -> Batch:
     return _collate(fetch(indices) if fetch else [dataset[index] for index in indices])
 
 
-def fingerprint(*datasets: Any, random_samples: str = "stop", say: Callable[[str], Any] = lambda text: None) -> str:
+def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     """A digest of the datasets' lengths and of the first, the middle and the last sample of each. They are fetched
     twice: what is not the same both times is not in it, and `random_samples` says whether that may be."""
     digest, drawn_at_random = hashlib.sha256(), list[LockstepError]()
@@ -516,7 +561,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop", say: Callable[[str
     if drawn_at_random and random_samples == "stop":
         raise drawn_at_random[0]
     if drawn_at_random:
-        say(f"warning: {drawn_at_random[0]}")
+        console.info(f"warning: {drawn_at_random[0]}")
     return digest.hexdigest()[:12]
 
 

@@ -1,36 +1,19 @@
 #!/usr/bin/env python3
-"""Train with DDP as the subject: a process group always, a world of one included, and a preflight before step one.
+"""The same training with DDP as its subject: always wrapped, a world of one included, checked before the first step.
 
-torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml lr=4e-3 ddp.bucket_cap_mb=50
+    torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml lr=4e-3 ddp.bucket_cap_mb=50
+
+Where train.py adapts (no GPU, a GPU without bf16, a launcher that sets no RANK), this script refuses and says what to
+change. Before step one it prints what the ranks agree on and what DDP will do: buckets, bytes a step, hook.
 """
-
-from __future__ import annotations
 
 import sys
 
 import train
-from engine import config, dist, terminal
-from engine.contract import LockstepError
 
 
 def main(argv: list[str]) -> int:
-    """Refuses what train.py would adapt to, and says what to change."""
-    terminal.outlive()
-    return train.guarded(argv, _main)
-
-
-def _main(asked: config.Asked) -> int:
-    cfg = asked.cfg
-    if cfg.multi_gpu == "dp":
-        raise LockstepError(
-            "train_ddp.py has no DataParallel",
-            where="multi_gpu",
-            todo="use `python train.py --multi-gpu dp`, or drop it",
-        )
-    warning = dist.forgotten_launch()
-    if warning:
-        raise LockstepError(warning, where="environment", todo="or use train.py, which adapts")
-    return train.work(asked, dist.join(cfg, dist.environment(), always=True), strict=True)
+    return train.main(argv, strict=True)
 
 
 if __name__ == "__main__":

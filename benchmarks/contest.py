@@ -174,24 +174,22 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     """Lockstep's own script, with its default metrics, TensorBoard, progress bar and checkpoints."""
     import train
     import train_ddp
-    from engine import loop
 
-    steps, evaluate = loop.train_epoch, train.evaluate
+    step, evaluate = train.train_step, train.evaluate
     kept: dict[str, Any] = {}
 
-    def timed(job: Any, loader: Any) -> Any:
-        for outcome in steps(job, loader):
-            clock.step()
-            yield outcome
+    def timed(run: Any, passes: Any) -> None:
+        step(run, passes)
+        clock.step()
 
-    def last(prepared: Any, *others: Any) -> Any:
+    def last(run: Any) -> Any:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
-        metrics = evaluate(prepared, *others)
-        kept.update(metrics, note=prepared.job.precision.name)
+        metrics = evaluate(run)
+        kept.update(metrics, note=run.precision.name)
         return metrics
 
-    loop.train_epoch, train.evaluate = timed, last
+    train.train_step, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     door = train_ddp if "RANK" in os.environ else train
     words = [*about["words"], f"save_dir={about['folder']}/run", f"batch_size={about['batch_size']}"]

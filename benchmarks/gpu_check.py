@@ -241,7 +241,7 @@ def cache(lab: Lab, facts: Facts) -> None:
 
 
 def syncs(lab: Lab, facts: Facts) -> None:
-    """calls between log points that wait for the device, but for World.reading's"""
+    """calls between log points that wait for the device, but for those that are meant to"""
     few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "32")
     video = ["video", f"dataset.root={few}", "dataset.frames=5", "model.width=4", "batch_size=2", *lab.on]
     har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
@@ -315,16 +315,16 @@ def steps(*words: str) -> tuple[list[str], int, bool]:
     first steps are left out, because they copy class weights and read the optimizer's counters, once."""
     import tasks
     import train
-    from engine import dist, loop
-    from engine.stop import Stop
+    from engine.phases import Phases
+    from tools.probe import endless
 
-    cfg = config.parse(list(words), tasks.load).cfg
-    world = dist.join(cfg, None)
-    ready = train.prepare(cfg, world, Stop())
+    args = config.parse(list(words), tasks.load)
+    world = train.setup_distributed(args.cfg)
+    taken = endless(train.build(args, world))
     on_gpu = world.device.type == "cuda"
     mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)
     places, words_of_torch = [], "called a synchronizing CUDA operation"
-    reading = dist.World.reading
+    during = Phases.during
 
     def note(message: Any, *_: Any) -> None:
         if words_of_torch in str(message):
@@ -333,16 +333,15 @@ def steps(*words: str) -> tuple[list[str], int, bool]:
             places.append(ours[-1].removeprefix(f"{ROOT}/") if ours else "in a thread of torch's")
 
     @contextlib.contextmanager
-    def allowed(world: dist.World) -> Iterator[None]:
-        mode("default")
-        with reading(world):
+    def allowed(phase: Phases, name: str, waits: bool = False) -> Iterator[None]:
+        mode("default" if name == "waiting for the device" else "warn")
+        with during(phase, name, waits):
             yield
         mode("warn")
 
-    taken = loop.train_epoch(ready.job, ready.train_loader)
     for _ in range(3):
         next(taken)
-    dist.World.reading = allowed  # type: ignore[assignment, method-assign]
+    Phases.during = allowed  # type: ignore[assignment, method-assign]
     warnings.simplefilter("always")
     warnings.showwarning = note  # type: ignore[assignment]
     mode("warn")

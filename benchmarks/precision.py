@@ -26,8 +26,11 @@ import reliability
 import torch
 
 import tasks
-from engine import config, dist, loop, precision
+import train
+from engine import config, precision
 from engine.contract import LockstepError
+from engine.world import World
+from tools.probe import endless
 
 ROBOT = ["robot", "eval.n_episodes=0", "env.demonstrations=20"]
 NETWORKS = {
@@ -68,12 +71,11 @@ def in_turns(ways: list[Callable[[], Any]], rounds: int, seconds: float) -> tupl
     return [f"{1e3 * statistics.median(values):.2f}" for values in times], f"{middle:.2f} | {low:.2f} .. {high:.2f}"
 
 
-def network(world: dist.World, words: list[str], rounds: int, seconds: float) -> tuple[list[str], str]:
+def network(world: World, words: list[str], rounds: int, seconds: float) -> tuple[list[str], str]:
     """Measure a step of a training in fp32 and in bf16."""
     steps = []
     for amp in ("off", "bf16"):
-        ready = reliability.prepared(world, *words, f"amp={amp}")
-        steps.append(loop.endless(ready.job, ready.train_loader))
+        steps.append(endless(reliability.prepared(world, *words, f"amp={amp}")))
     return in_turns([lambda: next(steps[0]), lambda: next(steps[1])], rounds, seconds)
 
 
@@ -101,7 +103,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    world = dist.join(config.parse(["har"], tasks.load).cfg, None)
+    world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
     chosen = precision.choose("auto", torch.device("cpu"))
     print(f"torch {torch.__version__}, one thread; amp=auto is {chosen.name} here: {chosen.note}")
     print("\n| network, CPU ms a step | fp32 | bf16 | bf16 / fp32 | quartiles |\n|---|---:|---:|---:|---|")

@@ -26,8 +26,8 @@ import torch
 
 from data_loader import create_data_loaders
 from engine.config import Config
-from engine.dist import World
 from engine.plan import make_plan
+from engine.world import World
 from formats.clips import FRAMES, Clips, ClipsWriter
 
 BATCH, FRAME_SHAPE = 16, (17, 256, 256)
@@ -63,7 +63,7 @@ def turn(kind: type[Clips], folder: Path, seed: int, batches: int, work_s: float
     loader, _ = create_data_loaders(cfg, world, make_plan(cfg, world, len(clips)), clips, clips)
     loader.set_epoch(0)
     waited, asked = 0.0, time.perf_counter()
-    for number, _ in enumerate(loader):
+    for number, _ in enumerate(loader.passes()):
         waited += time.perf_counter() - asked
         if number + 1 == batches:
             break

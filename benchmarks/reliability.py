@@ -30,14 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bars
 import torch
+import torch.distributed as dist
 from bars import Bar
 
 import tasks
 import train
-from engine import checkpoint, config, dist, log, loop, storage
+from engine import checkpoint, config, console, launch, log, storage
+from engine.metrics import Meter, find_slow
 from engine.phases import Phases, phase
-from engine.stop import Stop
+from engine.run import Run
+from engine.saving import CheckpointWriter
+from engine.together import on_rank0
 from engine.watch import BEAT_S, Watch
+from engine.world import World
+from tools.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}
 """Rounds, and steps of one measurement in a round: for `watch` a few log points."""
@@ -50,15 +56,15 @@ OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 """The bars of --check: at most these shares of a training, of a step, of a blocking save."""
 
 
-class NoTally(loop.Tally):
-    def add(self, names: list[str], sums: torch.Tensor, skipped: torch.Tensor) -> None: ...
+class NoMeter(Meter):
+    def add(self, names: list[str], sums: torch.Tensor, skipped: torch.Tensor, samples: int) -> None: ...
 
 
-def prepared(world: dist.World, *words: str) -> train.Prepared:
-    """Prepare an endless training without evaluations and saves."""
-    endless = [f"{name}=1000000000" for name in ("steps", "epochs", "eval_every", "save_every")]
+def prepared(world: World, *words: str) -> Run:
+    """Build an endless training without evaluations and saves."""
+    lengths = [f"{name}=1000000000" for name in ("steps", "epochs", "eval_every", "save_every")]
     with contextlib.redirect_stdout(io.StringIO()):
-        return train.prepare(config.parse([*words, *endless], tasks.load).cfg, world, Stop())
+        return train.build(config.parse([*words, *lengths], tasks.load), world)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -83,82 +89,82 @@ class Enough(Exception):
 class Ways:
     """One training that takes its next steps bare, watched or observed, or is observed without training."""
 
-    def __init__(self, ready: train.Prepared, logger: log.Silent, steps: int):
-        self.ready, self.logger, self.steps, self.job = ready, logger, steps, ready.job
-        self.first = next(p for p in self.job.model.parameters() if p.requires_grad)
-        self.tally, self.no_tally = self.job.tally, NoTally(self.job.world.device)
+    def __init__(self, run: Run, steps: int):
+        self.run, self.steps = run, steps
+        self.first = next(p for p in run.model.parameters() if p.requires_grad)
+        self.meter, self.no_meter = run.meter, NoMeter(run.world.device)
         self.matrix, self.step_s, self.computed_s = torch.ones(MATRIX, MATRIX), 0.0, 0.0
 
     def bare(self) -> None:
         """Take steps without observers: no marks, no totals."""
-        job, hooks = self.job, self.first._post_accumulate_grad_hooks
+        hooks = self.first._post_accumulate_grad_hooks
         kept, mark = dict(hooks or {}), Phases.__call__
         Phases.__call__ = lambda *_, **__: None  # type: ignore[method-assign]
-        job.tally = self.no_tally
+        self.run.meter = self.no_meter
         (hooks or {}).clear()
-        for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
+        for _ in itertools.islice(endless(self.run), self.steps):
             pass
         Phases.__call__ = mark  # type: ignore[method-assign]
         (hooks or {}).update(kept)
 
     def watched(self) -> None:
         """Take steps with marks, a search for a slow rank at each log point and, in `measure`, heartbeats."""
-        job, job.tally = self.job, self.no_tally
-        for _ in itertools.islice(loop.endless(job, self.ready.train_loader), self.steps):
-            if job.progress.step % job.cfg.log_every == 0:
-                loop.find_slow(job, phase.take())
-                job.tally.restart_clock()
+        run, run.meter = self.run, self.no_meter
+        for _ in itertools.islice(endless(run), self.steps):
+            if run.log_due:
+                find_slow(run, phase.take())
+                run.meter.restart_clock()
 
     def observed(self) -> None:
         """Take steps in the real `train.train`, with its real log and progress bar."""
-        self._train(loop.train_epoch)
+        self._train(Run.steps)
 
     def counted(self) -> None:
         """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
         train nothing. CPU time beyond `computed_s` is the observers'."""
-        self.computed_s = 0.0
-        self._train(self._stand_in)
+        self.computed_s, step, train.train_step = 0.0, train.train_step, self._stand_in
+        self._train(lambda run: run.log.steps(itertools.repeat(None), len(run.train_loader)))
+        train.train_step = step
 
-    def _stand_in(self, job: loop.Job, loader: Any) -> Iterator[loop.Outcome]:
+    def _stand_in(self, run: Run, passes: Any) -> None:
         sums, skipped = torch.ones(4, dtype=torch.float64), torch.zeros(())
-        while True:
-            began = time.thread_time()
-            while time.thread_time() - began < self.step_s:
-                self.matrix @ self.matrix
-            job.world.sum(sums.clone())  # else an early rank would wait in an observer
-            self.computed_s += time.thread_time() - began
-            self.mark()
-            job.tally.add(["loss", "weight", "accuracy", "count"], sums, skipped)
-            job.progress.step += 1
-            yield loop.Outcome(False, [])
+        began = time.thread_time()
+        while time.thread_time() - began < self.step_s:
+            self.matrix @ self.matrix
+        run.world.sum(sums.clone())  # else an early rank would wait in an observer
+        self.computed_s += time.thread_time() - began
+        self.mark()
+        run.meter.add(["loss", "weight", "accuracy", "count"], sums, skipped, run.plan.global_batch)
+        run.progress.step += 1
+        run.log_due, run.check_due, run.news = run.progress.step % run.cfg.log_every == 0, False, []
 
     def mark(self) -> None:
         """Make the marks of a step."""
         for name in ("data loading", "forward", "backward", "gradient sync", "optimizer step", "all_reduce"):
             phase(name)
 
-    def _train(self, epoch: Any) -> None:
+    def _train(self, epoch: Callable[[Run], Iterator[Any]]) -> None:
         """Run the training and break it off, because it would end with an evaluation and a checkpoint."""
-        self.job.tally, real, left = self.tally, loop.train_epoch, self.steps
+        run, run.meter, left = self.run, self.meter, self.steps
 
-        def limited(job: loop.Job, loader: Any) -> Iterator[loop.Outcome]:
+        def limited() -> Iterator[Any]:
             nonlocal left
-            for outcome in epoch(job, loader):
-                yield outcome
+            for passes in epoch(run):
+                yield passes
                 left -= 1
                 if not left:
                     raise Enough
 
-        loop.train_epoch = limited
+        run.steps = limited  # type: ignore[method-assign]
         with contextlib.suppress(Enough):
-            train.train(self.ready, self.logger, train.Keeper(self.job, self.logger, None))
-        loop.train_epoch = real
+            train.train(run)
+        del run.steps
 
     def measure(self, name: str, phase_s: float) -> tuple[float, float]:
         """Return (seconds, CPU seconds) of a step. `phase_s` is the start after a heartbeat, varied so that heartbeats
         are counted at their true rate over many measurements."""
-        job = self.job
-        with contextlib.nullcontext() if name == "bare" else Watch(job.world, job.stop, job.cfg.ddp.timeout_s):
+        run = self.run
+        with contextlib.nullcontext() if name == "bare" else Watch(run.world, run.stop, run.cfg.ddp.timeout_s):
             if name != "bare":
                 time.sleep(phase_s)
             began = time.process_time()
@@ -167,16 +173,16 @@ class Ways:
         return took / self.steps, busy / self.steps
 
 
-def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
+def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     """Measure a training bare, watched, and fully observed: metrics, log and progress bar, too."""
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts
     names = ["bare", "watched", "observed", "counted"]
     times: dict[str, list[float]] = {name: [] for name in names}
     busy: dict[str, list[float]] = {name: [] for name in names}
-    ready = prepared(world, "har")
+    run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        logger = world.on_main(lambda: log.start(Path(folder), ready.job), local=True) or log.Silent()
-        ways = Ways(ready, logger, steps)
+        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or log.Silent()
+        ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)
         for number in range(rounds):
@@ -187,9 +193,9 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
                 busy[name].append(worked)
                 if name == "bare":  # CPU time, because other load lengthens a step and would hide the overhead
                     ways.step_s = worked
-        logger.close()
+        run.log.close()
     mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
-    with Watch(world, ready.job.stop, ready.job.cfg.ddp.timeout_s):
+    with Watch(world, run.stop, run.cfg.ddp.timeout_s):
         began = time.process_time()
         time.sleep(rounds * BEAT_S)
         beats = (time.process_time() - began) / (rounds * BEAT_S)
@@ -220,26 +226,26 @@ def watch(world: dist.World, rounds: int, steps: int) -> list[Bar]:
 # ---- save -----------------------------------------------------------------------------------------------------------
 
 
-def saves(ready: train.Prepared, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
+def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
     """Return seconds of steps, of blocking saves, of stalls for background saves, and of the steps after these."""
     times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
-    job, training, checkpoints = ready.job, loop.endless(ready.job, ready.train_loader), storage.Checkpoints(folder)
+    training, checkpoints = endless(run), storage.Checkpoints(folder)
     next(training)
 
     def blocking() -> None:
-        checkpoints.commit(checkpoint.capture(job), f"blocking_{job.progress.step}.pt", False)
+        checkpoints.commit(checkpoint.capture(run), f"blocking_{run.progress.step}.pt", False)
 
-    with train.Keeper(job, log.Silent(), checkpoints) as keeper:
+    with contextlib.closing(CheckpointWriter(checkpoints, log.Silent(), run.task.monitor)) as writer:
         for _ in range(rounds):
             times["blocking"].append(seconds(blocking))
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))
-            times["stall"].append(seconds(lambda: keeper.save(checkpoint.capture(job))))
+            times["stall"].append(seconds(lambda: writer.write(checkpoint.capture(run))))
             times["after"].append(seconds(lambda: next(training)))  # a copy that is only deferred shows here
-            keeper.settle()
+            writer.settle()
     return times
 
 
-def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
+def save(world: World, rounds: int, steps: int) -> list[Bar]:
     """Measure how long a checkpoint stops the training, written in the background or blocking."""
     print(
         "\n| parameters | file | step | blocking save | stall of a background save | stall / blocking | stall / step "
@@ -247,11 +253,11 @@ def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     )
     found = []
     for width in WIDTHS:
-        ready = prepared(world, "har", f"model.width={width}", "model.mode=flatten")
+        run = prepared(world, "har", f"model.width={width}", "model.mode=flatten")
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            times = saves(ready, Path(folder), rounds, steps)
+            times = saves(run, Path(folder), rounds, steps)
             size = max(path.stat().st_size for path in Path(folder).glob("*.pt"))
-        count = sum(p.numel() for p in ready.job.model.parameters())
+        count = sum(p.numel() for p in run.model.parameters())
         ms = [f"{1e3 * statistics.median(times[name]):.1f} ms" for name in ("step", "blocking", "stall")]
         of_save, of_step, after = (
             statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
@@ -264,14 +270,14 @@ def save(world: dist.World, rounds: int, steps: int) -> list[Bar]:
     return found
 
 
-def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
+def zero(world: World, rounds: int, steps: int) -> list[Bar]:
     """Measure two interleaved trainings of a perceptron that differ in optim.zero only; there is no bar."""
     kinds = ("true", "false")
     times: dict[str, dict[str, list[float]]] = {"ms a step": {}, "ms that a checkpoint stops the training": {}}
-    jobs, trainings = {}, {}
+    runs, trainings = {}, {}
     for kind in kinds:
-        ready = prepared(world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
-        jobs[kind], trainings[kind] = ready.job, loop.endless(ready.job, ready.train_loader)
+        runs[kind] = prepared(world, "har", "model.width=1024", "model.mode=flatten", f"optim.zero={kind}")
+        trainings[kind] = endless(runs[kind])
         next(trainings[kind])
         for values in times.values():
             values[kind] = []
@@ -279,15 +285,15 @@ def zero(world: dist.World, rounds: int, steps: int) -> list[Bar]:
         for kind in kinds if number % 2 else kinds[::-1]:
             parts = [seconds(lambda: next(trainings[kind])) for _ in range(steps)]  # noqa: B023
             world.gather(None)
-            parts_of = statistics.fmean(parts), seconds(lambda: checkpoint.capture(jobs[kind]))  # noqa: B023
+            parts_of = statistics.fmean(parts), seconds(lambda: checkpoint.capture(runs[kind]))  # noqa: B023
             for values, took in zip(times.values(), parts_of, strict=True):
                 values[kind].append(took)
     sizes = {
-        kind: world.gather(sum(value.nbytes for state in job.optimizer.state.values() for value in state.values()))
-        for kind, job in jobs.items()
+        kind: world.gather(sum(value.nbytes for state in run.optimizer.state.values() for value in state.values()))
+        for kind, run in runs.items()
     }
     if world.main:
-        parameters = sum(p.numel() for p in jobs["true"].model.parameters())
+        parameters = sum(p.numel() for p in runs["true"].model.parameters())
         print(f"\n| {world.size} processes, {parameters:,} parameters | optim.zero | without | ratio, quartiles |")
         print("|---|---|---|---|")
         state = [" + ".join(f"{size / 1e6:.2f}" for size in sizes[kind]) for kind in kinds]
@@ -309,7 +315,8 @@ def main() -> int:
     args = parser.parse_args()
     rounds, steps = (given or own for given, own in zip((args.rounds, args.steps), DEFAULTS[args.command], strict=True))
     torch.manual_seed(0)
-    world = dist.join(config.parse(["har"], tasks.load).cfg, dist.environment())
+    world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
+    console.set_up(world.main)
     if world.main:
         machine = platform.processor() or platform.machine()
         print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}")
@@ -317,7 +324,8 @@ def main() -> int:
     found = {"watch": watch, "save": save, "zero": zero}[args.command](world, rounds, steps)
     if world.main and found:
         print("\n" + "\n".join(bars.table(found)))
-    world.leave()
+    launch.drain()
+    dist.destroy_process_group()
     return bars.exit_code(found) if args.check and world.main else 0
 
 

@@ -65,11 +65,12 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
     import torch
 
     import tasks
-    from engine import config, dist, loop
+    import train
+    from engine import config, launch
+    from tools.probe import endless
 
-    world = dist.join(config.parse(["har"], tasks.load).cfg, dist.environment())
-    ready = reliability.prepared(world, *words)
-    steps, chosen = loop.endless(ready.job, ready.train_loader), torch.get_num_threads()
+    world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
+    steps, chosen = endless(reliability.prepared(world, *words)), torch.get_num_threads()
     ways = sorted({1, chosen, max(1, available() // world.size)})
     found = []
     for beside in BUSY:
@@ -86,8 +87,9 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
                     found.append((threads, beside, 1e3 * wall / count, 1e3 * cpu / count))
     if world.main:
         print(MARK + json.dumps({"chosen": chosen, "found": found}), flush=True)
-    del ready, steps
-    world.leave()
+    del steps
+    launch.drain()
+    torch.distributed.destroy_process_group()
 
 
 # ---- from outside ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.console import console
 from engine.contract import Batch, LockstepError, amount
 
 SHARE = 1 / 3
@@ -59,7 +60,6 @@ def hold(
     datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
     device: torch.device,
     sharers: Callable[[torch.device], int],
-    say: Callable[[str], Any] = lambda text: None,
 ) -> list[Held] | None:
     """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
 
@@ -93,7 +93,7 @@ def hold(
             where="cache",
             todo="use cache=none",
         )
-    say(f"Holding {needed / 1e6:.0f} MB of data on {place} ({free / 1e6:.0f} MB are free)...\n")
+    console.info(f"Holding {needed / 1e6:.0f} MB of data on {place} ({free / 1e6:.0f} MB are free)...\n")
     return [Held(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)]
 
 

@@ -1,8 +1,10 @@
-"""The state of a run: taken from a job, compared with a config, put back into a job. storage.py keeps it on disk."""
+"""The state of a run: found, compared with a config, put back, captured. storage.py keeps it on disk."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import config
-from engine.contract import LockstepError
-from engine.loop import Job, Progress, equalise_buffers
+from engine import config, launch, oom, storage
+from engine import folder as run_folder
+from engine.console import console
+from engine.contract import LockstepError, Task
 from engine.phases import phase
 from engine.plan import Plan
+from engine.preflight import equalise_buffers
+from engine.run import Progress, Run
+from engine.together import sync_errors
+from engine.world import World
 
 FORMAT = 2
 
@@ -29,36 +36,73 @@ FREE_SECTIONS = ("ddp.", "wandb.")
 horizon it counts what they come to, and the data have a fingerprint."""
 
 
-def capture(job: Job) -> dict[str, Any]:
+def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | None]:
+    """(all ranks) Return (the config with the folder of the run, the checkpoint to resume or None, its state or None).
+
+    A run that torchrun, or lack of memory, has started again is resumed from the folder it had.
+    """
+    # Of a machine that came back torchrun knows no restarts; those of the others do.
+    restarted = any(world.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+    with sync_errors(world):
+        found, warnings = None, list[str]()
+        if world.main:
+            folder = (launch.recall("folder") if restarted else "") or cfg.save_dir
+            again = folder and (restarted or oom.times()) and storage.find("auto", Path(folder))[0]
+            cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
+            found, warnings = run_folder.look(cfg)
+    folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))
+    cfg = config.changed(cfg, {"save_dir": folder, "resume": resume})
+    for warning in warnings:
+        console.info(f"warning: {warning}")
+    with sync_errors(world):
+        state = _read(found, world) if found else None
+    return cfg, found, state
+
+
+def _read(path: Path, world: World) -> dict[str, Any]:
+    """Rank 0 has found it: a rank that doesn't see it sees another folder."""
+    if not path.exists():
+        raise LockstepError(
+            f"{platform.node()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
+            where=str(path),
+            todo="give a save_dir that all machines share",
+        )
+    state = storage.read(path)
+    check_format(state, path)
+    return state
+
+
+def capture(run: Run) -> dict[str, Any]:
     """(all ranks) A copy of the run's state in rank 0's memory, as plain values and tensors: what `weights_only=True`
     loads again; nothing on the other ranks. Training may go on while it is written."""
-    equalise_buffers(job)
+    equalise_buffers(run)
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if job.world.device.type == "cuda":
-        rng["cuda"] = [torch.cuda.get_rng_state(device) for device in job.world.devices or [job.world.device]]
-    ranks, optimizer = job.world.gather(rng), job.optimizer.whole_state()
-    if not job.world.main:
+    if run.world.device.type == "cuda":
+        rng["cuda"] = [torch.cuda.get_rng_state(device) for device in run.plan.devices or [run.world.device]]
+    ranks, optimizer = run.world.gather(rng), run.optimizer.whole_state()
+    if not run.world.main:
         return {}
-    model, ema = _weights(job.model.state_dict()), _weights(job.ema.state_dict()) if job.ema is not None else {}
-    frozen = {name for name, p in job.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    model, ema = _weights(run.model.state_dict()), _weights(run.ema.state_dict()) if run.ema is not None else {}
+    frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name in frozen & model.keys() if ema else ():
         if torch.equal(ema[f"module.{name}"], model[name]):  # as the average of what never changes is
             ema[f"module.{name}"] = model[name]
     return {
         "format": FORMAT,
-        "config": config.to_dict(job.cfg),
-        "progress": job.progress.as_dict(),
-        "global_batch": job.plan.global_batch,
-        "num_samples": job.plan.num_samples,
-        "horizon": job.plan.horizon,
-        "precision": job.precision.name,
-        "data": job.fingerprint,
-        "known": job.task.known(),
-        "tally": _copy(job.tally.state()),
+        "config": config.to_dict(run.cfg),
+        "progress": run.progress.as_dict(),
+        "global_batch": run.plan.global_batch,
+        "num_samples": run.plan.num_samples,
+        "horizon": run.plan.horizon,
+        "precision": run.precision.name,
+        "data": run.fingerprint,
+        "known": run.task.known(),
+        "memory_format": run.plan.memory_format,
+        "tally": _copy(run.meter.state()),
         "model": model,
         "ema": ema or None,
         "optimizer": _copy(optimizer),
-        "scaler": job.scaler.state_dict(),
+        "scaler": run.scaler.state_dict(),
         "rng": ranks,
     }
 
@@ -96,20 +140,30 @@ def check_format(state: dict[str, Any], path: Path) -> None:
 
 
 def check_same_run(
-    state: dict[str, Any],
-    cfg: Any,
-    free: tuple[str, ...],
+    state: dict[str, Any] | None,
+    args: config.Args,
+    task: Task,
     plan: Plan,
     fingerprint: str,
-    path: Path,
-    force: bool = False,
-) -> list[str]:
-    """Refuse to go on under a config that would make it another run, and say where the two differ; with `force` return
-    that as warnings. free: what the task allows to change."""
+    path: Path | None,
+    split: str = "",
+) -> None:
+    """Refuse to resume under a config that would make it another run, and say where the two differ; with --force, and
+    where a split is only scored, warn."""
+    if not state:
+        return
+    if split:
+        if split == "val" and fingerprint != state["data"]:
+            console.info(
+                f"warning: the data, or their split, are not those of the checkpoint ({state['data']} -> "
+                f"{fingerprint}): it may have been trained on some of what is scored\n"
+            )
+        return
+    free = task.free
     sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
-    now = config.flatten(config.to_dict(cfg))
+    now = config.flatten(config.to_dict(args.cfg))
     # A key that is younger than the run was at its default.
-    then = config.defaults(cfg) | config.flatten(state["config"])
+    then = config.defaults(args.cfg) | config.flatten(state["config"])
     if now["task"] != then["task"]:  # nothing else would be comparable
         differences = [f"task: {then['task']} -> {now['task']}"]
     else:
@@ -128,9 +182,10 @@ def check_same_run(
             if old != new:
                 differences.append(f"{name}: {old} -> {new}")
     if not differences:
-        return []
-    if force:
-        return [f"--force: this is not the run of {path}: {'; '.join(differences)}"]
+        return
+    if args.force:
+        console.info(f"warning: --force: this is not the run of {path}: {'; '.join(differences)}")
+        return
     hint = f" (global_batch={state['global_batch']} keeps it)" if state["global_batch"] != plan.global_batch else ""
     raise LockstepError(
         f"this is not the run of the checkpoint: {'; '.join(differences)}",
@@ -139,29 +194,30 @@ def check_same_run(
     )
 
 
-def restore(job: Job, state: dict[str, Any], path: Path) -> None:
-    """(all ranks) Put the state into the job; every rank gets its own random state back if their number is the same."""
+def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
+    """(all ranks) Put the state into the run; every rank gets its own random state back if their number is the same."""
     with _of_the_same_model(path):
-        job.model.load_state_dict(_bare(state["model"]))
-        if job.ema is not None and state["ema"] is not None:
-            job.ema.load_state_dict(state["ema"])
-        job.optimizer.load_state_dict(state["optimizer"])
-        if state["scaler"] and job.scaler.is_enabled():  # amp may have changed
-            job.scaler.load_state_dict(state["scaler"])
-    job.progress = Progress(**state["progress"])
-    phase.step = job.progress.step
-    job.tally.load(state["tally"])
-    world = job.world
+        run.model.load_state_dict(_bare(state["model"]))
+        if run.ema is not None and state["ema"] is not None:
+            run.ema.load_state_dict(state["ema"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"] and run.scaler.is_enabled():  # amp may have changed
+            run.scaler.load_state_dict(state["scaler"])
+    run.progress = Progress(**state["progress"])
+    phase.step = run.progress.step
+    run.resumed, run.resumed_horizon = path, state["horizon"]
+    run.meter.load(state["tally"])
+    world = run.world
     if len(state["rng"]) == world.size:
         rng = state["rng"][world.rank]
         torch.set_rng_state(rng["cpu"])
         if world.device.type == "cuda":
-            devices: list[Any] = list(world.devices) or [world.device]
+            devices: list[Any] = list(run.plan.devices) or [world.device]
             for device, state_of_device in zip(devices, rng.get("cuda", []), strict=False):
                 torch.cuda.set_rng_state(state_of_device, device)
     else:
         # Dropout, the one thing drawn from here, starts anew; order and augmentation don't depend on this state.
-        torch.manual_seed(job.cfg.seed + 1 + world.rank + world.size * job.progress.step)
+        torch.manual_seed(run.cfg.seed + 1 + world.rank + world.size * run.progress.step)
 
 
 def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
@@ -173,7 +229,7 @@ def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _of_the_same_model(path: Path) -> Iterator[None]:
+def _of_the_same_model(path: Path | None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:

@@ -7,8 +7,10 @@ type that the field declares. Every problem is found before anything starts, and
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -213,7 +215,7 @@ SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")
 
 
-class Asked(NamedTuple):
+class Args(NamedTuple):
     """What the command line says: the resolved config and the switches that are about this call, not about the run."""
 
     cfg: Any
@@ -237,7 +239,7 @@ def parse(
     load_task: Callable[[str], type[Task]],
     again: Mapping[str, Any] | None = None,
     others: Iterable[str] = (),
-) -> Asked:
+) -> Args:
     """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2.
 
     again   settings that this process was started again with: a delta over the command line
@@ -270,7 +272,35 @@ def parse(
     problems += _contradictions(cfg)
     if problems and not switches & {"help"}:
         raise LockstepError("\n".join(problems))
-    return Asked(cfg, **{name: name in switches for name in SWITCHES}, notes=tuple(notes))
+    return Args(cfg, **{name: name in switches for name in SWITCHES}, notes=tuple(notes))
+
+
+class _Frozen:
+    """Mixed into a config once it is parsed: what was asked for stays apart from what is decided, see `Plan`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"the config is not changed after parsing: see config.changed ({name})")
+
+
+@functools.cache
+def _frozen_kind(kind: Any) -> Any:
+    return type(kind.__name__, (_Frozen, kind), {})
+
+
+def frozen(cfg: Any) -> Any:
+    """Make a tree of settings one that cannot be changed, and return it."""
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            frozen(value)
+    if not isinstance(cfg, _Frozen):
+        kind: Any = type(cfg)
+        cfg.__class__ = _frozen_kind(kind)
+    return cfg
+
+
+class Answered(Exception):
+    """The command line asked a question, such as --help, and it was answered: there is nothing to run."""
 
 
 def _aliases(task: Task | type[Task]) -> dict[str, str]:
@@ -297,6 +327,14 @@ def schema(task: type[Task]) -> type:
 def to_dict(cfg: Any) -> dict[str, Any]:
     """The resolved tree as plain values, in the order of the schema: what config.yaml and the checkpoints hold."""
     return dataclasses.asdict(cfg)
+
+
+def changed(cfg: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a frozen copy of the tree in which these dotted keys have other values."""
+    copied = copy.deepcopy(cfg)
+    for key, value in settings.items():
+        _assign(copied, key, value)
+    return frozen(copied)
 
 
 def defaults(cfg: Any) -> dict[str, Any]:
@@ -553,7 +591,7 @@ def _assign(cfg: Any, key: str, value: Any) -> None:
     for part in sections:
         cfg = getattr(cfg, part)
     assert hasattr(cfg, name), f"a task's defaults name {key!r}, which the config does not have"
-    setattr(cfg, name, value)
+    object.__setattr__(cfg, name, value)  # past `frozen`: of a copy
 
 
 def _apply(

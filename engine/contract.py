@@ -62,6 +62,45 @@ class Loss(NamedTuple):
     sums: Sums = Sums()
 
 
+def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
+    """Return the names of a loss's sums, which can be added to the others of its step. Raises LockstepError otherwise.
+
+    names   of the first loss of the run; None for this one, whose names (all ranks) are compared
+    gather  gives every rank's value
+    """
+    problem = ""
+    if not isinstance(loss, Loss):
+        problem = f"a {type(loss).__name__}"
+    elif not isinstance(loss.total, Tensor) or loss.total.ndim:
+        problem = "a Loss whose total is no scalar tensor"
+    elif loss.sums.keys() & {"loss", "weight"}:
+        raise LockstepError(
+            "the sums of the loss have the name `loss` or `weight`, which its total and its weight have already",
+            where="the task's `loss`",
+            todo="give them another name",
+        )
+    elif not loss.total.requires_grad:
+        problem = "a Loss whose total has no graph"
+    if problem:
+        raise LockstepError(
+            f"the loss is {problem}",
+            where="the task's `loss`",
+            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
+        )
+    found = [*loss.sums]
+    first, *others = gather(found) if names is None else [names]
+    for other in [*others, found]:
+        if other != first:  # in another order they would be added up across each other
+            error = LockstepError(
+                f"the sums of the loss are {other or 'none'} once and {first or 'none'} another time",
+                where="the task's `loss`",
+                todo="give the same names in the same order for every batch, zeros where there is nothing to count",
+            )
+            error.everywhere = names is None
+            raise error
+    return found
+
+
 @dataclass
 class Settings:
     """A task's own sections of the config; subclass it with fields such as `dataset`, `model`, `loss`, `augment`."""

@@ -51,6 +51,14 @@ def threads_at_most(number: int) -> dict[str, str]:
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
 
 
+_bound = [""]
+
+
+def bound_to() -> str:
+    """Return the part of the machine whose cores this process keeps to, see `bind`; empty: all of it."""
+    return _bound[0]
+
+
 def hold_back(asked: int, processes: int, bound: bool) -> int:
     """Compute in one thread until there is a model to judge by; returns how many there may be then. Where somebody has
     asked for a number, by `asked` or OMP_NUM_THREADS, it is that one throughout.
@@ -153,7 +161,8 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
     except (AttributeError, OSError, ValueError):  # not Linux, or a sandbox that doesn't allow it
         return ""
     torch.set_num_threads(max(1, min(torch.get_num_threads(), len(nodes[node]) // places.count(node))))
-    return f"NUMA node {node}" + (", beside the GPU" if device.type == "cuda" else "")
+    _bound[0] = f"NUMA node {node}" + (", beside the GPU" if device.type == "cuda" else "")
+    return _bound[0]
 
 
 def _nodes() -> dict[int, set[int]]:

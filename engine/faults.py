@@ -11,22 +11,25 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from engine import dist, oom, status, terminal, watch
+from engine import launch, oom, status, terminal, watch
 from engine.contract import LockstepError
 from engine.phases import phase
 from engine.stop import leave_nothing
+from engine.world import World
 
 HERE = Path(__file__).resolve().parent.parent
 
 
 def end(error: BaseException, debug: bool) -> int:
-    """Say what happened, once for all ranks, and return the exit code; inside a group of several it doesn't return.
+    """Say what happened, once for all ranks, and return the exit code; with a launcher, or DDP, it doesn't return.
 
     An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
     """
-    world = dist.joined()
-    if world is not None and world.grouped:
+    world = _joined()
+    alone = world is None or not (launch.environment().launched or launch.meeting.wrapped)
+    if not alone:
         # torchrun sends it as soon as one rank is dead, and before the first step it would end this one unheard.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
@@ -38,7 +41,7 @@ def end(error: BaseException, debug: bool) -> int:
     again = mine.again
     if world is None:
         code = status.leave_code(mine.exit_code, mine.everywhere)
-        if dist.speaks() or not mine.everywhere:
+        if launch.speaks() or not mine.everywhere:
             watch.say_error(str(mine))
         return code
     if not status.current.ended.acquire(blocking=False):
@@ -53,12 +56,20 @@ def end(error: BaseException, debug: bool) -> int:
         )
     if claimed:
         watch.announce(world, cause)
-    if not world.grouped and not cause.again:
+    if alone and not cause.again:
         sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
         leave_nothing()  # or torch waits five seconds and more for a loader process that hangs
+        dist.destroy_process_group()
         return status.leave_code(cause.exit_code)
     watch.leave(world, cause, claimed)
     raise AssertionError("unreachable")
+
+
+def _joined() -> World | None:
+    """The world of this process, if it has come that far."""
+    if not dist.is_initialized():
+        return None
+    return World(dist.get_rank(), launch.environment().local_rank, dist.get_world_size(), torch.device("cpu"))
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -70,7 +81,7 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def explain(error: BaseException, world: dist.World | None) -> LockstepError:
+def explain(error: BaseException, world: World | None) -> LockstepError:
     """The same in words. Exit code 1 where it is an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
@@ -116,7 +127,7 @@ def explain(error: BaseException, world: dist.World | None) -> LockstepError:
     )
 
 
-def _out_of_memory(text: str, where: str, world: dist.World | None) -> LockstepError:
+def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
     if world is None or status.current.smaller is None or phase.name == "preparing":
         return LockstepError(f"out of memory: {text}", where=where, todo="free some, or use cache=none", exit_code=1)
     batch, smaller = status.current.smaller(phase.name in ("validation", "loading validation data"))
@@ -149,5 +160,5 @@ def _frame(error: BaseException) -> str:
 def _unused(text: str) -> str:
     """The names of the parameters that DDP gives by number, as in its own list: those that are trained."""
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    names = dist.parameter_names()
+    names = status.current.parameter_names
     return ", ".join(names[int(index)] for index in found[1].split()) if found else "torch does not say which"

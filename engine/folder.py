@@ -16,11 +16,11 @@ import torch
 
 from engine import config, storage
 from engine.contract import LockstepError
-from engine.dist import World
+from engine.world import World
 
 
 def look(cfg: Any) -> tuple[Path | None, list[str]]:
-    """(main only) Before anything is loaded or written: can the run's folder be used, and which checkpoint is there to
+    """(rank 0) Before anything is loaded or written: can the run's folder be used, and which checkpoint is there to
     go on from? Returns (its path or None, warnings)."""
     folder = Path(cfg.save_dir or "checkpoints")
     there = next(path for path in [folder, *folder.absolute().parents] if path.exists() or path.is_symlink())
@@ -50,7 +50,7 @@ def look(cfg: Any) -> tuple[Path | None, list[str]]:
 
 
 def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, storage.Checkpoints]:
-    """(main only) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this process, and write
+    """(rank 0) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this process, and write
     config.yaml and environment.json."""
     folder = Path(cfg.save_dir)
     try:

@@ -15,13 +15,17 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from engine import config, status, storage, terminal
-from engine.contract import LockstepError, amount
-from engine.loop import Job, Skipped, Slow
+from engine import config, cores, status, storage, terminal
+from engine.console import console, show_bars
+from engine.contract import LockstepError, Sums, amount
+from engine.metrics import Skipped, Slow, means, pictures
+
+if TYPE_CHECKING:
+    from engine.run import Run
 
 T = TypeVar("T")
 
@@ -35,38 +39,41 @@ class Silent:
     def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
         yield from items
 
-    def train(self, job: Job, metrics: dict[str, float]) -> None: ...
-    def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None: ...
-    def slow(self, job: Job, slow: Slow | None) -> None: ...
-    def skipped(self, job: Job, skipped: Skipped) -> None: ...
+    def steps(self, items: Iterable[T], total: int) -> Iterator[T]:
+        yield from items
+
+    def train(self, run: Run, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
+    def slow(self, run: Run, slow: Slow | None) -> None: ...
+    def skipped(self, run: Run, skipped: Skipped) -> None: ...
     def sync(self) -> None: ...
-    def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None: ...
-    def end_epoch(self) -> None: ...
-    def end_bars(self, job: Job) -> None: ...
+    def end_bars(self, run: Run) -> None: ...
     def close(self) -> None: ...
 
 
 class Log(Silent):
     """Rank 0's. `start` is the step that the run goes on from: what a dead run logged beyond it is taken back."""
 
-    def __init__(self, folder: Path, job: Job):
+    def __init__(self, folder: Path, run: Run):
         self.folder, self.began = folder, time.perf_counter()
-        self.start = start = job.progress.step
-        self.config = job.cfg
+        self.start = start = run.progress.step
+        self.config = run.cfg
         self.lost: set[str] = set()  # what can no longer be written
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         self.blind = False  # it has been said that the terminal is gone
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
+        show_bars(self.bars)
+        self.crowd, self.after_step = cores.Crowd(), lambda: None
         self.bar: Any = None
-        self.epochs: Any = self._bar(total=job.plan.epochs, initial=job.progress.epoch, desc="Epochs", unit="epoch")
-        self.earlier_s, taken_back = _take_back(folder / "metrics.jsonl", start, job.progress.evaluation_due)
+        self.epochs: Any = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
+        self.earlier_s, taken_back = _take_back(folder / "metrics.jsonl", start, run.progress.evaluation_due)
         self.lines = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         (folder / "logs").mkdir(exist_ok=True)
-        self.wandb = _start_wandb(job.cfg, folder) if job.cfg.wandb.enable else None
+        self.wandb = _start_wandb(run.cfg, folder) if run.cfg.wandb.enable else None
         self.purge_step = start + 1 if taken_back is None else start
         if taken_back is not None:  # TensorBoard forgets whole steps: the training's numbers of this one come back
-            self._scalars("train", job, taken_back)
+            self._scalars("train", run, taken_back)
 
     @functools.cached_property
     def writer(self) -> Any:
@@ -79,12 +86,7 @@ class Log(Silent):
         return writer
 
     def say(self, text: str = "") -> None:
-        from tqdm import tqdm
-
-        if self.bars:
-            tqdm.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        console.info(text)
 
     def _bar(self, **about: Any) -> Any:
         from tqdm import tqdm
@@ -100,17 +102,20 @@ class Log(Silent):
             self.bar.close()
             self.bar = outer
 
-    def end_epoch(self) -> None:
+    def steps(self, items: Iterable[T], total: int) -> Iterator[T]:
+        for item in self.progress(items, total, "Training"):
+            yield item
+            self.after_step()
         self.epochs.update()
 
-    def end_bars(self, job: Job) -> None:
+    def end_bars(self, run: Run) -> None:
         """What is said from here on stands below the bar, which is full unless the run was stopped."""
-        if not job.stopped:
-            self.epochs.update(job.progress.epoch + 1 - self.epochs.n)
+        if not run.stopped:
+            self.epochs.update(run.progress.epoch + 1 - self.epochs.n)
         self.epochs.close()
 
-    def _record(self, event: str, job: Job, values: dict[str, Any]) -> None:
-        p = job.progress
+    def _record(self, event: str, run: Run, values: dict[str, Any]) -> None:
+        p = run.progress
         time_s = round(self.earlier_s + time.perf_counter() - self.began, 3)
         line = {"event": event, "step": p.step, "epoch": p.epoch, "samples": p.samples, "time_s": time_s}
         # JSON has no NaN: what is not a number is null.
@@ -122,22 +127,22 @@ class Log(Silent):
         if self.wandb:
             self.wandb.log({f"{event}/{name}": value for name, value in values.items()}, step=p.step)
 
-    def _scalars(self, group: str, job: Job, values: dict[str, Any]) -> None:
+    def _scalars(self, group: str, run: Run, values: dict[str, Any]) -> None:
         with self._no_matter("TensorBoard"):
-            self._add_scalars({_tag(group, k): v for k, v in values.items() if isinstance(v, (int, float))}, job)
+            self._add_scalars({_tag(group, k): v for k, v in values.items() if isinstance(v, (int, float))}, run)
 
-    def _add_scalars(self, values: dict[str, float], job: Job) -> None:
+    def _add_scalars(self, values: dict[str, float], run: Run) -> None:
         """As one event: SummaryWriter would write one for each."""
         writer = self.writer.file_writer  # first, for what comes next is loaded with it
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        writer.add_summary(Summary(value=scalars), job.progress.step)
+        writer.add_summary(Summary(value=scalars), run.progress.step)
 
-    def train(self, job: Job, metrics: dict[str, float]) -> None:
-        p, plan = job.progress, job.plan
-        self._record("train", job, metrics)
-        self._scalars("train", job, metrics | {"memory_mb": _memory_mb(job)})
+    def train(self, run: Run, metrics: dict[str, float]) -> None:
+        p, plan = run.progress, run.plan
+        self._record("train", run, metrics)
+        self._scalars("train", run, metrics | {"memory_mb": _memory_mb(run)})
         shown = _shown(metrics)
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k.lower()}={v}" for k, v in shown.items()), refresh=False)
@@ -150,34 +155,39 @@ class Log(Silent):
                 f"{metrics['samples_per_s']:.0f} samples/s  data wait {100 * metrics['data_wait_share']:.0f}%  "
                 f"ETA {timedelta(seconds=round(left_s))}"
             )
-        self._mind_the_terminal(job)
+        if warning := self.crowd.warning():
+            self.say(f"  warning: {warning}")
+        self._mind_the_terminal(run)
 
-    def _mind_the_terminal(self, job: Job) -> None:
+    def _mind_the_terminal(self, run: Run) -> None:
         """One that is gone doesn't end the training; whoever looks for its output finds here why there is none."""
         if terminal.lost and not self.blind:
             self.blind = True
             warning = f"{terminal.lost[0]}: the training goes on"
-            self._record("warning", job, {"warning": warning})
+            self._record("warning", run, {"warning": warning})
             status.current.update(warning=warning)
             print(f"warning: {warning}, its log is {self.folder / 'metrics.jsonl'}", file=sys.stderr)
 
-    def eval(self, job: Job, metrics: dict[str, float], train_means: dict[str, float], monitor: str) -> None:
-        p, plan = job.progress, job.plan
-        self._record("eval", job, metrics)
-        self._scalars("val", job, metrics)
+    def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
+        p, plan, monitor = run.progress, run.plan, run.task.monitor
+        self._record("eval", run, metrics)
+        self._scalars("val", run, metrics)
         shown = _shown(metrics) | ({} if monitor in SHORT else {monitor: f"{metrics[monitor]:.4f}"})
-        left = ", ".join(f"{k}: {v}" for k, v in _shown(train_means).items())
+        left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
-        self._mind_the_terminal(job)
+        self._mind_the_terminal(run)
+        found = pictures(run, next(iter(run.val_loader)), sums)
+        with self._no_matter("TensorBoard"):
+            self._add_pictures(run, found)
 
-    def slow(self, job: Job, slow: Slow | None) -> None:
+    def slow(self, run: Run, slow: Slow | None) -> None:
         if slow:
             self.say(f"  warning: rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
 
-    def skipped(self, job: Job, skipped: Skipped) -> None:
+    def skipped(self, run: Run, skipped: Skipped) -> None:
         ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
-        self._record("skipped", job, {"skipped_step": skipped.step, "ranks": ranks})
+        self._record("skipped", run, {"skipped_step": skipped.step, "ranks": ranks})
         where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
         self.say(
             f"  warning: step {skipped.step} skipped: "
@@ -209,19 +219,15 @@ class Log(Silent):
         with self._no_matter("TensorBoard"):
             raise about.exc_value
 
-    def pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
-        with self._no_matter("TensorBoard"):
-            self._add_pictures(job, pictures)
-
-    def _add_pictures(self, job: Job, pictures: dict[str, np.ndarray]) -> None:
+    def _add_pictures(self, run: Run, pictures: dict[str, np.ndarray]) -> None:
         for name, picture in pictures.items():
             name = f"val/{name}"  # beside the numbers of the same evaluation
             moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
             if moving:
-                self._add_gif(name, picture, job.progress.step)
+                self._add_gif(name, picture, run.progress.step)
             else:
                 layout = "HW" if picture.ndim == 2 else "HWC"
-                self.writer.add_image(name, picture, job.progress.step, dataformats=layout)
+                self.writer.add_image(name, picture, run.progress.step, dataformats=layout)
 
     def _add_gif(self, name: str, clip: np.ndarray, step: int) -> None:
         """A clip (T, H, W[, 3]) as a GIF in an image summary: `add_video` needs moviepy and drops it silently."""
@@ -240,6 +246,7 @@ class Log(Silent):
         with self._no_matter("TensorBoard"):
             self.writer.close()
         threading.excepthook = self.excepthook
+        show_bars(False)
         if self.wandb:
             self.wandb.finish()
 
@@ -250,10 +257,10 @@ def _tag(group: str, name: str) -> str:
     return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 
 
-def start(folder: Path, job: Job) -> Log:
-    """(main only) Open the log, or say in words why not."""
+def start(folder: Path, run: Run) -> Log:
+    """(rank 0) Open the log, or say in words why not."""
     try:
-        return Log(folder, job)
+        return Log(folder, run)
     except LockstepError:
         raise
     except Exception as error:  # wandb and TensorBoard have many kinds of their own
@@ -261,18 +268,18 @@ def start(folder: Path, job: Job) -> Log:
         raise LockstepError(what, where=str(folder), todo="mend it, or give another save_dir", exit_code=3) from error
 
 
-def add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
+def add_hparams(log: Log, run: Run, metrics: dict[str, float]) -> None:
     """The config beside the final metrics, for TensorBoard's HPARAMS tab; in the same folder, not in a sub-run."""
     with log._no_matter("TensorBoard"):
-        _add_hparams(log, job, metrics)
+        _add_hparams(log, run, metrics)
 
 
-def _add_hparams(log: Log, job: Job, metrics: dict[str, float]) -> None:
+def _add_hparams(log: Log, run: Run, metrics: dict[str, float]) -> None:
     from torch.utils.tensorboard.summary import hparams
 
-    flat = config.flatten(config.to_dict(job.cfg))
+    flat = config.flatten(config.to_dict(run.cfg))
     flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-    results = {_tag("val", name): metrics[name] for name in (job.task.monitor, "loss")}  # the tab looks them up by tag
+    results = {_tag("val", name): metrics[name] for name in (run.task.monitor, "loss")}  # the tab looks them up by tag
     for summary in hparams(flat, results):
         log.writer.file_writer.add_summary(summary)
 
@@ -331,14 +338,14 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
     }
 
 
-def _memory_mb(job: Job) -> float:
+def _memory_mb(run: Run) -> float:
     """Peak memory: the GPU's, or this process's on the CPU."""
     import resource
 
     import torch
 
-    if job.world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(job.world.device) / 1e6
+    if run.world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(run.world.device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 

@@ -7,13 +7,14 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim, Schedule
 from engine.contract import LockstepError
-from engine.dist import World
 from engine.phases import phase
+from engine.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -111,7 +112,10 @@ class Zero(AdamW):
         self.world = world
         parameters = self._parameters()
         before = [p.data for p in parameters]
-        self.zero = world.share_out(self.param_groups, AdamW, **settings)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second to load
+
+        # The parameters move into one piece of memory per rank: one broadcast for each, and not one per parameter.
+        self.zero = ZeroRedundancyOptimizer(self.param_groups, AdamW, parameters_as_bucket_view=True, **settings)
         for p, data in zip(parameters, before, strict=True):  # back to their layouts: torch has made them contiguous
             strides = torch.empty_like(data, device="meta").stride()
             p.data = p.data.as_strided(data.shape, strides, p.data.storage_offset()).copy_(data)
@@ -135,7 +139,7 @@ class Zero(AdamW):
         moments = [state[name].reshape(-1) for state in own["state"].values() for name in MOMENTS]
         everyones_steps = self.world.gather(steps)
         parameters, states = self._parameters(), {}
-        everyones_moments = self.world.collect(moments, like=parameters[0])
+        everyones_moments = gather_to_rank0(self.world, moments, like=parameters[0])
         for steps, flats in zip(everyones_steps, everyones_moments, strict=False):  # none but on rank 0
             pieces = iter(flats)
             for number, step in steps.items():
@@ -150,6 +154,25 @@ class Zero(AdamW):
         share = {number: state for number, state in state_dict["state"].items() if number in numbers}
         super().load_state_dict(state_dict | {"state": share})
         self.zero.param_groups, self.zero.optim.state = self.param_groups, self.state  # both are new
+
+
+def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[list[Tensor]]:
+    """(all ranks) Return every rank's flat tensors, of the type of `like`, by rank, in the memory of rank 0's host;
+    nothing on the others. In pieces, because the device need not have room for another's at once."""
+    everyones = []
+    for rank, lengths in enumerate(world.gather([len(flat) for flat in flats])):
+        collected: list[Tensor] = []
+        while len(collected) < len(lengths):
+            first, last = len(collected), len(collected) + 1
+            while last < len(lengths) and sum(lengths[first : last + 1]) <= 1 << 24:
+                last += 1
+            mine = rank == world.rank
+            piece = torch.cat(flats[first:last]) if mine else like.new_empty(sum(lengths[first:last]))
+            with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
+                dist.broadcast(piece, src=rank)
+            collected += piece.cpu().split(lengths[first:last]) if world.main else [like] * (last - first)
+        everyones.append(collected)
+    return everyones if world.main else []
 
 
 def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> AdamW:

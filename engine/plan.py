@@ -8,9 +8,10 @@ from torch import nn
 
 from engine.config import Config, Schedule
 from engine.contract import LockstepError, amount
-from engine.dist import World
-from engine.optim import AdamW, lr_at, scaled_lr
+from engine.launch import data_parallel_devices
+from engine.optim import lr_at, scaled_lr
 from engine.precision import Precision
+from engine.world import World
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,14 @@ class Plan:
 
     micro_batch  samples per process and forward pass (over all its devices with DataParallel)
     dropped      samples of each epoch that are not trained on
+    devices      GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+
+    What was decided for speed where the config says auto, see speed.py:
+
+    compile        the mode of torch.compile, or off
+    memory_format  the order of convolutions
+    threads        the most a process may compute in, on a CPU
+    speed          all of it for a person
     """
 
     num_samples: int
@@ -33,6 +42,11 @@ class Plan:
     horizon: int
     peak_lr: float
     schedule: Schedule
+    devices: tuple[int, ...] = ()
+    compile: str = "off"
+    memory_format: str = "auto"
+    threads: int = 0
+    speed: tuple[str, ...] = ()
 
     @property
     def epochs(self) -> int:
@@ -45,9 +59,9 @@ class Plan:
 
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """The plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
-    devices = max(1, len(world.devices))
-    micro_batch, accumulation = _cut(cfg, world.size * devices)
-    micro_batch *= devices
+    devices = data_parallel_devices(cfg, world.device)
+    micro_batch, accumulation = _cut(cfg, world.size * max(1, len(devices)))
+    micro_batch *= max(1, len(devices))
     global_batch = micro_batch * world.size * accumulation
     steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
     if not steps_per_epoch:
@@ -55,6 +69,12 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}",
             where="batch_size",
             todo="use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
+        )
+    if cfg.ddp.static_graph and world.size > 1 and accumulation > 1:
+        raise LockstepError(
+            f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
+            where="ddp.static_graph",
+            todo="drop it, or use a larger batch_size",
         )
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
     if cfg.steps:
@@ -73,6 +93,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         horizon=s.horizon or total_steps,
         peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
         schedule=s,
+        devices=devices,
     )
 
 
@@ -102,14 +123,14 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     return share // accumulation, accumulation
 
 
-def smaller(plan: Plan, cfg: Config, world: World, evaluating: bool) -> tuple[int, dict[str, int]]:
+def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
     """(samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller batch that
     divides this process's share of the global batch. No settings where it is a single sample already."""
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
-    parts = world.size * max(1, len(world.devices))
-    if cfg.ddp.static_graph and world.grouped:  # which rules accumulation out
+    parts = plan.processes * max(1, len(plan.devices))
+    if cfg.ddp.static_graph and plan.processes > 1:  # which rules accumulation out
         return plan.micro_batch, {}
     share, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
     fits = [n for n in range(1, batch) if share % n == 0]
@@ -117,25 +138,25 @@ def smaller(plan: Plan, cfg: Config, world: World, evaluating: bool) -> tuple[in
     return batch, cut
 
 
-def describe(
-    plan: Plan, cfg: Config, world: World, model: nn.Module, optimizer: AdamW, precision: Precision, speed: list[str]
-) -> str:
-    """(all ranks) The arithmetic in words, a line each; `speed` is what else was chosen for it."""
+def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int, precision: Precision) -> str:
+    """Return the arithmetic of a run for a person, a line each.
+
+    moments  bytes of the optimizer's state, on the rank that has most
+    """
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
-    largest = max(world.gather(2 * sum(p.numel() * p.element_size() for p in optimizer.kept)))
     shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
-    parts.append((f"optimizer{shares}", largest))
+    parts.append((f"optimizer{shares}", moments))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
     lr = f"{cfg.optim.lr:g}"
     if plan.peak_lr != cfg.optim.lr:
         base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
         lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
-    spread = f" ({len(world.devices)} GPUs of DataParallel)" if len(world.devices) > 1 else ""
+    spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:g} epochs"
     if cfg.steps > plan.total_steps:
@@ -149,7 +170,7 @@ def describe(
         ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"),
         ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
-        ("device", ", ".join([f"{world.device}", *speed])),
+        ("device", ", ".join([f"{world.device}", *plan.speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
     ]  # fmt: skip

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.contract import LockstepError
+from engine.together import sync_errors
+from engine.world import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,14 +31,18 @@ class Precision:
         if self.name == "bf16" and self.device.type == "cpu":
             _repair_bf16()
 
+    @functools.cached_property
+    def enabled(self) -> bool:
+        return self.name != "off"
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        return DTYPES.get(self.name, torch.bfloat16)
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.name == "off":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.name])
-
-    def scaler(self) -> torch.amp.GradScaler:
-        """fp16 alone needs one: its gradients underflow below 6e-8."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.name == "fp16")
 
 
 class Autocast(nn.Module):
@@ -50,6 +56,17 @@ class Autocast(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         with self.precision.autocast():
             return self.model(*inputs)
+
+
+def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict: bool = False) -> Precision:
+    """(all ranks) Return what the config asks for, the same on all ranks; for auto that of the checkpoint `state`."""
+    with sync_errors(world):
+        chosen = choose(cfg.amp, world.device, strict)
+    if len(set(world.gather(chosen.name))) > 1:
+        chosen = replace(chosen, name="off", note="not all processes have bf16")
+    if state and cfg.amp == "auto" and state["precision"] != chosen.name:
+        return replace(chosen, name=state["precision"], note="as in the run it continues")
+    return chosen
 
 
 def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:

@@ -155,21 +155,21 @@ def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str],
 class Profile:
     """(all ranks) `--profile`: after a few steps so many are timed on all ranks, and then some traced on rank 0."""
 
-    def __init__(self, job: Any, folder: Path, say: Any):
-        self.job, self.path, self.say = job, folder / "trace.json", say
+    def __init__(self, run: Any, folder: Path, say: Any):
+        self.run, self.path, self.say = run, folder / "trace.json", say
         self.taken, self.reported = 0, False
-        self.profiler = PerformanceProfiler(job.world.device)
-        self.on_gpu = job.world.device.type == "cuda"
+        self.profiler = PerformanceProfiler(run.world.device)
+        self.on_gpu = run.world.device.type == "cuda"
         self.rows = [*PHASES, *(["waiting for the device"] if self.on_gpu else [])]  # the host's, where it runs ahead
         self.tracer: Any = None
         self.range: Any = None
         self.listener: Any = None
 
-    def follow(self, outcomes: Iterable[T]) -> Iterator[T]:
+    def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Pass a training's steps through."""
-        for outcome in outcomes:
-            self.taken += 1
-            yield outcome  # what is done with it belongs to the step
+        for step in steps:
+            self.taken += 1  # now: after the last one nobody asks for more
+            yield step
             if self.taken == WARM_UP:
                 self._listen(self.profiler.mark)
             elif self.taken == WARM_UP + TIMED:
@@ -199,12 +199,12 @@ class Profile:
         self.reported = True
         self._listen(None)
         self.profiler.mark("")
-        ranks = self.job.world.gather(self.profiler.spent())
+        ranks = self.run.world.gather(self.profiler.spent())
         self.say(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
         self.say(describe(ranks, steps, self.on_gpu, self.rows))
 
     def _trace(self) -> None:
-        if self.job.world.main:
+        if self.run.world.main:
             from torch.profiler import ProfilerActivity, profile
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would tell when it begins and ends

@@ -12,9 +12,8 @@ torch calls backends of one's own experimental; read with torch 2.13. There a Pr
 place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
 """
 
-# No `from __future__ import annotations`: torch compares the annotations of a communication hook with its classes.
-
 import contextlib
+import functools
 import mmap
 import os
 import platform
@@ -56,8 +55,8 @@ def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.G
     """DDP's mean, as a communication hook; its state is an empty list. DDP is right without it, too.
 
     Without a hook DDP multiplies by 1 / ranks before the sum, which rounds once more per rank where their number is no
-    power of two, and sums each bucket as soon as it is full. On a CPU the thread that computes gradients sums them, so
-    nothing overlaps, and waiting for the other ranks once, at the last bucket, saves 5 to 10 % of a step of nine.
+    power of two, and sums each bucket when it is full. On CPUs nothing overlaps, the same thread computes and sums;
+    so here the ranks wait for each other once, when the last bucket is full: 10 % of a step with nine buckets.
     """
     future: Future[Tensor] = Future()
     waiting.append((bucket.buffer(), future))
@@ -169,13 +168,14 @@ class Channel:
 class Sum(dist.Work):
     """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits."""
 
-    def __init__(self, channel: Channel, tensor: Tensor):
+    def __init__(self, channel: Channel | None, tensor: Tensor):
         super().__init__()
         self.channel, self.tensor = channel, tensor
-        self.turn = channel.begin(tensor)
+        self.turn = channel.begin(tensor) if channel else 0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.channel.finish(self.turn)
+        if self.channel:
+            self.channel.finish(self.turn)
         return True
 
     def is_completed(self) -> bool:
@@ -192,18 +192,25 @@ class Sum(dist.Work):
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group.
 
-    gloo     the same ranks, for everything but sums
     channel  what sums go through; None where there is one rank, or the ranks cannot share memory
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]  # with the store Python could override nothing
-        self.gloo = dist.ProcessGroup(store, rank, size)
+        self.about = store, rank, size, timeout
+        self.channel = _open_channel(self, timeout.total_seconds()) if size > 1 else None
+
+    @functools.cached_property
+    def gloo(self) -> dist.ProcessGroup:
+        """The same ranks, for everything but sums. In a world of one nothing may ever ask for it; it would need threads
+        and a network interface."""
+        store, rank, size, timeout = self.about
+        gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        for group in (self, self.gloo):
+        for group in (self, gloo):
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-        self.channel = _open_channel(self, timeout.total_seconds()) if size > 1 else None
+        return gloo
 
     def getBackendName(self) -> str:
         return "shm"
@@ -211,7 +218,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         here = all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
-        if self.channel and here and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
+        if (self.size() == 1 or (self.channel and here)) and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
             return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
 

@@ -32,6 +32,7 @@ class Status:
         self.settle: Callable[[float], None] = lambda seconds: None  # waits for the checkpoint in flight
         self.smaller: Callable[[bool], tuple[int, dict[str, int]]] | None = None  # see `plan.smaller`
         self.shrinks = False  # whether to go on with them
+        self.parameter_names: list[str] = []  # in DDP's order; its errors name parameters by index
         self.writing = threading.Lock()  # the checkpoint thread writes, too
         self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
 
@@ -42,6 +43,10 @@ class Status:
         """
         self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
         self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(words)}"
+
+    def note(self, **about: Any) -> None:
+        """What an error of this run is explained by."""
+        vars(self).update(about)
 
     def adopt(self) -> None:
         """(another rank, when rank 0 is dead) What rank 0 wrote last."""

@@ -14,14 +14,14 @@ import threading
 import time
 from types import FrameType
 
-from engine import agent, dist, oom, terminal
+from engine import agent, launch, oom, terminal
 from engine.contract import LockstepError
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
 class Stop:
-    """Whether this process wants to stop, and why. The ranks vote in every step's all-reduce, see loop.py."""
+    """Whether this process wants to stop, and why. The ranks vote in the all-reduce of every step."""
 
     def __init__(self, max_time_s: float = 0.0):
         self.reason = ""
@@ -57,7 +57,7 @@ class Stop:
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
-            if not self.interrupted and dist.speaks():
+            if not self.interrupted and launch.speaks():
                 terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
             self.interrupted = self.interrupted or now
         self.ask(signal.Signals(number).name)
@@ -66,7 +66,7 @@ class Stop:
 def quit_at_once(exit_code: int, why: str) -> None:
     """Leave without another line of Python: from a signal handler, or a thread."""
     leave_nothing()
-    if dist.speaks():
+    if launch.speaks():
         terminal.shout(f"{why}\n")
     os._exit(exit_code)
 

@@ -186,7 +186,7 @@ class Entry:
 
 
 class Checkpoints:
-    """(main only) The checkpoints of a run folder: `last`, `best` and the `keep` newest before the last."""
+    """(rank 0) The checkpoints of a run folder: `last`, `best` and the `keep` newest before the last."""
 
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
@@ -497,7 +497,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Writer:
-    """(main only) Commits checkpoints in a thread of its own, at most one in flight.
+    """(rank 0) Commits checkpoints in a thread of its own, at most one in flight.
 
     A failure is kept until `problems` hands it out; `settle` waits and raises it.
     """

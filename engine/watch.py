@@ -21,10 +21,11 @@ from typing import Any
 
 from engine import oom, status, storage, terminal
 from engine.contract import LockstepError
-from engine.dist import World, speaks
+from engine.launch import meeting, speaks
 from engine.phases import Phases, phase
 from engine.shm_backend import machine
 from engine.stop import Stop, leave_nothing
+from engine.world import World
 
 STORE_GONE = (
     "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
@@ -56,10 +57,10 @@ class Watch:
     orphan_s   what a rank gets to stop in good order, once the torchrun that started it is dead
     """
 
-    def __init__(self, world: World, stop: Stop, timeout_s: float, phase: Phases = phase):
+    def __init__(self, world: World, stop: Stop, timeout_s: float, phase: Phases = phase, store: Any = None):
         self.world, self.stop, self.timeout_s, self.phase = world, stop, timeout_s, phase
         self.beat_s, self.grace_s, self.orphan_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2), 20.0
-        self.notes = _Notes(world, timeout_s)
+        self.notes = _Notes(world, timeout_s, store)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.orphaned = self.heard = self.lost = self.bereft = 0.0
         self.beats = 0
@@ -279,8 +280,8 @@ class _Notes:
     patience_s  after which a store that doesn't answer is taken for gone
     """
 
-    def __init__(self, world: World, patience_s: float):
-        self.world, self.store, self.failures, self.patience_s = world, world.store, 0, patience_s
+    def __init__(self, world: World, patience_s: float, store: Any = None):
+        self.world, self.store, self.failures, self.patience_s = world, store or meeting.notes, 0, patience_s
         self.asking = ThreadPoolExecutor(1, "notes")
 
     def _ask(self, operation: str, *words: Any) -> Any:

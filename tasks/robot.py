@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import contract
+from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, Sums, amount
 from envs.trials import roll_out
 from formats import lerobot, pretrained
@@ -122,7 +123,7 @@ class Task(contract.Task):
         return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
 
     def everything(self) -> lerobot.Chunks:
-        self.cfg.dataset.eval_split = 0.0
+        self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0})
         return self.datasets()[1]
 
     def _size(self, camera: str) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def main(minutes: float, seed: int) -> int:
     ends_at = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="soak_") as scratch:
         run_folder, straight = Path(scratch) / "run", Path(scratch) / "straight"
-        launcher = Launcher(ROOT)
+        launcher = Launcher(ROOT, real=True)
         counts: collections.Counter[int] = collections.Counter()
         while time.monotonic() < ends_at:
             kind, processes = dice.choice(list(EXIT_CODES)), dice.randint(1, 4)

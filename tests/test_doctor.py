@@ -13,8 +13,11 @@ import pytest
 import torch
 from conftest import FAULTY, TOY, launching, succeed
 
-from engine import config, cores, dist
+import tasks
+import train
+from engine import config, cores, launch
 from engine.contract import LockstepError
+from engine.world import World
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 
@@ -235,13 +238,20 @@ def test_a_busy_port_names_its_process_and_a_free_one(monkeypatch):
         assert only(machine.port()).text == f"MASTER_PORT={wrong} is no port"
 
 
-def world(**about):
-    return dist.World(0, 0, 1, torch.device("cpu"), **about)
+def world(device="cpu"):
+    return World(0, 0, 1, torch.device(device))
+
+
+def start(monkeypatch, processes):
+    """As a launcher that starts so many on this machine."""
+    env = launch.Environment(0, 0, processes, local_size=processes, launched=True)
+    monkeypatch.setattr(launch, "environment", lambda: env)
 
 
 def test_cores_are_counted_against_threads_and_workers(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    several = world(local_size=2)
+    start(monkeypatch, 2)
+    several = world()
     assert only(doctor.threads(config.Config(), several, 4)).level == "ok"
     line = only(doctor.threads(config.Config(), several, 3))
     assert line.level == "warning" and "2 processes x 2 threads = 4 on 3" in line.text
@@ -480,12 +490,12 @@ def test_more_processes_than_gpus_under_torchrun(smi, launch):
 def test_how_gpus_are_joined(smi, monkeypatch):
     assert nvidia.paths()[0, 1] == nvidia.paths()[1, 0] == "NV18" and nvidia.paths()[1, 3] == "SYS"
     assert nvidia.nvlink_gb_s(0) == pytest.approx(53.124)
-    gpus = world(local_size=2)
-    object.__setattr__(gpus, "device", torch.device("cuda:0"))
+    gpus = world("cuda:0")
+    start(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     assert only(machine.peers(gpus)) == machine.ok("2 GPUs, joined by NV18; each reaches the others' memory")
-    object.__setattr__(gpus, "local_size", 4)
+    start(monkeypatch, 4)
     far, numa = machine.peers(gpus)
     assert far.level == numa.level == "warning"
     assert far.text.startswith("4 GPUs, joined by NODE, NV18, SYS; no direct access between 0 and 2: ")
@@ -517,8 +527,7 @@ def test_a_gpu_that_does_not_compute(monkeypatch):
     def no_kernel(*shape, device):
         raise RuntimeError("CUDA error: no kernel image is available\nfor execution on the device")
 
-    gpu = world()
-    object.__setattr__(gpu, "device", torch.device("cuda:1"))
+    gpu = world("cuda:1")
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", no_kernel)
     line = only(machine.device(config.Config(), gpu))
@@ -542,9 +551,10 @@ def test_variables_that_make_gpus_slow(monkeypatch):
 
 
 def test_a_world_that_cannot_be_joined_is_a_failure(monkeypatch, capsys):
-    def refuse(cfg, launch):
+    def refuse(cfg):
         raise LockstepError("port 1 is in use", todo="take another")
 
-    monkeypatch.setattr(dist, "join", refuse)
-    assert doctor.examine(config.Config(device="cpu"), as_json=False) == 1
+    monkeypatch.setattr(train, "setup_distributed", refuse)
+    args = config.parse(["har", "device=cpu"], tasks.load)
+    assert doctor.examine(args, as_json=False) == 1
     assert "failure  port 1 is in use: take another" in capsys.readouterr().out

@@ -10,8 +10,10 @@ import torch
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import agree, config, dist
+from engine import config
 from engine.contract import LockstepError
+from engine.launch import Environment, data_parallel_devices, environment, pick_device
+from engine.preflight import code
 
 SPY = """
 import torch
@@ -129,12 +131,13 @@ def test_accelerates_precision_is_followed(launch, tmp_path, spy):
 COUNTING = """
 import sys
 import torch
+import torch.distributed as dist
 import tasks, train
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from engine import config, dist, loop, shm_backend
+from engine import config, launch, shm_backend
 
-cfg = config.parse(sys.argv[1:], tasks.load).cfg
-world = dist.join(cfg, dist.environment())
+args = config.parse(sys.argv[1:], tasks.load)
+world = train.setup_distributed(args.cfg)
 calls = []
 def counting(mean):
     def count(state, bucket):
@@ -142,18 +145,20 @@ def counting(mean):
         return mean(state, bucket)
     return count
 shm_backend.sum_then_divide = counting(shm_backend.sum_then_divide)
-prepared = train.prepare(cfg, world)
+run = train.build(args, world)
 if not shm_backend.in_use():
-    prepared.job.net.register_comm_hook(None, counting(allreduce_hook))
+    run.net.register_comm_hook(None, counting(allreduce_hook))
 per_step, before = [], 0
-prepared.train_loader.set_epoch(0)
-for _ in loop.train_epoch(prepared.job, prepared.train_loader):
+run.train_loader.set_epoch(0)
+for passes in run.steps():
+    train.train_step(run, passes)
     per_step.append(len(calls) - before)
     before = len(calls)
 # One write: torchrun's workers are unbuffered, and the pieces of two prints would mix.
 print(f"CALLS {world.rank} {per_step}\\n", end="", flush=True)
-del prepared
-world.leave()
+del run
+launch.drain()
+dist.destroy_process_group()
 """
 
 
@@ -184,7 +189,7 @@ def test_a_half_set_environment_is_an_error_in_words(monkeypatch, env, words):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LockstepError, match=words) as caught:
-        dist.environment()
+        environment()
     assert caught.value.exit_code == 2
 
 
@@ -210,13 +215,16 @@ def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(LockstepError, match=r"LOCAL_RANK=2, but 2 GPUs visible.*at most 2 processes"):
-        dist._device(config.Config(), dist.Launch(2, 2, 3))
-    assert dist._device(config.Config(), dist.Launch(1, 1, 2))[0] == torch.device("cuda:1")
-    assert dist._device(config.Config(multi_gpu="dp", gpu_ids=[1, 0]), None) == (torch.device("cuda:1"), (1, 0))
+        pick_device(config.Config(), Environment(2, 2, 3, launched=True))
+    second_of_two = Environment(1, 1, 2, launched=True)
+    assert pick_device(config.Config(), second_of_two) == torch.device("cuda:1")
+    cfg = config.Config(multi_gpu="dp", gpu_ids=[1, 0])
+    device = pick_device(cfg, Environment())
+    assert (device, data_parallel_devices(cfg, device)) == (torch.device("cuda:1"), (1, 0))
     with pytest.raises(LockstepError, match=r"gpu_ids=\[3\] asked, 2 visible"):
-        dist._device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), None)
+        pick_device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), Environment())
     # `--multi-gpu ddp --gpu-ids 0,1,3`: torchrun's children see only those, counted from 0, and are given the flag too.
-    assert dist._device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), dist.Launch(1, 1, 2))[0].index == 1
+    assert pick_device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), second_of_two).index == 1
 
 
 def test_a_port_in_use_is_named(launch, tmp_path):
@@ -250,8 +258,9 @@ def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_
     assert done.code != 0 and "rank 0 of 2 could not join the others" in done.errors[0], done.err
 
 
-def test_started_alone_a_group_of_one_needs_no_address(launch, tmp_path):
-    succeed(launch.python("train_ddp.py", TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
+@pytest.mark.parametrize("door", ["train.py", "train_ddp.py"])
+def test_started_alone_a_group_of_one_needs_no_address(launch, tmp_path, door):
+    succeed(launch.python(door, TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
 
 
 def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
@@ -276,9 +285,9 @@ def test_the_code_that_ranks_compare_has_the_tasks_own_file(tmp_path):
         (tmp_path / name).mkdir()
         path = tmp_path / name / "own.py"
         path.write_text(own.format(size))
-        digests.append(agree.code(tasks.load(str(path))(None)))
+        digests.append(code(tasks.load(str(path))(None)))
     assert digests[0] == digests[1] != digests[2]
-    of_the_base, of_all = agree.code(tasks.load(TOY)(None)), agree.code(tasks.load(FAULTY)(None))
+    of_the_base, of_all = code(tasks.load(TOY)(None)), code(tasks.load(FAULTY)(None))
     assert len({of_the_base, of_all, *digests}) == 4
 
 

@@ -10,8 +10,8 @@ from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
 from engine.contract import LockstepError, Sums
-from engine.dist import World
-from engine.loop import Tallied
+from engine.metrics import EvalSums
+from engine.world import World
 from tasks._classification import class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import of_run
@@ -72,10 +72,10 @@ def test_class_weights_are_the_guides():
 
 def test_floats_are_added_up_in_the_order_of_the_parts():
     """1 + 1e16 - 1e16 is 0, or 1 from behind."""
-    tallied = Tallied()
+    sums = EvalSums()
     for number in (1.0, 1e16, -1e16):
-        tallied.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
-    totals = tallied.total(World(0, 0, 1, torch.device("cpu")))
+        sums.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
+    totals = sums.total(World(0, 0, 1, torch.device("cpu")))
     assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
 
 

@@ -123,4 +123,4 @@ def test_a_call_that_waits_is_found_with_its_line(launch, tmp_path):
     done = succeed(launch.python(COMMAND, "--part", "steps", str(task), "device=cpu", "batch_size=4"))
     places, steps, seen = gpu_check.json.loads(done.out.rpartition("RESULT ")[2])
     assert steps == len(places) == 6 and seen
-    assert all(place.startswith("engine/loop.py:") and "job.task.loss(" in place for place in places), places
+    assert all(place.startswith("train.py:") and "run.task.loss(" in place for place in places), places

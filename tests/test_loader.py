@@ -13,9 +13,10 @@ import torch
 from conftest import succeed
 
 from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders, fingerprint
-from engine import config, contract, plan
+from engine import config, console, contract, plan
 from engine.contract import LockstepError
-from engine.dist import World
+from engine.launch import processes_sharing
+from engine.world import World
 
 
 def world(rank=0, size=1):
@@ -78,7 +79,9 @@ def test_drop_last_drops_whole_steps_only():
 
 
 def test_the_devices_of_one_process_have_each_a_batch():
-    the_plan = plan.make_plan(config.Config(batch_size=3), World(0, 0, 1, torch.device("cpu"), devices=(0, 1)), 61)
+    cfg = config.Config(batch_size=3, multi_gpu="dp", gpu_ids=[0, 1])
+    the_plan = plan.make_plan(cfg, World(0, 0, 1, torch.device("cuda", 0)), 61)
+    assert the_plan.devices == (0, 1)
     assert (the_plan.micro_batch, the_plan.global_batch, the_plan.steps_per_epoch) == (6, 6, 11)
 
 
@@ -170,7 +173,7 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
     loader, val = create_data_loaders(cfg, world(), the_plan, dataset(), dataset())
     for epoch in (0, 1):
         loader.set_epoch(epoch)
-        batches = list(loader)
+        batches = [only for (only,) in loader]
         assert len(batches) == len(loader) == 3
         for batch, micro in batches:
             assert batch["x"].tolist() == [10 * i for i in micro.indices] == (10 * batch["index"]).tolist()
@@ -179,8 +182,9 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
         assert torch.cat([batch[name] for batch in val]).tolist() == [factor * i for i in range(10)]
     monkeypatch.setattr(dataset, "weights", [*range(10)], raising=False)  # a list will do
     loader, _ = create_data_loaders(cfg, world(), make_plan(10, 1, batch=2, accumulation=2), dataset(), dataset())
-    passes = list(loader)
-    for step in (passes[:2], passes[2:4], passes[4:]):
+    steps = [list(passes) for passes in loader]
+    assert len(loader) == 3 and [len(step) for step in steps] == [2, 2, 1]
+    for step in steps:
         mean = np.mean([index for _, micro in step for index in micro.indices])
         assert [batch["mean_weight"].tolist() for batch, _ in step] == [[mean] * 2] * len(step)
 
@@ -263,12 +267,13 @@ def test_a_dataset_that_draws_at_random_is_refused(source):
     assert random.getstate() == before[1] and all(map(np.array_equal, np.random.get_state(), before[2]))
 
 
-def test_samples_drawn_at_random_may_be_trained_on_all_the_same():
+def test_samples_drawn_at_random_may_be_trained_on_all_the_same(capsys):
     """And a run goes on: the fingerprint holds what does not change."""
-    said = []
-    digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn", say=said.append) for _ in range(2)]
-    assert digests[0] == digests[1] != fingerprint(Drawn(), Flipped(lambda: False), random_samples="warn")
+    console.set_up(main=True)
+    digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn") for _ in range(2)]
+    said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and said[0].startswith("warning: sample 0 is another each time it is fetched: its 'x' is (Dr")
+    assert digests[0] == digests[1] != fingerprint(Drawn(), Flipped(lambda: False), random_samples="warn")
 
 
 def test_held_data_give_the_same_batches(monkeypatch):
@@ -281,7 +286,7 @@ def test_held_data_give_the_same_batches(monkeypatch):
         assert train.loader is None, "held data need no loader processes"
         fetched.clear()
         train.set_epoch(1, consumed=3)
-        batches = [*(batch for batch, _ in train), *val]
+        batches = [*(batch for batch, _ in train.passes()), *val]
         assert bool(fetched) is (cache in ("none", "auto")), "auto is for GPUs"
         seen[cache] = batches
     for cache, batches in seen.items():
@@ -334,28 +339,38 @@ def test_data_that_cannot_be_held_are_refused(data, words):
         create_data_loaders(cfg, world(), make_plan(10, 1), data(), Rows())
 
 
-def test_data_held_by_every_process_of_a_machine_must_fit_as_often(monkeypatch):
-    held = World(0, 0, 4, torch.device("cpu"), local_size=4)
+@pytest.fixture
+def four_here(monkeypatch):
+    """The environment of one of four processes on a machine."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def test_data_held_by_every_process_of_a_machine_must_fit_as_often(monkeypatch, four_here):
     cfg = config.Config(batch_size=3, cache="host")
     data = Rows()
     needed = 2 * sum(data[0][name].nbytes for name in data[0]) * len(data)
     monkeypatch.setattr("engine.cache._free_bytes", lambda device: 4 * needed)
-    create_data_loaders(cfg, held, make_plan(10, 4), data, Rows())
+    create_data_loaders(cfg, world(size=4), make_plan(10, 4), data, Rows())
     monkeypatch.setattr("engine.cache._free_bytes", lambda device: 4 * needed - 1)
     with pytest.raises(LockstepError, match="in each of 4 process"):
-        create_data_loaders(cfg, held, make_plan(10, 4), data, Rows())
+        create_data_loaders(cfg, world(size=4), make_plan(10, 4), data, Rows())
+    monkeypatch.delenv("RANK"), monkeypatch.delenv("WORLD_SIZE")
     create_data_loaders(cfg, world(), make_plan(10, 1), data, Rows())
 
 
 @pytest.mark.parametrize(("gpus", "copies"), [(4, 1), (3, 2), (1, 4)])
-def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, gpus, copies):
+def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, four_here, gpus, copies):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert World(0, 0, 4, torch.device("cuda", 0), local_size=4).sharers(torch.device("cuda", 0)) == copies
+    assert processes_sharing(torch.device("cuda", 0)) == copies
 
 
 def test_missing_values_can_be_held(capsys):
     cfg = config.Config(batch_size=3, cache="host")
-    _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing(), print)
+    console.set_up(main=True)
+    _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing())
     assert all(batch["x"].isnan().all() for batch in val)
     assert "Holding 0 MB of data on cpu" in capsys.readouterr().out
 
@@ -393,7 +408,7 @@ def test_a_dataset_is_told_of_the_next_batch_before_it_gives_this_one(monkeypatc
     for loader in (train, val):
         train.set_epoch(1, consumed=3)
         told.clear()
-        assert list(loader)
+        assert list(loader.passes() if loader is train else loader)
         batches = list(loader.sampler)
         expected = [("next", batches[0])]
         for this, following in itertools.zip_longest(batches, batches[1:]):

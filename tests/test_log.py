@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tasks
 from engine import config, log
 from engine.contract import LockstepError
-from engine.loop import Progress
+from engine.run import Progress
 from tools.evaluate import of_run
 
 

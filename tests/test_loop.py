@@ -1,4 +1,4 @@
-"""The loop of an epoch, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
+"""The steps of a training, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
 
 import itertools
 from dataclasses import replace
@@ -10,27 +10,51 @@ from conftest import FAULTY, ROOT
 
 import tasks
 import train
-from engine import checkpoint, config, loop, status
-from engine.dist import World
+from engine import checkpoint, config, console, launch, preflight, status, survive
+from engine.log import Silent
+from engine.metrics import evaluate_split, training_metrics
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Make a job of six steps an epoch and its steps; what `prepare` sets for a whole process is put back."""
+    """Make a run of six steps an epoch and its steps; what `build` sets for a whole process is put back."""
     monkeypatch.setattr(status, "current", status.Status())
+    world = train.setup_distributed(config.Config(device="cpu"))
 
     def begin(*words, task=FAULTY, state=None):
         own = ["fault.rank=0"] if task == FAULTY else []
-        cfg = config.parse([task, "amp=off", "allocator=system", "dataset.samples=72", *own, *words], tasks.load).cfg
-        prepared = train.prepare(cfg, World(0, 0, 1, torch.device("cpu")))
+        words = [task, "amp=off", "allocator=system", "dataset.samples=72", *own, *words]
+        run = train.build(config.parse(words, tasks.load), world)
         if state:
-            checkpoint.restore(prepared.job, state, Path("state.pt"))
-        prepared.train_loader.set_epoch(prepared.job.progress.epoch, prepared.job.progress.position)
-        return prepared.job, loop.train_epoch(prepared.job, prepared.train_loader)
+            checkpoint.restore(run, state, Path("state.pt"))
+        return run, epoch_of(run)
 
-    return begin
+    yield begin
+    launch.drain()
+    torch.distributed.destroy_process_group()
+
+
+class Skips(Silent):
+    """A log that keeps what it was told of skipped steps."""
+
+    def __init__(self):
+        self.told = []
+
+    def skipped(self, run, skipped):
+        self.told.append(skipped)
+
+
+def epoch_of(run):
+    """Yields, after each step that is left of the epoch, the skipped steps that have become known with it."""
+    run.log = Skips()
+    run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
+    for passes in run.steps():
+        train.train_step(run, passes)
+        survive.check_outcome(run)
+        yield run.log.told
+        run.log.told = []
 
 
 class Event:
@@ -58,27 +82,28 @@ class Event:
 def test_on_a_gpu_news_come_a_step_late_but_before_any_pause(monkeypatch, steps, words, late):
     """So that the last steps of a run are read, too, and a checkpoint knows of all before it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    job, outcomes = steps(*words, "fault.kind=nan loss", "fault.step=1", "fault.times=99", "max_skipped_steps=0")
-    job.mailbox.on_gpu = True
+    run, outcomes = steps(*words, "fault.kind=nan loss", "fault.step=1", "fault.times=99", "max_skipped_steps=0")
+    run.deferred.on_gpu = True
     known = 0
-    for outcome in outcomes:
-        known += len(outcome.skipped)
-        assert known == job.progress.skipped_in_a_row == job.progress.step - (job.progress.step in late)
-        if job.finished:
+    for skipped in outcomes:
+        known += len(skipped)
+        assert known == run.progress.skipped_in_a_row == run.progress.step - (run.progress.step in late)
+        if run.finished:
             break
-    assert known == job.progress.step and not job.mailbox.posted and Event.waited >= known
+    assert known == run.progress.step and not run.deferred.posted and Event.waited >= known
 
 
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    job, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
-    job.mailbox.on_gpu = True
-    assert not next(outcomes).skipped
-    job.stop.ask("SIGTERM")
-    assert not next(outcomes).stopping, "its vote is under way"
+    run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
+    run.deferred.on_gpu = True
+    assert not next(outcomes)
+    run.stop.ask("SIGTERM")
+    next(outcomes)
+    assert not run.stopped, "its vote is under way"
     last = next(outcomes)
-    assert last.stopping and [skipped.step for skipped in last.skipped] == [2, 3]
-    blamed = [index for skipped in last.skipped for index in skipped.samples[0]]
+    assert run.stopped == "SIGTERM" and [skipped.step for skipped in last] == [2, 3]
+    blamed = [index for skipped in last for index in skipped.samples[0]]
     assert len(set(blamed)) == len(blamed) == 24, "each step's own samples"
 
 
@@ -88,25 +113,25 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
 def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
     """Weights, BatchNorm's statistics and other modules' buffers, moments and their counters, the average and its
     counter."""
-    job, outcomes = steps(*words[1:], "optim.ema_decay=0.5", "epochs=1", task=words[0])
-    parts = (job.model, job.ema, job.optimizer)
+    run, outcomes = steps(*words[1:], "optim.ema_decay=0.5", "epochs=1", task=words[0])
+    parts = (run.model, run.ema, run.optimizer)
     before = [[] for _ in parts]
-    for outcome in outcomes:
+    for skipped in outcomes:
         now = [[value.clone() for value in tensors(part.state_dict())] for part in parts]
         same = [len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(now, before, strict=True)]
-        assert same == [job.progress.step == 3] * 3 and bool(outcome.skipped) is (job.progress.step == 3)
+        assert same == [run.progress.step == 3] * 3 and bool(skipped) is (run.progress.step == 3)
         before = now
-    metrics = loop.training_metrics(job, {})
-    assert job.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
+    metrics = training_metrics(run, {})
+    assert run.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
 
 
 def test_the_average_is_what_is_scored(steps):
-    job, outcomes = steps("optim.ema_decay=0.5")
+    run, outcomes = steps("optim.ema_decay=0.5")
     next(outcomes), next(outcomes)
-    batch = job.task.datasets()[1].__getitems__(range(23))
-    metrics, _ = loop.evaluate(job, [batch])
+    batch = run.task.datasets()[1].__getitems__(range(23))
+    metrics, _ = evaluate_split(run, [batch])
     with torch.no_grad():
-        scored = [job.task.report(job.task.score(model, batch))["loss"] for model in (job.ema.module, job.model)]
+        scored = [run.task.report(run.task.score(model, batch))["loss"] for model in (run.ema.module, run.model)]
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 
@@ -114,21 +139,25 @@ def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
     """The steps after it have dropout again, and the random numbers that they would have had."""
     weights = []
     for evaluated in (False, True):
-        job, outcomes = steps("model.dropout=0.3")
+        run, outcomes = steps("model.dropout=0.3")
         for _ in itertools.islice(outcomes, 3):
             if evaluated:
-                loop.evaluate(job, [job.task.datasets()[1].__getitems__(range(23))])
-        weights.append(job.model.state_dict())
+                evaluate_split(run, [run.task.datasets()[1].__getitems__(range(23))])
+        weights.append(run.model.state_dict())
     assert all(map(torch.equal, *map(tensors, weights)))
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
-    steps("steps=3", "schedule.warmup_epochs=0.5")
-    assert "warning" not in capsys.readouterr().out
-    steps("steps=2", "schedule.warmup_epochs=0.5", "schedule.horizon=3")  # a part of a longer one
-    assert "warning" not in capsys.readouterr().out
-    steps("steps=2", "schedule.warmup_epochs=0.5")
-    said = capsys.readouterr().out
+    console.set_up(main=True)
+
+    def plan_of(*words):
+        preflight.describe(steps(*words)[0], strict=False)
+        return capsys.readouterr().out
+
+    assert "warning" not in plan_of("steps=3", "schedule.warmup_epochs=0.5")
+    part_of_a_longer_one = plan_of("steps=2", "schedule.warmup_epochs=0.5", "schedule.horizon=3")
+    assert "optimizer steps  2 = " in part_of_a_longer_one and "warning" not in part_of_a_longer_one
+    said = plan_of("steps=2", "schedule.warmup_epochs=0.5")
     assert "warning: the warm-up of 3 steps is longer than the schedule of 2 (schedule): give a smaller" in said
 
 
@@ -158,23 +187,23 @@ class Task(Toy):
 def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     (tmp_path / "own.py").write_text(TIED)
     words = ["optim.ema_decay=0.5", "epochs=1"]
-    job, outcomes = steps(*words, task=str(tmp_path / "own.py"))
+    run, outcomes = steps(*words, task=str(tmp_path / "own.py"))
     for _ in itertools.islice(outcomes, 3):
         pass
-    captured = checkpoint.capture(job)
+    captured = checkpoint.capture(run)
     torch.save(captured, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     held = {value.untyped_storage().data_ptr(): value.numel() for value in tensors(state)}
-    sizes = {name: value.numel() for name, value in job.model.state_dict().items() if name != "again.weight"}
+    sizes = {name: value.numel() for name, value in run.model.state_dict().items() if name != "again.weight"}
     frozen = sizes["base.weight"] + sizes["base.bias"]
     trained = sum(sizes.values()) - frozen
     rest = sum(held.values()) - frozen - 4 * trained  # weights, their average, two moments
     assert 0 < rest < 30, "counters"
-    assert all(torch.equal(value, job.model.state_dict()[name]) for name, value in state["model"].items())
+    assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in state["model"].items())
     again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
     for _ in zip(outcomes, more, strict=False):
         pass
-    ours, theirs = ([*tensors(job.ema.state_dict()), *tensors(job.model.state_dict())] for job in (again, job))
+    ours, theirs = ([*tensors(run.ema.state_dict()), *tensors(run.model.state_dict())] for run in (again, run))
     assert all(map(torch.equal, ours, theirs)), "it goes on from there"
     written = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(map(torch.equal, tensors(captured), tensors(written))), "what was captured stays as it was"
@@ -186,17 +215,17 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
 
 def test_each_rank_draws_its_own_when_a_run_goes_on(steps):
     """As before where there are as many; else anew: another thing on each rank and after each step."""
-    job, outcomes = steps()
+    run, outcomes = steps()
     next(outcomes)
-    state, drawn = checkpoint.capture(job), []
+    state, drawn = checkpoint.capture(run), []
     everyones = [{"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in (0, 1)]
     for rank in (0, 1):
-        job.world = replace(job.world, rank=rank, size=2)
-        checkpoint.restore(job, state | {"rng": everyones}, Path("state.pt"))
+        run.world = replace(run.world, rank=rank, size=2)
+        checkpoint.restore(run, state | {"rng": everyones}, Path("state.pt"))
         assert torch.equal(torch.get_rng_state(), everyones[rank]["cpu"])
         for step in (1, 2, 1):
             state["progress"]["step"] = step
-            checkpoint.restore(job, state, Path("state.pt"))
+            checkpoint.restore(run, state, Path("state.pt"))
             drawn.append(torch.rand(()).item())
     assert (drawn[0], drawn[3]) == (drawn[2], drawn[5]) and len(set(drawn)) == 4
 

@@ -7,8 +7,7 @@ import torch
 from conftest import succeed
 from torch import nn
 
-import train
-from engine.precision import Precision, _in_float32, choose
+from engine.precision import Precision, _in_float32, choose, choose_together
 
 CPU_BF16 = Precision("bf16", torch.device("cpu"), "")
 
@@ -108,9 +107,9 @@ def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     cfg = SimpleNamespace(amp="auto")
     monkeypatch.setattr("engine.precision._cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
-    world = SimpleNamespace(together=lambda act: act(), gather=lambda mine: [mine, elsewhere], device=cpu)
-    assert train._precision(cfg, world, None).name == elsewhere
-    assert train._precision(cfg, world, {"precision": "bf16"}).name == "bf16", "a resumed run keeps its own"
+    world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
+    assert choose_together(cfg, world, None).name == elsewhere
+    assert choose_together(cfg, world, {"precision": "bf16"}).name == "bf16", "a resumed run keeps its own"
 
 
 @pytest.mark.real

@@ -11,7 +11,10 @@ from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, comman
 
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("your-own-data", "tools", "config", "nothing-lost", "troubleshooting")),
+    *(
+        f"docs/{name}.md"
+        for name in ("launching", "your-own-data", "tools", "config", "nothing-lost", "troubleshooting")
+    ),
 )
 PROGRAMS = re.compile(
     r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
@@ -69,7 +72,11 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
     "test_a_run_becomes_a_pretrained_policy_for_the_next": ["python tools/save_pretrained.py RUN"],
 }
 
-NOT_RUN = {".venv/bin/python -m pytest tests/test_the_idea.py -v": "these tests are among them already"}
+NOT_RUN = {
+    ".venv/bin/python -m pytest tests/test_the_idea.py -v": "these tests are among them already",
+    "./train_multigpu.sh 4 har global_batch=48 save_dir=runs/har save_every=20": "a rank is killed: see tests/faults",
+    "./train_multigpu.sh 3 har global_batch=48 save_dir=runs/har save_every=20": "what resumes it",
+}
 
 
 def shown():
@@ -144,7 +151,7 @@ def test_make_starts_what_it_says(launch):
         succeed(launch("make", "-n", "-B", "--no-print-directory", target)).out for target in ("train", "test")
     )
     assert "./train_multigpu.sh" in train and "pip install" in train and "requirements.txt" in train
-    assert "-m pytest -n auto" in test and "requirements-dev.txt" in test
+    assert "-m pytest -n " in test and "requirements-dev.txt" in test
 
 
 def test_the_launcher_prints_its_command(launch):

@@ -7,14 +7,14 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import checkpoint, config, plan
+from engine import checkpoint, config, console, plan
+from engine.world import World
 
 
 def load(path):
@@ -396,16 +396,19 @@ def test_amp_may_change_and_a_new_horizon_is_said(launch, finished, tmp_path):
         ("epochs=1", "epochs=1 schedule.horizon=7", "schedule.horizon: 6 -> 7"),
     ],
 )
-def test_horizons_are_compared_by_what_they_come_to(then, now, difference):
+def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, difference):
     def planned(words):
-        cfg = config.parse([TOY, *words.split()], tasks.load).cfg
-        return cfg, plan.make_plan(cfg, SimpleNamespace(size=1, devices=[]), 61)
+        args = config.parse([TOY, "--force", *words.split()], tasks.load)
+        return args, plan.make_plan(args.cfg, World(0, 0, 1, torch.device("cpu")), 61)
 
     (old, before), (new, after) = planned(then), planned(now)
-    state = {"config": config.to_dict(old), "horizon": before.horizon, "data": "same"}
+    state = {"config": config.to_dict(old.cfg), "horizon": before.horizon, "data": "same"}
     state |= {"global_batch": before.global_batch, "num_samples": before.num_samples}
-    warnings = checkpoint.check_same_run(state, new, (), after, "same", Path("run/last.pt"), force=True)
-    assert [text.partition("run/last.pt: ")[2] for text in warnings] == ([difference] if difference else [])
+    console.set_up(main=True)
+    task = tasks.load(TOY)(new.cfg)
+    checkpoint.check_same_run(state, new, task, after, "same", Path("run/last.pt"))
+    said = capsys.readouterr().out.splitlines()
+    assert [text.partition("run/last.pt: ")[2] for text in said] == ([difference] if difference else [])
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_path):
@@ -452,3 +455,22 @@ def test_a_full_disk_keeps_the_older_checkpoint(launch, finished):
     assert Path(os.path.realpath(finished / "last.pt")).read_bytes() == before
     assert not list(finished.glob(".*")), "no temporary file is left"
     assert "Resuming" in succeed(launch.python("train.py", TOY, "epochs=3", f"save_dir={finished}")).out
+
+
+OLD = ROOT / "tests" / "data" / "run_of_3205ab3"
+"""Seven of twelve steps, in float64 with an average of weights, by the commit before train.py became the page."""
+
+
+def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
+    """Rounding apart: it was begun on another processor."""
+    old, straight = tmp_path / "old", tmp_path / "straight"
+    shutil.copytree(OLD, old)
+    words = ["tests/tasks/toy.py", "model.double=true", "amp=off", "optim.ema_decay=0.9", "epochs=2", "eval_every=30"]
+    done = succeed(launch.torchrun(2, "train.py", *words, "global_batch=12", f"save_dir={old}"))
+    assert f"Resuming {old}/" in done.out and "step 7, epoch 2" in done.out
+    succeed(launch.python("train.py", *words, f"save_dir={straight}"))
+    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (old, straight))
+    assert ours["progress"]["step"] == theirs["progress"]["step"] == 12
+    for part in ("model", "ema"):
+        for name, value in theirs[part].items():
+            torch.testing.assert_close(ours[part][name], value, rtol=1e-9, atol=1e-9)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from engine import watch
-from engine.dist import World
 from engine.phases import Phases
 from engine.stop import Stop
 from engine.watch import Cause, Watch, verdict
+from engine.world import World
 
 
 def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, **about):
@@ -42,8 +42,8 @@ def ranks(monkeypatch):
     store, passed, ended = dist.HashStore(), [0.0], []
     monkeypatch.setattr(watch, "_known", [])
     monkeypatch.setattr(Watch, "_end", lambda self, cause, claimed=False: ended.append(cause))
-    worlds = [World(rank, rank, 2, torch.device("cpu"), grouped=True, store=store) for rank in (0, 1)]
-    mine, other = (Watch(world, Stop(), timeout_s=10.0, phase=Phases()) for world in worlds)
+    worlds = [World(rank, rank, 2, torch.device("cpu")) for rank in (0, 1)]
+    mine, other = (Watch(world, Stop(), timeout_s=10.0, phase=Phases(), store=store) for world in worlds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
     monkeypatch.setattr(watch, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)

@@ -12,7 +12,7 @@ from torch import nn
 from engine import optim
 from engine.config import Optim
 from engine.contract import LockstepError
-from engine.dist import World
+from engine.world import World
 
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 

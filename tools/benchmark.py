@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import train
 from engine import config, scaling
 from engine.contract import LockstepError, amount
 from engine.cores import available, crowded
 from tools.probe import OutOfMemory, probe
+from tools.running import guarded
 
 MEANING = {"weak": "each process keeps its batch", "strong": "the global batch stays"}
 
@@ -162,10 +162,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--link", default="")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
-    return train.guarded(words, partial(_main, options, words))
+    return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
+def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
     cores = available()
     gpus = torch.cuda.device_count() if asked.cfg.device != "cpu" else 0
     link = scaling.parse_link(options.link) if options.link else None

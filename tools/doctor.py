@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import itertools
 import json
@@ -36,17 +35,22 @@ sys.path.insert(0, str(ROOT))
 
 try:
     import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import agent, dist, faults, loop, shm_backend, status
+    from engine import agent, config, faults, launch, preflight, shm_backend, status
     from engine.cache import Held
     from engine.contract import RESERVED, LockstepError, amount
-    from engine.cores import Crowd, available, crowded, threads_at_most
+    from engine.cores import Crowd, available, bound_to, crowded, threads_at_most
+    from engine.run import Run
     from engine.stop import Stop
-    from engine.watch import Watch
+    from engine.world import World
     from tools import machine, nvidia
     from tools.machine import Line, attempt, failure, ok, warning
+    from tools.probe import time_sum
+    from tools.running import guarded, in_world
 except ModuleNotFoundError as error:  # the doctor itself needs these packages
     sys.exit(f"failure  {error.name} is not installed: {sys.executable} -m pip install -r {ROOT / 'requirements.txt'}")
 
@@ -118,7 +122,7 @@ def main(argv: list[str]) -> int:
         if not 1 <= own.launch <= 9999:
             parser.error(f"--launch {own.launch}: give 1 or more")
         _launch(own.launch, [*(["--json"] if own.json else []), *words])
-    return train.guarded(words, lambda asked: examine(asked.cfg, own.json))
+    return guarded(words, lambda args: examine(args, own.json))
 
 
 def _launch(processes: int, words: list[str]) -> None:
@@ -128,48 +132,53 @@ def _launch(processes: int, words: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def examine(cfg: Any, as_json: bool) -> int:
-    """(all ranks) Run every check, in the order of a training, and return the exit code."""
-    cfg.oom = "stop"
+def examine(args: config.Args, as_json: bool) -> int:
+    """(all ranks) Run every check, in the order in which a training would meet them. Returns the exit code."""
+    args = args._replace(cfg=config.changed(args.cfg, {"oom": "stop"}))
     cores = available()  # before this process is bound to some of them
-    launch, started = machine.launch_of(cfg)
-    main = launch is None or launch.rank == 0
-    report = Report(main, as_json)
-    if dist.speaks():  # one process of each machine
+    env, started = machine.launch_of(args.cfg)
+    report = Report(env.rank == 0, as_json)
+    if launch.speaks():  # one process of each machine
         report.run(machine.versions)
-        report.run(machine.cards, cfg)
+        report.run(machine.cards, args.cfg)
         report.add("launch", started)
         report.run(machine.variables)
-        if launch is None:  # else the processes have met already
+        if not env.launched:  # else they have met already
             report.run(machine.port)
     if any(line.level == "failure" for line in started):
         report.add("launch", [warning("not checked for that reason: data, loader, sums", "fix it first")])
         report.close()
-        return status.leave_code(1) if main else 0  # else torchrun would end rank 0, perhaps before it prints
+        return status.leave_code(1) if env.rank == 0 else 0  # else torchrun would end rank 0, which may not have spoken
+    joined = False
+
+    def work(world: World, stop: Stop) -> int:
+        nonlocal joined
+        joined = True
+        with warnings.catch_warnings():
+            # `threads` says so, and what would do
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            _together(args, world, stop, report, cores)
+            return world.broadcast(report.close())
+
     try:
-        world = dist.join(cfg, launch)
+        with contextlib.redirect_stdout(io.StringIO()):  # `report` prints past it
+            return status.leave_code(in_world(args.cfg, work))
     except LockstepError as error:
-        if not main:
+        if joined or env.rank != 0:
             raise
         report.add("join", [failure(str(error))])
         return status.leave_code(report.close())
-    stop = Stop()
-    with Watch(world, stop, cfg.ddp.timeout_s), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # `threads` says so, with a remedy
-        _together(cfg, world, stop, report, cores)
-        code = world.broadcast(report.close())
-    world.leave()
-    return status.leave_code(code)
 
 
-def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: int) -> None:
-    """(all ranks) Run the checks that need all of them; rank 0 adds the complaints of other machines."""
+def _together(args: config.Args, world: World, stop: Stop, report: Report, cores: int) -> None:
+    """(all ranks) Check what takes all of them. Rank 0 adds what other machines complain of."""
+    cfg = args.cfg
     add = report.add if world.main else (lambda check, lines: None)
     for lines in world.gather(attempt(machine.device, cfg, world)):
         add("device", lines)
     add("ranks", machine.differences(world.gather(machine.facts(world))))
     add("peers", attempt(machine.peers, world) if world.main else [])
-    lines, ready = prepare(cfg, world, stop)
+    lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(threads, cfg, world, cores)
     batch = _fetched(ready) if ready else {}
@@ -182,9 +191,9 @@ def _together(cfg: Any, world: dist.World, stop: Stop, report: Report, cores: in
     everyone = world.gather(measure(ready, workers)) if ready else []
     report.run(busy, crowd.share())
     add("loader", loader(ready, workers, everyone, cores) if ready else [])
-    gradients = sum(p.nbytes for p in ready.job.model.parameters() if p.requires_grad) if ready else 0
+    gradients = sum(p.nbytes for p in ready.model.parameters() if p.requires_grad) if ready else 0
     add("sums", sums(cfg, world, gradients))
-    own = [line for _, line in report.lines] if dist.speaks() else []
+    own = [line for _, line in report.lines] if launch.speaks() else []
     add("machine", complaints(world.gather((socket.gethostname(), own))))
 
 
@@ -199,7 +208,7 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
     ]
 
 
-def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
+def _fetched(ready: Run) -> dict[str, torch.Tensor]:
     """Return a batch of the dataset, without the tensors that the loader adds."""
     return {name: values for name, values in ready.train_loader.example().items() if name not in RESERVED}
 
@@ -207,30 +216,31 @@ def _fetched(ready: train.Prepared) -> dict[str, torch.Tensor]:
 # ---- what the run needs ----------------------------------------------------------------------------------------------
 
 
-def prepare(cfg: Any, world: dist.World, stop: Stop) -> tuple[list[Line], train.Prepared | None]:
+def prepare(args: config.Args, world: World, stop: Stop) -> tuple[list[Line], Run | None]:
     """(all ranks) Do all that a training does before its first step: read the data, build the model, inspect the run's
     folder and checkpoint, compare the ranks. No loader processes are started, because they may not have room."""
-    output, alone = io.StringIO(), copy.copy(cfg)
-    alone.num_workers, alone.cache = 0, "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache
+    output, cfg = io.StringIO(), args.cfg
+    fixed = {"num_workers": 0, "cache": "none" if cfg.num_workers and cfg.cache == "auto" else cfg.cache}
     try:
         with contextlib.redirect_stdout(output):
-            ready = train.prepare(alone, world, stop)
+            ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
+            preflight.describe(ready, strict=False)
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(faults.explain(error, world))), left_out], None
     warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
-    read = f"{ready.job.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
+    read = f"{ready.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
     resumed = f"; goes on from {ready.resumed}" if ready.resumed else ""
     lines = [warning(text, "a training would say so, too") for text in warned]
     return [*lines, ok(f"task {cfg.task}: {read}{agree}{resumed}")], ready
 
 
-def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
+def threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
-    processes, own, workers = world.local_size, torch.get_num_threads(), cfg.num_workers
+    processes, own, workers = max(1, launch.environment().local_size), torch.get_num_threads(), cfg.num_workers
     lines = []
     started, there = amount(processes, "process"), amount(cores, "core")
     if processes > cores:
@@ -242,7 +252,7 @@ def threads(cfg: Any, world: dist.World, cores: int) -> list[Line]:
         what = f"{started} x {workers} workers = {processes * workers} on {there}"
         lines.append(warning(what, f"num_workers={max(0, cores // processes - 1)}"))
     each = amount(own, "thread") + (f" + {workers} workers" if workers else "")
-    place = f", this one on {world.place}" if world.place else ""
+    place = f", this one on {bound_to()}" if bound_to() else ""
     return lines or [ok(f"{started} x ({each}) on {there}{place}")]
 
 
@@ -277,15 +287,15 @@ def _compared(needed: float, there: float, text: str, todo: str) -> Line:
     return failure(text, todo) if needed > there else warning(text, todo) if 2 * needed > there else ok(text)
 
 
-def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list[Line]:
+def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     """Compare /dev/shm with the batches that loader processes have in flight there."""
     if not SHM.is_dir():
         return []
-    free, processes = shutil.disk_usage(SHM).free, ready.job.world.local_size
+    free, processes = shutil.disk_usage(SHM).free, max(1, launch.environment().local_size)
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
-    scored_bytes = batch_bytes * ready.val_loader.sampler.batch_size // ready.job.plan.micro_batch
-    amid_an_epoch = ready.job.cfg.eval_every > 0  # then both loaders have batches in flight
+    scored_bytes = batch_bytes * ready.val_loader.sampler.batch_size // ready.plan.micro_batch
+    amid_an_epoch = ready.cfg.eval_every > 0  # then both loaders have batches in flight
     together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
@@ -295,9 +305,9 @@ def shared_memory(ready: train.Prepared, workers: int, batch_bytes: int) -> list
     return [_compared(needed, free, text, todo)]
 
 
-def disk(ready: train.Prepared) -> list[Line]:
+def disk(ready: Run) -> list[Line]:
     """Compare the free disk with the checkpoints that the run keeps."""
-    cfg, one = ready.job.cfg, checkpoint_bytes(ready.job)
+    cfg, one = ready.cfg, checkpoint_bytes(ready)
     folder = Path(cfg.save_dir or "checkpoints").absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -307,11 +317,11 @@ def disk(ready: train.Prepared) -> list[Line]:
     return [_compared(count * one - held, free, text, "free some, or another save_dir, or a smaller keep_checkpoints")]
 
 
-def checkpoint_bytes(job: loop.Job) -> int:
+def checkpoint_bytes(run: Run) -> int:
     """Return the bytes of a checkpoint's tensors: weights, their EMA, and two moments of each trained one."""
-    states = [job.model.state_dict(), *([job.ema.state_dict()] if job.ema else [])]
+    states = [run.model.state_dict(), *([run.ema.state_dict()] if run.ema else [])]
     weights = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
-    return weights + sum(2 * p.nbytes for p in job.model.parameters() if p.requires_grad)
+    return weights + sum(2 * p.nbytes for p in run.model.parameters() if p.requires_grad)
 
 
 # ---- how fast it is --------------------------------------------------------------------------------------------------
@@ -331,26 +341,25 @@ class Speed(NamedTuple):
     step: float
 
 
-def measure(ready: train.Prepared, workers: int) -> Speed | str:
+def measure(ready: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
     the error's text if one fails."""
-    job, given = ready.job, ready.train_loader
-    alone = TrainLoader(given.dataset, given.sampler, given.seed, job.world, None)
-    works = {"fetch": _batches(alone), "step": _steps(job, alone)}
+    run, given = ready, ready.train_loader
+    alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None)
+    works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
-        cfg = copy.copy(job.cfg)
-        cfg.num_workers, cfg.cache = workers, "none"
+        cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
         works["loaded"] = _batches(
-            create_data_loaders(cfg, job.world, job.plan, given.dataset, ready.val_loader.dataset)[0]
+            create_data_loaders(cfg, run.world, run.plan, given.dataset, ready.val_loader.dataset)[0]
         )
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():
-        job.world.gather(None)  # all begin together
+        run.world.gather(None)  # all begin together
         try:
-            found[name] = (0.0, 0.0) if problem else _seconds_each(work, job.world.device)
+            found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device)
         except Exception as error:
-            problem = str(faults.explain(error, job.world))
+            problem = str(faults.explain(error, run.world))
     if problem:
         return problem
     return Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
@@ -374,38 +383,38 @@ def _seconds_each(work: Generator[None, None, None], device: torch.device) -> tu
 def _batches(loader: TrainLoader) -> Generator[None, None, None]:
     for epoch in itertools.count():
         loader.set_epoch(epoch)
-        for _ in loader:
+        for _ in loader.passes():
             yield
 
 
-def _steps(job: loop.Job, loader: TrainLoader) -> Generator[None, None, None]:
+def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
     """Run forward and backward on one batch, without sums over the ranks; the weights stay."""
     batch = loader.example()
-    job.net.train()
+    run.net.train()
     while True:
-        with job.world.accumulate(job.net, False):
-            with job.precision.autocast():
-                total = job.task.loss(job.net, batch).total
-            job.scaler.scale(total / job.plan.global_batch).backward()
-        for p in job.model.parameters():
+        with run.net.no_sync() if isinstance(run.net, DistributedDataParallel) else contextlib.nullcontext():
+            with run.precision.autocast():
+                total = run.task.loss(run.net, batch).total
+            run.scaler.scale(total / run.plan.global_batch).backward()
+        for p in run.model.parameters():
             p.grad = None
         yield
 
 
-def loader(ready: train.Prepared, workers: int, everyone: list[Speed | str], cores: int) -> list[Line]:
+def loader(ready: Run, workers: int, everyone: list[Speed | str], cores: int) -> list[Line]:
     """Compare the loader's samples per second with the model's; the slowest rank counts."""
-    job = ready.job
+    run = ready
     if broken := [words for words in everyone if isinstance(words, str)]:
         return [failure(broken[0])]
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
-    on_gpu = job.world.device.type == "cuda"
-    samples = job.plan.micro_batch * job.world.size
+    on_gpu = run.world.device.type == "cuda"
+    samples = run.plan.micro_batch * run.world.size
     share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
     text = (
         f"the loader gives {samples / slowest.loaded:.0f} samples/s (num_workers={workers}), forward and backward take "
     )
     text += f"{samples / slowest.step:.0f}: {100 * share:.0f} % of the time is waiting for data"
-    spare = cores // job.world.local_size - (1 if on_gpu else torch.get_num_threads())
+    spare = cores // max(1, launch.environment().local_size) - (1 if on_gpu else torch.get_num_threads())
     best = recommend(slowest, max(0, spare), on_gpu)
     if workers and not best:
         return [(ok if share <= WAITS else warning)(text, "num_workers=0 does as well")]
@@ -437,7 +446,7 @@ def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
     return min(math.ceil(speed.fetch / speed.step), spare)
 
 
-def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
+def sums(cfg: Any, world: World, gradients: int) -> list[Line]:
     """(all ranks) Measure the all-reduce and compare it with the link between GPUs.
 
     gradients  bytes of this run's gradients; 0 if unknown
@@ -452,20 +461,20 @@ def sums(cfg: Any, world: dist.World, gradients: int) -> list[Line]:
         f"all-reduce of {count / MB:.0f} MB over {world.size} ranks: bus bandwidth {speed:.3g} GB/s through {through}"
     )
     if shm_backend.in_use():
-        text += f", {bus_gb_s(world, count, 'gloo'):.3g} GB/s through gloo"
+        text += f", {bus_gb_s(world, count, dist.new_group(backend='gloo')):.3g} GB/s through gloo"
     if not on_gpu:
         text += f" (a copy in memory: {_copy_gb_s(count):.3g} GB/s)"
     if gradients:
-        text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * world.time_sum(gradients):.3g} ms"
+        text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * time_sum(world, gradients):.3g} ms"
     several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
         return [ok(text)]
-    return [_against_the_link(text, speed, machine.shown_cards()[: world.local_size])]
+    return [_against_the_link(text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)])]
 
 
-def bus_gb_s(world: dist.World, count: int, backend: str | None = None) -> float:
+def bus_gb_s(world: World, count: int, group: Any = None) -> float:
     """(all ranks) Return the bus bandwidth as nccl-tests define it: each byte crosses a link 2 (n - 1) / n times."""
-    return 2 * (world.size - 1) / world.size * count / world.time_sum(count, backend=backend) / 1e9
+    return 2 * (world.size - 1) / world.size * count / time_sum(world, count, group) / 1e9
 
 
 def _copy_gb_s(count: int) -> float:

@@ -27,10 +27,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, dist, loop, status, storage
+from engine import config, preflight, status, storage
 from engine.contract import LockstepError, Sums
+from engine.metrics import evaluate_split
 from engine.stop import Stop
-from engine.watch import Watch
+from engine.world import World
+from tools.running import guarded, in_world
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every digit")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _evaluate(about.cfg, asked), partial(of_run, asked.trust))
+    return guarded([asked.run, *rest], lambda args: _evaluate(args, asked), partial(of_run, asked.trust))
 
 
 TRUST = "run a task file that lies in RUN's own folder"
@@ -73,31 +75,34 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}", "wandb.enable=false"]
 
 
-def _evaluate(cfg: Any, asked: argparse.Namespace) -> int:
-    world = dist.join(cfg, dist.environment())
-    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cfg.threads = cfg.threads or 1  # as many as torchrun gives each process
-    for name, value in ONLY_TO_SCORE.items():
-        setattr(cfg, name, value)
-    stop = Stop()
+def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
+    cfg, fixed = args.cfg, dict(ONLY_TO_SCORE)
+    if "OMP_NUM_THREADS" not in os.environ:
+        fixed["threads"] = cfg.threads or 1  # as many as torchrun gives each process
+    args = args._replace(cfg=config.changed(cfg, fixed))
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
-    with Watch(world, stop, cfg.ddp.timeout_s):
-        with aside:
-            prepared = train.prepare(cfg, world, stop, split=asked.split)
-            scored = loop.evaluate(prepared.job, prepared.val_loader)
-        if world.main and scored:
-            metrics, sums = scored
-            step, classes = prepared.job.progress.step, getattr(prepared.job.task, "classes", [])
-            if asked.json:
-                about = {"checkpoint": str(prepared.resumed), "step": step, "split": asked.split}
-                known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
-                print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
-            else:
-                print(f"{prepared.resumed}, step {step}, split {asked.split}:")
-                print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
-        del prepared
-    world.leave()
+    with aside:
+        scored = in_world(args.cfg, lambda world, stop: _score(args, world, stop, asked.split))
+    if scored:
+        metrics, sums, checkpoint, step, classes = scored
+        if asked.json:
+            about = {"checkpoint": checkpoint, "step": step, "split": asked.split}
+            known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+            print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
+        else:
+            print(f"{checkpoint}, step {step}, split {asked.split}:")
+            print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
     return status.leave_code(status.DONE)
+
+
+def _score(args: config.Args, world: World, stop: Stop, split: str) -> Any:
+    """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
+    found = train.build(args, world, stop, split=split)
+    preflight.print_plan(found)
+    scored = evaluate_split(found, found.val_loader)
+    if not scored or not world.main:
+        return None
+    return *scored, str(found.resumed), found.progress.step, getattr(found.task, "classes", [])
 
 
 ONLY_TO_SCORE = {

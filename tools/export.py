@@ -37,9 +37,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import dist, memory, storage
+from engine import config, memory, preflight, storage
 from engine.contract import LockstepError
+from engine.world import World
 from tools.evaluate import TRUST, of_run
+from tools.running import alone, guarded, in_world
 
 Input = Tensor | dict[str, Tensor]
 Run = Callable[[Input], dict[str, Tensor]]
@@ -67,37 +69,16 @@ def main(argv: list[str]) -> int:
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _export(about.cfg, asked), partial(of_run, asked.trust))
+    return guarded([asked.run, *rest], lambda args: _export(args, asked), partial(of_run, asked.trust))
 
 
-def _export(cfg: Any, asked: argparse.Namespace) -> int:
-    launch = dist.environment()
-    if launch and launch.size > 1:
-        error = LockstepError("a model is exported by one process", where="export.py", todo="start it without torchrun")
-        error.everywhere = True
-        raise error
+def _export(args: config.Args, asked: argparse.Namespace) -> int:
+    alone("a model is exported by one process", "export.py")
     run = Path(asked.run)
     out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
-    cfg.device, cfg.cache, cfg.compile = "cpu", "none", "off"
-    with contextlib.redirect_stdout(sys.stderr):  # the exporter prints, too
-        prepared = train.prepare(cfg, dist.join(cfg, launch), split="val")
-        job = prepared.job
-        model = memory.lay_out(copy.deepcopy(job.evaluated_model).float().eval(), "contiguous")
-        module, input_of = job.task.deployed(model)
-        module.eval()
-        with torch.no_grad():
-            inputs = list(real_inputs(input_of(batch) for batch in prepared.val_loader))
-            outputs = module(inputs[-1])
-            about = {
-                "task": cfg.task,
-                "checkpoint": prepared.resumed.name if prepared.resumed else "",
-                "step": job.progress.step,
-                "inputs": _described(inputs[-1]),
-                "outputs": _described(outputs),
-                "known": job.task.known(),
-            }
-            exported = FORMATS[asked.format](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
-            found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
+    args = args._replace(cfg=config.changed(args.cfg, {"device": "cpu", "cache": "none", "compile": "off"}))
+    with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
+        about, exported, found = in_world(args.cfg, lambda world, _: _compared(args, world, asked.format))
     worst = float(np.max([relative for _, _, relative in found]))
     if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
@@ -108,11 +89,12 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
         storage.write_atomically(out, lambda file: file.write(exported.data))
     except OSError as error:
         raise LockstepError(f"cannot write: {error.strerror}", where=str(out), todo="give another --out") from None
+    path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
     if asked.json:
         print(json.dumps(about | {"file": str(out), "format": asked.format, "differences": sizes}))
         return 0
-    print(f"{prepared.resumed}, step {job.progress.step}:")
+    print(f"{path}, step {about['step']}:")
     for row in sizes:
         print(f"  batch of {row['batch']:<4}  largest difference to the model {row['largest_difference']:.3g}")
     for name in ("inputs", "outputs"):
@@ -120,6 +102,29 @@ def _export(cfg: Any, asked: argparse.Namespace) -> int:
             print(f"  {name[:-1]:<7} {one['name']}: {one['dtype']} ({', '.join(map(str, one['shape']))})")
     print(f"Wrote {out} ({len(exported.data) / 1e6:.1f} MB)")
     return 0
+
+
+def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
+    """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
+    run = train.build(args, world, split="val")
+    preflight.print_plan(run)
+    model = memory.lay_out(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
+    module, input_of = run.task.deployed(model)
+    module.eval()
+    with torch.no_grad():
+        inputs = list(real_inputs(input_of(batch) for batch in run.val_loader))
+        outputs = module(inputs[-1])
+        about = {
+            "task": args.cfg.task,
+            "checkpoint": run.resumed.name if run.resumed else "",
+            "step": run.progress.step,
+            "inputs": _described(inputs[-1]),
+            "outputs": _described(outputs),
+            "known": run.task.known(),
+        }
+        exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
+        found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
+    return about | {"path": str(run.resumed)}, exported, found
 
 
 # ---- real batches ---------------------------------------------------------------------------------------------------

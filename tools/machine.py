@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine import dist
+from engine import launch as launching
 from engine.contract import LockstepError, amount
+from engine.world import World
 from tools import nvidia
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,16 +102,16 @@ def _numbers(text: str) -> list[int]:
 # ---- how this process was started ------------------------------------------------------------------------------------
 
 
-def launch_of(cfg: Any) -> tuple[dist.Launch | None, list[Line]]:
-    """Return (the launch of this process, lines about it). All processes of a machine get the same failures."""
+def launch_of(cfg: Any) -> tuple[launching.Environment, list[Line]]:
+    """Return who this process is and how it was started. A failure here is one of all processes of this machine."""
     try:
-        launch = dist.environment()
+        launch = launching.environment()
     except LockstepError as error:
-        return None, [failure(str(error))]
-    if launch is None:
-        forgotten = dist.forgotten_launch()
+        return launching.Environment(), [failure(str(error))]
+    if not launch.launched:
+        forgotten = launching.forgotten_launch()
         usual = ok("one process, as plain python starts it (--launch N: as torchrun does)")
-        return None, [warning(forgotten, "or start with --launch N") if forgotten else usual]
+        return launch, [warning(forgotten, "or start with --launch N") if forgotten else usual]
     lines = []
     gpus = 0 if cfg.device == "cpu" else torch.cuda.device_count() or len(shown_cards())
     if 0 < gpus < launch.local_size and cfg.ddp.backend != "gloo":
@@ -257,7 +258,7 @@ def nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def device(cfg: Any, world: dist.World) -> list[Line]:
+def device(cfg: Any, world: World) -> list[Line]:
     """Describe the GPU of this process and check that it computes."""
     if world.device.type != "cuda":
         return []
@@ -279,9 +280,11 @@ def device(cfg: Any, world: dist.World) -> list[Line]:
     return [warning(f"{text}, but amp=bf16", "amp=fp16, or auto") if cfg.amp == "bf16" and not bf16 else ok(text)]
 
 
-def peers(world: dist.World) -> list[Line]:
+def peers(world: World) -> list[Line]:
     """Check whether the GPUs of this machine reach each other's memory, and how they are connected."""
-    count = min(torch.cuda.device_count(), world.local_size) if world.device.type == "cuda" else 0
+    count = (
+        min(torch.cuda.device_count(), max(1, launching.environment().local_size)) if world.device.type == "cuda" else 0
+    )
     pairs = list(itertools.combinations(range(count), 2))
     if not pairs:
         return []
@@ -310,7 +313,7 @@ def ways_between(some: list[nvidia.Card]) -> list[str]:
 # ---- beside the other processes --------------------------------------------------------------------------------------
 
 
-def facts(world: dist.World) -> dict[str, str]:
+def facts(world: World) -> dict[str, str]:
     """Return versions and devices that should be the same on all ranks."""
     found = {"torch": torch.__version__, "Python": platform.python_version(), "NumPy": installed("numpy")}
     if world.device.type == "cuda":

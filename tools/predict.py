@@ -14,6 +14,7 @@ of any length is read once. key=value changes the run's config (device=cpu).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -34,15 +35,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-import train
-from engine import dist, folder, status, storage
+from engine import checkpoint, config, folder, memory, precision, speed, status, storage
 from engine.contract import LockstepError
+from engine.world import World
 from formats import videos
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import Plan, read_annotations, whole_number
+from tools.running import alone, guarded, in_world
 
 Ask = Callable[[Tensor], np.ndarray]
 """Inputs of the model (B, ...) -> probabilities (B, C) float32."""
@@ -72,7 +74,7 @@ class Said:
 
 def main(argv: list[str]) -> int:
     asked, rest = _parser().parse_known_args(argv)
-    return train.guarded([asked.run, *rest], lambda about: _predict(about.cfg, asked), partial(of_run, asked.trust))
+    return guarded([asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,20 +99,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _predict(cfg: Any, asked: argparse.Namespace) -> int:
-    launch = dist.environment()
-    if launch and launch.size > 1:
-        error = LockstepError(
-            "predictions are made by one process", where="predict.py", todo="start it without torchrun"
-        )
-        error.everywhere = True
-        raise error
+@dataclass
+class LoadedModel:
+    """A checkpoint's model to ask, without the data that it was trained on."""
+
+    task: Any
+    model: torch.nn.Module  # on the device, in evaluation mode
+    precision: precision.Precision
+    checkpoint: Path
+    step: int
+
+
+def load_model(args: config.Args, world: World) -> LoadedModel:
+    """(all ranks) Return the model of the checkpoint `resume`."""
+    speed.set_backends(args.cfg)
+    cfg, found, state = checkpoint.find(args.cfg, world)
+    assert found and state
+    task = tasks.load(cfg.task)(cfg)
+    task.continues = True
+    known = state.get("known")
+    if known is None:  # written before checkpoints held it
+        task.datasets()
+        known = task.known()
+    task.recall(known)
+    torch.manual_seed(cfg.seed)
+    model = task.model().to(world.device)
+    checkpoint.load_evaluated(model, state, found)
+    memory.lay_out(model, speed.memory_format_of(state))
+    amp = precision.choose_together(cfg, world, state)
+    return LoadedModel(task, model.eval(), amp, found, state["progress"]["step"])
+
+
+def _predict(args: config.Args, asked: argparse.Namespace) -> int:
+    cfg = args.cfg
+    alone("predictions are made by one process", "predict.py")
     if asked.out.suffix != ".csv":
         raise LockstepError(f"{asked.out} is not the name of a table", where="--out", todo="give one that ends in .csv")
     if not issubclass(tasks.load(cfg.task), (har.Task, video.Task)):
         what = f"task {cfg.task} is not one of sensor windows or of video"
         raise LockstepError(what, where=asked.run, todo="give a run of har or video")
-    trained = train.trained(cfg, dist.join(cfg, launch))
+    with contextlib.redirect_stdout(io.StringIO()):
+        trained = in_world(cfg, lambda world, _: load_model(args, world))
     task = trained.task
     found: Iterator[Said | LockstepError]
     if asked.annotations and (isinstance(task, har.Task) or (asked.data / FRAMES).is_file()):
@@ -135,7 +164,7 @@ def _predict(cfg: Any, asked: argparse.Namespace) -> int:
     return status.leave_code(status.DATA if left_out else status.DONE)
 
 
-def _asker(trained: train.Trained) -> Ask:
+def _asker(trained: LoadedModel) -> Ask:
     device = next(trained.model.parameters()).device
 
     @torch.inference_mode()

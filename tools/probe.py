@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 import train
-from engine import agent, config, dist, folder, loop, oom, status, storage
+from engine import agent, config, folder, launch, oom, preflight, status, storage, survive
 from engine.contract import LockstepError
 from engine.cores import Crowd, threads_at_most
+from engine.metrics import training_metrics
 from engine.phases import phase
 from engine.profiler import PHASES, PerformanceProfiler, changes
+from engine.run import Run
 from engine.stop import Stop, end_with_parent
-from engine.watch import Watch
+from engine.world import World
+from tools.running import guarded, in_world
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
 """Steps before the measurement, the fewest and most of a timed block, and the number of blocks."""
@@ -49,90 +54,117 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").strip())
         return 0 if argv else 2
     out, seconds, *words = argv
-    return train.guarded(words, partial(_main, Path(out), float(seconds)))
+    return guarded(words, partial(_main, Path(out), float(seconds)))
 
 
-def _main(out: Path, seconds: float, asked: config.Asked) -> int:
-    cfg = asked.cfg
-    cfg.save_dir, cfg.resume, cfg.wandb.enable, cfg.oom = "", "never", False, "stop"
-    world = dist.join(cfg, dist.environment())
-    with Watch(world, Stop(), cfg.ddp.timeout_s):
+def _main(out: Path, seconds: float, args: config.Args) -> int:
+    fixed = {"save_dir": "", "resume": "never", "wandb.enable": False, "oom": "stop"}
+    args = args._replace(cfg=config.changed(args.cfg, fixed))
+
+    def work(world: World, stop: Stop) -> None:
         try:
-            prepared = train.prepare(cfg, world)
-            found = measure(prepared, seconds)
+            run = train.build(args, world, stop)
+            preflight.describe(run, strict=False)
+            found = measure(run, seconds)
         except Exception as error:
             if oom.ran_out(error):
                 out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
             raise
         if world.main:
             storage.write_json(out, found)
-        del prepared
-    world.leave()
+
+    in_world(args.cfg, work)
     return status.leave_code(status.DONE)
 
 
-def measure(prepared: train.Prepared, seconds: float) -> dict[str, Any]:
-    """(all ranks) Time a training's steps for about so many seconds, then profile them."""
-    job, cfg = prepared.job, prepared.job.cfg
-    world, steps = job.world, loop.endless(prepared.job, prepared.train_loader)
-    timed(job, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
-    pace, _ = timed(job, steps, FEWEST)
+def endless(run: Run) -> Iterator[None]:
+    """(all ranks) A training's steps, one epoch after the other, and nothing beside them: to measure them."""
+    while True:
+        run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
+        for passes in run.steps():
+            train.train_step(run, passes)
+            survive.check_outcome(run)
+            yield
+        run.progress.next_epoch()
+
+
+def measure(run: Run, seconds: float) -> dict[str, Any]:
+    """(all ranks) Time a training's steps for about so many seconds, then again where their time goes."""
+    cfg, world, steps = run.cfg, run.world, endless(run)
+    timed(run, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
+    pace, _ = timed(run, steps, FEWEST)
     count = world.broadcast(max(FEWEST, min(MOST, math.ceil(seconds / BLOCKS / pace))))
     crowd = Crowd()
-    blocks = [timed(job, steps, count) for _ in range(BLOCKS if seconds else 1)]
+    blocks = [timed(run, steps, count) for _ in range(BLOCKS if seconds else 1)]
     busy = max(world.gather(crowd.share()))
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))
-    peak = max(world.gather(peak_memory_mb(world)))  # before the profiler
+    peak = max(world.gather(peak_memory_mb(run)))  # before the profiler
     profiler = PerformanceProfiler(world.device)
     listener = changes(PHASES, profiler.mark)
     phase.listeners.append(listener)
-    timed(job, steps, count)
+    timed(run, steps, count)
     phase.listeners.remove(listener)
     profiler.mark("")
     spent = profiler.spent()
     on_gpu = world.device.type == "cuda"
-    trained = [p for p in job.model.parameters() if p.requires_grad]
+    trained = [p for p in run.model.parameters() if p.requires_grad]
     return {
-        "processes": world.size * max(1, len(world.devices)),
-        "batch_size": job.plan.micro_batch // max(1, len(world.devices)),
-        "accumulation": job.plan.accumulation,
-        "global_batch": job.plan.global_batch,
-        "num_samples": job.plan.num_samples,
+        "processes": world.size * max(1, len(run.plan.devices)),
+        "batch_size": run.plan.micro_batch // max(1, len(run.plan.devices)),
+        "accumulation": run.plan.accumulation,
+        "global_batch": run.plan.global_batch,
+        "num_samples": run.plan.num_samples,
         "step_ms": 1e3 * step_s,
         "samples_per_s": samples_per_s,
         "memory_mb": peak,
         "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
         "bucket_cap_mb": cfg.ddp.bucket_cap_mb,
-        "sum_ms": {1 << power: 1e3 * world.time_sum(1 << power) for power in range(10, 25, 2)}
+        "sum_ms": {1 << power: 1e3 * time_sum(world, 1 << power) for power in range(10, 25, 2)}
         if world.size > 1
         else {},
-        "precision": job.precision.name,
-        "memory_format": cfg.memory_format,
-        "compile": cfg.compile,
+        "precision": run.precision.name,
+        "memory_format": run.plan.memory_format,
+        "compile": run.plan.compile,
         "device": str(world.device),
         "waited_share": busy,
         "environment": folder.environment(world),
     }
 
 
-def timed(job: loop.Job, steps: Any, count: int) -> tuple[float, float]:
+def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
     """(all ranks) Return seconds per step and samples per second of `count` steps and the log point after them. An
     epoch's last step may have fewer samples."""
-    _wait_for(job.world.device)
-    began, before = time.perf_counter(), job.progress.samples
+    _wait_for(run.world.device)
+    began, before = time.perf_counter(), run.progress.samples
     for _ in itertools.islice(steps, count):
         pass
-    loop.training_metrics(job, phase.take())
-    _wait_for(job.world.device)
+    training_metrics(run, phase.take())
+    _wait_for(run.world.device)
     took = time.perf_counter() - began
-    return took / count, (job.progress.samples - before) / took
+    return took / count, (run.progress.samples - before) / took
 
 
-def peak_memory_mb(world: dist.World) -> float:
+def time_sum(world: World, count: int, group: Any = None, rounds: int = 8) -> float:
+    """(all ranks) Return the seconds that a sum of `count` bytes takes, in the median; 0 in a world of one."""
+    if world.size == 1:
+        return 0.0
+    numbers, start = torch.zeros(max(1, count // 4), device=world.device), torch.zeros(1, device=world.device)
+    times = []
+    for _ in range(rounds + 1):  # the first one connects
+        dist.all_reduce(start, group=group)  # all begin together
+        _wait_for(world.device)
+        began = time.perf_counter()
+        dist.all_reduce(numbers, group=group)
+        _wait_for(world.device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def peak_memory_mb(run: Run) -> float:
     """Return this process's peak in MB: of the memory that torch reserved on its GPUs, or of the host's memory."""
-    if world.device.type == "cuda":
-        return max(torch.cuda.max_memory_reserved(gpu) for gpu in world.devices or [world.device]) / 1e6
+    if run.world.device.type == "cuda":
+        return max(torch.cuda.max_memory_reserved(gpu) for gpu in run.plan.devices or [run.world.device]) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -156,7 +188,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
 
     Raises OutOfMemory if memory ran out in any of them, and LockstepError for every other failure.
     """
-    if dist.environment() is not None:
+    if launch.environment().launched:
         todo = "start it with plain python, and say how many in --processes"
         raise LockstepError("torchrun started this, which starts processes itself", where="environment", todo=todo)
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:

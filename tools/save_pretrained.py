@@ -13,13 +13,16 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, dist
+from engine import config, preflight, survive
 from engine.contract import LockstepError
+from engine.world import World
 from tools.evaluate import of_run
+from tools.running import guarded, in_world
 
 
 def main(argv: list[str]) -> int:
@@ -30,20 +33,21 @@ def main(argv: list[str]) -> int:
     run = Path(argv[0])
     folder = Path(argv[1]) if argv[1:] else (run if run.is_dir() else run.parent) / "pretrained_model"
 
-    def work(asked: config.Asked) -> int:
-        world = dist.join(asked.cfg, dist.environment())
-        job = train.prepare(asked.cfg, world, split="val").job
-        if not hasattr(job.task, "save_pretrained"):
-            raise LockstepError(
-                f"task {asked.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run"
-            )
-        world.on_main(lambda: job.task.save_pretrained(job.evaluated_model, folder))  # type: ignore[attr-defined]
-        if world.main:
-            print(f"Saved {folder}")
-        world.leave()
+    def work(args: config.Args, world: World) -> int:
+        found = train.build(args, world, split="val")
+        preflight.print_plan(found)
+        task: Any = found.task
+        if not hasattr(task, "save_pretrained"):
+            raise LockstepError(f"task {args.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run")
+        with survive.sync_errors(world):
+            if world.main:
+                task.save_pretrained(found.evaluated_model, folder)
+                print(f"Saved {folder}")
         return 0
 
-    return train.guarded(argv[:1], work, partial(of_run, trust))
+    return guarded(
+        argv[:1], lambda args: in_world(args.cfg, lambda world, _: work(args, world)), partial(of_run, trust)
+    )
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import yaml
 
-import train
 from engine import config, precision
 from engine.contract import LockstepError, amount
 from engine.cores import available, crowded
 from tools.probe import OutOfMemory, probe
+from tools.running import guarded
 
 CLEARLY = 1.03
 """The speed-up from which a setting is taken: less may be chance."""
@@ -203,10 +203,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", default="tuned.yaml")
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
-    return train.guarded(words, partial(_main, options, words))
+    return guarded(words, partial(_main, options, words))
 
 
-def _main(options: argparse.Namespace, words: list[str], asked: config.Asked) -> int:
+def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
     if options.processes < 1:
         what = f"{options.processes} is no number of processes"
         raise LockstepError(what, where="--processes", todo="give as many as the training will have")

@@ -199,6 +199,7 @@ def test_the_evaluation_changes_nothing_for_the_training(launch, tmp_path):
 
 def test_the_task_of_the_readme_trains(launch, tmp_path):
     text = (ROOT / "README.md").read_text()
-    (tmp_path / "mine.py").write_text(text.split("```python\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    (tmp_path / "mine.py").write_text(next(block for block in blocks if "class Task(Base)" in block))
     words = [str(tmp_path / "mine.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"]
     assert "accuracy" in (tmp_path / "mine.py").read_text() and succeed(launch.torchrun(2, "train_ddp.py", *words))

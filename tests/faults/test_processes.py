@@ -46,6 +46,7 @@ FAILURES = {
     "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1"),
     "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
     "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep"),
+    "no model": (2, r"there is no such model \(model.name\): take another"),
     "raise in validation": (
         1,
         r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)",
@@ -575,6 +576,11 @@ def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
 
 
 # ---- who can reach it ----
+
+
+def test_a_single_process_needs_no_network(launch, tmp_path):
+    """Its group of one makes nothing of gloo's, which would look for an interface."""
+    succeed(launch.python("train.py", TOY, "steps=2", f"save_dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="nowhere"))
 
 
 @pytest.mark.slow

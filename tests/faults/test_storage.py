@@ -31,11 +31,11 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from engine import config, log, status, storage
 from engine.contract import LockstepError
 from engine.folder import look as look_into
-from engine.loop import Progress
+from engine.run import Progress
+from engine.saving import CheckpointWriter
 from engine.storage import Checkpoints
 from tools import evaluate
 
@@ -453,20 +453,24 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
     """It is written while the training goes on, and the folder may be gone by then."""
     monkeypatch.setattr(status.current, "settle", status.current.settle)
     said = []
-    job = SimpleNamespace()
     logger = SimpleNamespace(say=said.append, sync=lambda: None)
     (tmp_path / "run").mkdir()
-    with train.Keeper(job, logger, Checkpoints(tmp_path / "run")) as keeper:
+
+    def best(step):
+        scored = state(step)
+        scored["progress"] |= {"epoch": 3, "best": step / 10}
+        return scored
+
+    with contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "macro_f1")) as checkpoints:
         for step in (1, 2):
-            keeper.save(state(step), "best.pt", f"F1: 0.{step}")
-            keeper.settle()
-        keeper.report()
-        names = ["best.pt", "best_step2_1.pt"]
-        assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n})" for n, name in enumerate(names, 1)]
+            checkpoints.write(best(step), best=True)
+            checkpoints.settle()
+        names = ["best_model_epoch3.pt", "best_model_epoch3_step2_1.pt"]
+        assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n}000)" for n, name in enumerate(names, 1)]
         shutil.rmtree(tmp_path / "run")
-        keeper.save(state(3), "best.pt", "F1: 0.3")
-        keeper.writer.wait(60)
-        keeper.report()
+        checkpoints.write(best(3), best=True)
+        checkpoints.writer.wait(60)
+        checkpoints.report()
     assert len(said) == 3 and said[2].startswith("warning: the checkpoint could not be written: No such file")
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import data_loader
-from engine import config, dist, loop, optim, plan, precision
+import train
+from engine import config, launch, optim, plan, precision
 from engine.contract import Sums
+from engine.metrics import evaluate_split
+from engine.run import Run
 from tasks._classification import Classification
 
 NUM_CLASSES = 7
@@ -46,7 +49,7 @@ def main():
     torch.set_default_dtype(torch.float64)
     out, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]]
     cfg = config.Config(batch_size=8)
-    world = dist.join(cfg, dist.environment())
+    world = train.setup_distributed(cfg)
     torch.manual_seed(0)
     model = nn.Linear(10, NUM_CLASSES)
     results = {}
@@ -56,7 +59,7 @@ def main():
         task.train_counts = np.array([50, 20, 10, 10, 5, 3, 2])
         the_plan = plan.make_plan(cfg, world, size)
         _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
-        job = loop.Job(
+        run = Run(
             cfg=cfg,
             world=world,
             plan=the_plan,
@@ -64,20 +67,20 @@ def main():
             precision=precision.choose("off", world.device),
             model=model,
             net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim),
+            optimizer=optim.make_optimizer(model, cfg.optim, world),
             scaler=torch.amp.GradScaler("cpu", enabled=False),
             ema=None,
-            progress=loop.Progress(),
-            tally=loop.Tally(world.device),
+            train_loader=None,
+            val_loader=batches,
         )
-        metrics, sums = loop.evaluate(job, batches)
+        metrics, sums = evaluate_split(run, run.val_loader)
         everyone = world.gather(metrics)
         assert all(theirs == metrics for theirs in everyone), "the ranks report different metrics"
         results[size] = {"metrics": metrics, "sums": dict(sums)}
-    del job
     if world.main:
         torch.save(results, out)
-    world.leave()
+    launch.drain()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

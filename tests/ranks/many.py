@@ -8,50 +8,55 @@ the number of micro-batches, averaged over the ranks by DDP. It shares everythin
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import tasks
 import train
-from engine import config, dist, loop
+from engine import config, launch, preflight
+from engine.open_log import open_log
 
 
-def naive_epoch(job, loader):
+def naive_epoch(run):
     """The loop of the tutorials, with Lockstep's batches."""
-    job.optimizer.zero_grad()
-    for batch, micro in loader:
-        with job.world.accumulate(job.net, micro.closes_step):
+    run.optimizer.zero_grad()
+    run.train_loader.set_epoch(0)
+    for batch, micro in run.train_loader.passes():
+        ddp_waits = isinstance(run.net, DistributedDataParallel) and not micro.closes_step
+        with run.net.no_sync() if ddp_waits else nullcontext():
             batch.pop("mean_weight", None)  # the tutorials' mean is of the micro-batch
-            loss = job.task.loss(job.net, batch)
-            (loss.total / loss.weight / job.plan.accumulation).backward()
+            loss = run.task.loss(run.net, batch)
+            (loss.total / loss.weight / run.plan.accumulation).backward()
         if micro.closes_step:
-            job.optimizer.step()
-            job.progress.step, job.progress.position = job.progress.step + 1, micro.consumed
-            job.optimizer.zero_grad()
+            run.optimizer.step()
+            run.progress.step, run.progress.position = run.progress.step + 1, micro.consumed
+            run.optimizer.zero_grad()
 
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    launch = dist.environment()
     world = None
     for argv in json.loads(sys.argv[1]):
         naive = argv[0] == "naive"
-        cfg = config.parse(argv[1:] if naive else argv, tasks.load).cfg
-        world = world or dist.join(cfg, launch)
-        prepared = train.prepare(cfg, world)
+        args = config.parse(argv[1:] if naive else argv, tasks.load)
+        world = world or train.setup_distributed(args.cfg)
+        run = train.build(args, world)
         if naive:
-            prepared.train_loader.set_epoch(0)
-            naive_epoch(prepared.job, prepared.train_loader)
+            naive_epoch(run)
             if world.main:
-                Path(cfg.save_dir).mkdir(parents=True)
-                torch.save({"model": prepared.job.model.state_dict()}, Path(cfg.save_dir) / "last.pt")
+                Path(run.cfg.save_dir).mkdir(parents=True)
+                torch.save({"model": run.model.state_dict()}, Path(run.cfg.save_dir) / "last.pt")
         else:
-            train.fit(prepared)
-        checksums = world.gather(loop.checksum(prepared.job.model))
+            with open_log(run):
+                train.train(run)
+        checksums = world.gather(preflight.checksum(run.model))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
-        del prepared
-    world.leave()
+    del run  # and DDP with it, before its process group
+    launch.drain()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import torch
 
 import tasks
 import train
-from engine import config, dist
+from engine import config, launch, preflight
+from engine.open_log import open_log
 from engine.phases import phase
 
 
@@ -28,15 +29,18 @@ def live_bytes():
 
 
 def main() -> None:
-    launch, world, held = dist.environment(), None, []
+    world, held = None, []
     for argv in json.loads(sys.argv[2]):
-        cfg = config.parse(argv, tasks.load).cfg
-        world = world or dist.join(cfg, launch)
-        prepared = train.prepare(cfg, world)
-        optimizer, waited = prepared.job.optimizer, []
+        args = config.parse(argv, tasks.load)
+        world = world or train.setup_distributed(args.cfg)
+        launch.announce(world, args.cfg, always=False)
+        run = train.build(args, world)
+        preflight.describe(run, strict=False)
+        optimizer, waited = run.optimizer, []
         if hasattr(optimizer, "zero"):
             optimizer.zero.register_step_post_hook(lambda *_, seen=waited: seen.append(phase.now[1]))
-        train.fit(prepared)  # its last checkpoint is behind it
+        with open_log(run):
+            train.train(run)  # its last checkpoint is behind it
         mine = {
             "class": type(optimizer).__name__,
             "moments": sum(tensor.nbytes for tensor in moments(optimizer)),
@@ -44,10 +48,11 @@ def main() -> None:
             "waited": waited,
         }
         held.append(world.gather(mine))
-        del prepared, optimizer
+        del run, optimizer
     if world.main:
         Path(sys.argv[1]).write_text(json.dumps(held))
-    world.leave()
+    launch.drain()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ that is a signal is a real one, to this process.
 import json
 import sys
 
+import torch.distributed as dist
+
 import tasks
 import train
-from engine import config, dist
+from engine import config, launch
+from engine.open_log import open_log
 from engine.stop import Stop
 
 out, common, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
@@ -21,12 +24,14 @@ for name, faults in [("straight", []), *((str(n), faults) for n, faults in enume
     starts, done = 0, False
     while not done:
         starts += 1
-        cfg = config.parse(argv, tasks.load).cfg
-        world = world or dist.join(cfg, dist.environment())
-        prepared = train.prepare(cfg, world, Stop(cfg.max_time_s))
-        train.fit(prepared)
-        done = not prepared.job.stopped
+        args = config.parse(argv, tasks.load)
+        world = world or train.setup_distributed(args.cfg)
+        run = train.build(args, world, Stop(args.cfg.max_time_s))
+        with open_log(run):
+            train.train(run)
+        done = not run.stopped
     if world.main:
         print(f"STARTS {name} {starts}")
-    del prepared
-world.leave()
+    del run
+launch.drain()
+dist.destroy_process_group()

@@ -61,7 +61,7 @@ def right():
         dist.all_reduce(mine)
         assert torch.equal(mine, layout(whole(torch.float32, (2, 3, 4, 5))))
     hurry = random.Random(RANK)
-    for turn in range(100, 300):  # several begun, finished in any order, also while none is left to finish
+    for turn in range(100, 700):  # several begun, finished in any order, also while none is left to finish
         kinds = [(torch.float64, (9 if turn % 50 else 3 * PIECE // 8,)), (torch.float32, (turn,)), (torch.int64, (2,))]
         tensors = [of(RANK, *kind, turn) for kind in kinds]
         begun = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine.config import option, section
+from engine.contract import LockstepError
 from tests.tasks import toy
 
 
@@ -108,6 +109,8 @@ class Task(toy.Task):
 
     def model(self):
         kind = self.cfg.fault.kind
+        if self.fires("no model"):
+            raise LockstepError("there is no such model", where="model.name", todo="take another")
         if kind == "nan loss" or "unused" in kind:
             return NormNet(self.cfg.model.width, kind)
         return super().model()

@@ -1,0 +1,399 @@
+"""How this process was started: the launcher's environment, its device, and where the ranks meet.
+
+No other file reads RANK, WORLD_SIZE or LOCAL_RANK.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine import agent, config, oom, shm_backend, status
+from engine.config import Config
+from engine.console import console, set_up
+from engine.contract import LockstepError, amount
+from engine.network import choose_network
+from engine.phases import phase
+from engine.world import World
+
+
+class Environment(NamedTuple):
+    """What a launcher says through the environment; the defaults are those of a plain `python train.py`.
+
+    local_size  processes on this machine; 0 where the launcher does not say
+    launched    whether there is a launcher
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 0
+    launched: bool = False
+
+
+@dataclass
+class Meeting:
+    """What the ranks of this process's group leave notes in.
+
+    notes    for this attempt of torchrun; None before the ranks have met
+    lasting  the same for all attempts
+    network  the interface by which machines find each other, where it was chosen here
+    wrapped  whether there is a DDP, which must be gone before its group
+    """
+
+    notes: dist.Store | None = None
+    lasting: dist.Store | None = None
+    network: str = ""
+    wrapped: bool = False
+
+
+meeting = Meeting()
+
+
+def read_command_line(argv: list[str], tasks: Any) -> config.Args:
+    """argv -> what it asks for. Answers --help and --print-config, which raises Answered.
+
+    tasks  has `load(name)`, the class of a task, and `names()`
+    """
+    try:
+        args = config.parse(argv, tasks.load, oom.settings(), tasks.names())
+    except LockstepError as error:
+        error.everywhere = True  # every rank reads the same command line
+        raise
+    if args.help:
+        print(config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task)))
+        raise config.Answered
+    if args.print_config:
+        print(config.to_yaml(args.cfg), end="", flush=True)
+        raise config.Answered
+    if speaks():
+        for note in args.notes:
+            print(f"note: {note}", file=sys.stderr)
+    return args._replace(cfg=config.frozen(args.cfg))
+
+
+def environment() -> Environment:
+    """RANK, WORLD_SIZE and LOCAL_RANK, checked. A half-set environment is an error."""
+    env = os.environ
+    if "RANK" not in env:
+        if _number("WORLD_SIZE", "1") > 1:
+            raise LockstepError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not",
+                where="environment",
+                todo="start with torchrun, or `unset WORLD_SIZE` to train in one process",
+            )
+        return Environment()
+    if "WORLD_SIZE" not in env:
+        raise LockstepError(
+            f"RANK={env['RANK']} is set but WORLD_SIZE is not",
+            where="environment",
+            todo="start with torchrun, or `unset RANK` to train in one process",
+        )
+    rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
+    if not 0 <= rank < size:
+        raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", where="environment", todo="RANK counts from 0")
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]
+    if missing:
+        raise LockstepError(
+            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not",
+            where="environment",
+            todo="start with torchrun, which sets them all",
+        )
+    return Environment(rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True)
+
+
+def _number(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise LockstepError(f"{name}={text!r} is no whole number", where="environment", todo=f"unset {name}") from None
+
+
+def speaks() -> bool:
+    """Whether this process prints what all processes of its machine meet, before there is a World: one per machine."""
+    return os.environ.get("LOCAL_RANK", "0") in ("0", "")
+
+
+def forgotten_launch() -> str:
+    """A warning where another launcher clearly wanted several processes but set no RANK; empty otherwise."""
+    env = os.environ
+    if "RANK" in env:
+        return ""
+    if any(name.startswith("ACCELERATE_") for name in env):
+        return (
+            "accelerate started this process without RANK (its --cpu mode starts one process only): training in ONE "
+            "process; use `accelerate launch --multi_gpu --num_processes=N` or torchrun"
+        )
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1:
+            return (
+                f"{name}={env[name]} but RANK is not set: each task would train alone; start one task per node with "
+                "`srun --ntasks-per-node=1 ./train_multigpu.sh`"
+            )
+    return ""
+
+
+def pick_device(cfg: Config, env: Environment) -> torch.device:
+    """The device of this process, by LOCAL_RANK under a launcher."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
+    if cfg.device == "cuda" and not visible:
+        raise LockstepError("device=cuda, but no GPU is visible", where="device", todo="drop it, or check nvidia-smi")
+    if cfg.ddp.backend == "nccl" and not visible:
+        raise LockstepError(
+            "ddp.backend=nccl needs CUDA, and no GPU is visible",
+            where="ddp.backend",
+            todo="leave it at auto: gloo is used on the CPU",
+        )
+    if cfg.multi_gpu == "dp" and env.launched:
+        raise LockstepError(
+            "--multi-gpu dp is for one process, but torchrun started this one",
+            where="multi_gpu",
+            todo="use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
+        )
+    if not visible:
+        return torch.device("cpu")
+    if not env.launched:  # under torchrun they were chosen by whoever started it
+        check_gpu_ids(cfg.gpu_ids, visible)
+        return torch.device("cuda", (cfg.gpu_ids or [0])[0])
+    if env.local_rank >= visible and cfg.ddp.backend != "gloo":
+        raise LockstepError(
+            f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible",
+            where="environment",
+            todo=f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", env.local_rank % visible)
+
+
+def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
+    wrong = [gpu for gpu in gpu_ids if gpu >= visible]
+    if wrong:
+        raise LockstepError(
+            f"gpu_ids={wrong} asked, {visible} visible", where="gpu_ids", todo=f"choose from 0..{visible - 1}"
+        )
+
+
+def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
+    """The GPUs that `--multi-gpu dp` spreads one process over; empty without it."""
+    if cfg.multi_gpu != "dp" or device.type != "cuda":
+        return ()
+    return tuple(cfg.gpu_ids or range(torch.cuda.device_count()))
+
+
+def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
+    """NCCL on GPUs; on CPUs gloo, with shared memory for sums where the ranks are on one machine. A process without a
+    launcher has neither, but `always`: what it sums is the sum, and a network that does not work is no matter."""
+    if not env.launched and not always:
+        return "shm"
+    if cfg.ddp.backend != "auto":
+        return cfg.ddp.backend
+    if device.type == "cuda":
+        return "nccl"
+    return "shm" if env.size in (1, env.local_size) or not env.local_size else "gloo"
+
+
+def rendezvous(env: Environment, cfg: Config) -> dist.Store:
+    """The key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
+    wait = timedelta(seconds=cfg.ddp.init_timeout_s)
+    if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
+        lasting: dist.Store = dist.HashStore()
+    else:
+        lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
+    store = _of_this_attempt(lasting, env, wait) if env.launched else lasting
+    network = "" if env.size in (1, env.local_size) else choose_network(store, env.size)
+    # A name space of our own: the group's keys are none of our business.
+    meeting.notes, meeting.lasting = dist.PrefixStore("lockstep", store), dist.PrefixStore("lockstep", lasting)
+    meeting.network = network
+    return store
+
+
+def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta) -> dist.Store:
+    """The part of the store in which a restarted rank doesn't read the addresses of the dead ones (pytorch#167288)."""
+    # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
+        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(f"time{oom.times()}", store)
+    # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
+    store.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
+    store.wait([f"rank{rank}_is_at" for rank in range(env.size)], timeout)
+    return store
+
+
+def become_torchrun(cfg: Any, strict: bool) -> None:
+    """Where plain python was asked for several processes, become torchrun, and don't return. Otherwise warn of what a
+    person may have meant to start; with `strict` refuse what train.py would adapt to."""
+    forgotten = forgotten_launch()
+    if strict and cfg.multi_gpu == "dp":
+        raise LockstepError(
+            "train_ddp.py has no DataParallel",
+            where="multi_gpu",
+            todo="use `python train.py --multi-gpu dp`, or drop it",
+        )
+    if strict and forgotten:
+        raise LockstepError(forgotten, where="environment", todo="or use train.py, which adapts")
+    if forgotten:
+        print(f"warning: {forgotten}", file=sys.stderr)
+    if strict or environment().launched:
+        return
+    gpus = torch.cuda.device_count()
+    several = len(cfg.gpu_ids or range(gpus)) > 1
+    if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and several):
+        _start_torchrun(cfg, gpus)
+    if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
+        print(f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
+    if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
+        print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
+
+
+def _start_torchrun(cfg: Any, gpus: int) -> None:
+    """Become torchrun with one process per GPU (one on the CPU)."""
+    count = (len(cfg.gpu_ids) if gpus else 0) or gpus or 1
+    if cfg.gpu_ids and gpus:
+        check_gpu_ids(cfg.gpu_ids, gpus)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
+    os.environ[agent.COMMAND] = status.typed()
+    words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
+    print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def announce(world: World, cfg: Any, always: bool) -> None:
+    """(rank 0) Say which processes these are. From here on rank 0 alone speaks."""
+    set_up(world.main)
+    env, restarts = environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0":
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        console.info(f"Started again by torchrun: restart {restarts} of {most}")
+    devices = data_parallel_devices(cfg, world.device)
+    number = amount(max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process")
+    number = "one " + number.removeprefix("1 ") if number.startswith("1 ") else number
+    distributed = "Distributed training: " if env.launched or always else ""
+    console.info(distributed + number + (" of DataParallel" if devices else ""))
+    if meeting.network:
+        console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
+    console.info(f"Using device: {world.device}")
+    if oom.times():
+        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")
+
+
+NO_BUFFER_SYNC: dict[str, Any] = {
+    name: False
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # torch 2.13 renamed it
+    if name in inspect.signature(DistributedDataParallel).parameters
+}
+if len(NO_BUFFER_SYNC) > 1:
+    del NO_BUFFER_SYNC["broadcast_buffers"]
+
+
+def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
+    if world.device.type == "cpu":
+        error = LockstepError(
+            "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
+            where="ddp.sync_bn",
+            todo="drop it, or use GroupNorm, which needs no synchronising",
+        )
+        error.everywhere = True
+        raise error
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def add_comm_hook(net: DistributedDataParallel, kind: str) -> DistributedDataParallel:
+    """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing."""
+    meeting.wrapped = True
+    if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
+        console.info(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")
+        kind = "none"
+    if dist.get_world_size() == 1:
+        return net
+    if kind == "none":
+        if shm_backend.in_use():
+            net.register_comm_hook([], shm_backend.sum_then_divide)
+        return net
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    # Without memory from step to step: it would not be in a checkpoint, and a gradient that is not finite would stay
+    # in it for ever.
+    low_rank: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
+    low_rank |= {"use_error_feedback": False, "warm_start": False}
+    hooks: dict[str, Any] = {
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+        "powersgd": (powerSGD_hook.PowerSGDState(None, **low_rank), powerSGD_hook.powerSGD_hook),
+    }
+    net.register_comm_hook(*hooks[kind])
+    return net
+
+
+def _backend() -> str:
+    return "gloo" if dist.get_backend() == "shm" else dist.get_backend()
+
+
+@contextlib.contextmanager
+def explained(env: Environment) -> Iterator[None]:
+    """Around joining the group: its errors name the address and what to check."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        raise _cannot_join(error, env) from error
+
+
+def _cannot_join(error: Exception, env: Environment) -> LockstepError:
+    text = str(error).splitlines()[0]
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return LockstepError(
+            f"port {os.environ.get('MASTER_PORT')} is in use",
+            where=where,
+            todo="start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
+        )
+    todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+    if "connectFullMesh" in text:
+        todo = (
+            "they reach that address, but not each other: let the firewall pass all ports between the machines; "
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
+        )
+    return LockstepError(
+        f"rank {env.rank} of {env.size} could not join the others: {text}", where=where, todo=todo, exit_code=6
+    )
+
+
+def processes_sharing(memory: torch.device) -> int:
+    """How many processes of this machine keep their own copy of something in `memory`."""
+    local_size = max(1, environment().local_size)
+    return -(-local_size // torch.cuda.device_count()) if memory.type == "cuda" else local_size
+
+
+def remember(key: str, value: str) -> None:
+    """(rank 0) Keep a text for the next attempt, if torchrun makes one."""
+    if meeting.lasting is not None:
+        meeting.lasting.set(key, value)
+
+
+def recall(key: str) -> str:
+    """(rank 0) Return what an attempt before this one has remembered, or nothing."""
+    known = meeting.lasting is not None and meeting.lasting.check([key])
+    return meeting.lasting.get(key).decode() if known and meeting.lasting is not None else ""
+
+
+def drain() -> None:
+    """(all ranks) Before the group is destroyed: wait for all, and let nothing of DDP survive it."""
+    # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
+    gc.collect()
+    if dist.get_world_size() > 1:
+        with phase.during("barrier", waits=True):
+            dist.barrier()
+    meeting.notes, meeting.lasting, meeting.wrapped = None, None, False

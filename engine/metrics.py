@@ -1,0 +1,305 @@
+"""Numbers of a run: sums over passes and ranks in training, over batches and ranks in evaluation; divided once."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, Sums
+from engine.phases import phase
+from engine.world import World
+
+if TYPE_CHECKING:
+    from engine.run import Run
+
+
+class Meter:
+    """What happened since the last log point, and the clock of this process. Until it is read, what a step has come to
+    stays on the device as it is: a step costs no operation here."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.clear()
+
+    def clear(self) -> None:
+        self.totals: dict[str, float] = {}  # the loss, its weight, the task's sums: of all ranks, without skipped steps
+        self.skipped = 0.0  # steps skipped
+        self.unread: list[tuple[list[str], Tensor, Tensor]] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self.since, self.timed_samples = time.perf_counter(), 0
+
+    def add(self, names: list[str], sums: Tensor, skipped: Tensor, samples: int) -> None:
+        """Add one step's (len(names),) float64; of a skipped step they may be NaN, and don't count."""
+        self.timed_samples += samples
+        self.unread.append((names, sums, skipped))
+        if len(self.unread) == 1000:  # where log points are rare
+            self.read()
+
+    def read(self, *more: Tensor) -> list[float]:
+        """Bring the totals up to date: a host sync, in which `more` numbers come along. In the order of the steps, so
+        that it makes no difference when it is done."""
+        unread, self.unread = self.unread, []
+        last = torch.stack([*(skipped for _, _, skipped in unread), *more]) if unread or more else torch.zeros(0)
+        numbers = iter(torch.cat([*(sums for _, sums, _ in unread), last.to(self.device)]).tolist())
+        steps = [(names, [next(numbers) for _ in names]) for names, _, _ in unread]
+        for names, values in steps:
+            skipped = next(numbers)
+            self.skipped += skipped
+            for name, value in zip(names, values, strict=True):
+                self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
+        return [*numbers]
+
+    def state(self) -> dict[str, Any]:
+        self.read()
+        totals = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()}
+        return {"totals": totals, "skipped": torch.tensor(self.skipped)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.totals = {name: float(value) for name, value in state["totals"].items()}
+        self.skipped = float(state["skipped"])
+
+
+class GpuClock:
+    """Seconds that the GPU computes in forward and backward passes, which the host does not see: from events, read at
+    log points. The last pass of a step stands for the others."""
+
+    def __init__(self) -> None:
+        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.passes, self.synced = 0, False
+
+    def __call__(self, name: str) -> None:
+        if name == "forward":
+            self.begin.record()
+            self.passes += 1
+        elif name == "gradient sync":
+            self.end.record()
+            self.synced = True
+
+    def take(self) -> float:
+        """Since the last call; waits for the GPU."""
+        passes, self.passes = self.passes, 0
+        if not self.synced:
+            return 0.0
+        self.end.synchronize()
+        return passes * self.begin.elapsed_time(self.end) / 1e3
+
+
+class DeferredRead:
+    """Read scalars back one step late from a GPU, so that neither host nor device waits."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.posted: list[tuple[Tensor, Any, torch.cuda.Event]] = []
+
+    def read(self, values: Tensor, note: Any, wait: bool) -> list[tuple[list[float], Any]]:
+        """Post `values`; return what has arrived, with its note, the same on every rank; with `wait` all of it."""
+        if not self.on_gpu:
+            return [(values.tolist(), note)]
+        event = torch.cuda.Event()
+        self.posted.append((values.to("cpu", non_blocking=True), note, event))
+        event.record()
+        return self.rest(but=0 if wait else 1)
+
+    def rest(self, but: int = 0) -> list[tuple[list[float], Any]]:
+        """Return what was posted and not read yet, but for the last so many."""
+        arrived = [self.posted.pop(0) for _ in range(len(self.posted) - but)]
+        for _, _, event in arrived:
+            event.synchronize()  # of the step before: long over, or the host is a whole step ahead
+        return [(copy.tolist(), note) for copy, note, _ in arrived]
+
+
+class Skipped(NamedTuple):
+    """A step that was not taken, because the gradient was not finite."""
+
+    step: int
+    samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
+
+
+def log_metrics(run: Run) -> None:
+    """(all ranks) Bring the numbers since the last log point to the host, look for a slow rank; (rank 0) log them."""
+    seconds = phase.take()
+    run.log.slow(run, find_slow(run, seconds))
+    run.log.train(run, training_metrics(run, seconds))
+
+
+def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
+    """The metrics since the last log point, on every rank: the one host sync of the training loop.
+
+    seconds  of the phases since then
+    """
+    meter = run.meter
+    with run.world.host_sync():
+        (grad_norm,) = meter.read(run.grad_norm)
+    elapsed = time.perf_counter() - meter.since  # after the sync: the device has finished too
+    totals = meter.totals
+    for name, value in totals.items():
+        run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
+    metrics = means(totals) | {
+        "lr": run.plan.lr(run.progress.step - 1),
+        "grad_norm": grad_norm,
+        "skipped_steps": meter.skipped,
+        "samples_per_s": meter.timed_samples / elapsed,
+        "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
+    }
+    meter.clear()
+    return metrics
+
+
+class Slow(NamedTuple):
+    """A rank that all others wait for: how many times the others' median it takes, and in what."""
+
+    rank: int
+    ratio: float
+    phase: str
+
+
+SLOW_S = 3.0
+"""How much time of a rank it takes to judge it."""
+
+
+def loading_s(seconds: dict[str, float]) -> float:
+    """Of the phases: what a rank waited for its batches."""
+    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
+
+
+def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow | None:
+    """(all ranks) Whether one rank was clearly slower than the others since this last said anything."""
+    world = run.world
+    if world.size == 1:
+        return None
+    # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
+    computed = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    if run.gpu_clock:
+        with world.host_sync():
+            computed = run.gpu_clock.take()
+    times = torch.zeros(world.size, 2, device=world.device)
+    times[world.rank] = torch.tensor([loading_s(seconds), computed], device=world.device)
+    world.sum(times)
+    run.times = times if run.times is None else run.times + times
+    with world.host_sync():
+        rows = run.times.tolist()
+    slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
+    if sum(rows[slowest]) < SLOW_S:
+        return None
+    run.times = None
+    others = [rows[rank] for rank in range(world.size) if rank != slowest]
+    usual = statistics.median(sum(row) for row in others)
+    if sum(rows[slowest]) < ratio * usual:
+        return None
+    data, computing = (rows[slowest][k] - statistics.median(row[k] for row in others) for k in (0, 1))
+    return Slow(slowest, sum(rows[slowest]) / usual, "data loading" if data > computing else "computing")
+
+
+def means(totals: dict[str, float]) -> dict[str, float]:
+    """Training totals to means: the loss over its weight, everything else over `count`; nothing of nothing."""
+    if not totals:
+        return {}
+    rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
+    count = totals.get("count", 0.0)
+    return {"loss": totals["loss"] / totals["weight"] if totals["weight"] else float("nan")} | {
+        name: value / count for name, value in rest.items() if count
+    }
+
+
+@torch.no_grad()
+def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
+    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. None where the run is
+    to stop before that is done.
+
+    The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
+    any number of ranks, and so are the metrics, to the last bit where every process computes alike.
+    """
+    world, task = run.world, run.task
+    model = run.evaluated_model.eval()
+    scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
+    phase("loading validation data")
+    for batch in batches:
+        if run.stop.asked:
+            broken_off = 1.0
+            break
+        phase("validation")
+        # A task that draws random numbers here must not change the training that follows.
+        with run.isolated_rng(), run.precision.autocast():
+            scored.add(task.score(model, batch))
+        phase("loading validation data")
+    phase("validation")
+    for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
+        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
+        if run.stop.asked:
+            break
+        with run.isolated_rng(), run.precision.autocast():
+            tried.add(task.trials(model, which, lambda: run.stop.asked))
+    if task.num_trials:
+        broken_off = max(broken_off, float(run.stop.asked))  # then they may be only some of the trials
+    vote = torch.full((), broken_off, device=world.device)
+    world.sum(vote)
+    with world.host_sync():
+        broken_off = vote.item()
+    if broken_off:
+        run.agree_to_stop()
+        return None
+    sums = scored.total(world)
+    if task.num_trials:
+        sums = Sums(sums | tried.total(world))
+    # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
+    metrics = {name: float(value) for name, value in task.report(sums).items()}
+    return metrics | {"count": int(sums["count"])}, sums
+
+
+TRIALS_AT_ONCE = 10
+"""Trials of one call, on any number of ranks: in other company the last bit of an action may be another, and a trial
+that hangs by a hair may end otherwise."""
+
+
+class EvalSums:
+    """What this rank's parts of an evaluation add up to: its n-th part is number `rank + n * size` of all.
+
+    Whole numbers add up as they come. What floats come to depends on the order, so each part's are kept until all ranks
+    are through, and then added up in the order of the parts, whoever had them.
+    """
+
+    def __init__(self) -> None:
+        self.whole, self.parts = Sums(), list[Sums]()
+
+    def add(self, sums: Sums) -> None:
+        floats = Sums({name: value for name, value in sums.items() if value.is_floating_point()})
+        self.whole += Sums({name: value for name, value in sums.items() if name not in floats})
+        self.parts.append(floats)
+
+    def total(self, world: World) -> Sums:
+        """(all ranks) The totals over all ranks, on every rank. One without parts has no names: it takes rank 0's,
+        which has the first part, and no fewer than any other."""
+        (wholes, floats), rounds = world.broadcast(((_shapes(self.whole), _shapes(*self.parts[:1])), len(self.parts)))
+        totals = Sums()
+        for name, (shape, dtype) in wholes.items():
+            mine = self.whole.get(name, torch.zeros(shape, dtype=dtype))
+            totals[name] = mine.to(world.device, copy=True)  # a task may have made it on the CPU
+            world.sum(totals[name])
+        for name, (shape, dtype) in floats.items():
+            rows = torch.zeros(rounds, world.size, *shape, dtype=dtype, device=world.device)
+            for row, part in zip(rows, self.parts, strict=False):
+                row[world.rank] = part[name]
+            world.sum(rows)  # exact: beside each number stand zeros
+            with world.host_sync():
+                parts = rows.flatten(0, 1).cpu()
+            # One by one: what a sum over an axis comes to depends on its length, and there may be rows of nothing.
+            totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
+        return totals
+
+
+def _shapes(*parts: Sums) -> dict[str, Any]:
+    return {name: (tuple(value.shape), value.dtype) for part in parts for name, value in part.items()}
+
+
+@torch.no_grad()
+def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
+    """(rank 0) The task's pictures of an evaluation."""
+    with phase.during("validation"), run.isolated_rng(), run.precision.autocast():
+        return run.task.pictures(run.evaluated_model.eval(), batch, sums)

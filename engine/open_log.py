@@ -1,0 +1,91 @@
+"""The life of a run's folder: opened before the first step, closed after the last, with what a person is told then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine import config, folder, launch, log, status, storage
+from engine.console import console
+from engine.profiler import Profile
+from engine.run import Run
+from engine.saving import CheckpointWriter
+from engine.together import on_rank0, sync_errors
+
+
+def already_complete(run: Run) -> bool:
+    """Return whether there is nothing to train; (rank 0) say so, and how to train on."""
+    p = run.progress
+    if not run.finished or p.evaluation_due:
+        return False
+    if p.step < run.plan.total_steps:
+        more = f": no better evaluation in the last {p.stale}; raise patience to go on"
+    else:
+        more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to go on"
+    console.info(f"Already complete: {run.resumed} stands at step {p.step} of {run.plan.total_steps}{more}")
+    return True
+
+
+@contextmanager
+def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
+    """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
+    last checkpoint and say how the run ended. From here on a signal asks for a stop in good order."""
+    world, progress = run.world, run.progress
+    made = on_rank0(world, lambda: folder.make_folder(run.cfg, world, run.resumed))
+    path = world.broadcast(made[0] if made else Path())
+    words = config.to_go_on(sys.argv[1:], run.task, str(path))
+    status.current.begin(path, progress.step, run.resumed, words)
+    run.log = on_rank0(world, lambda: log.start(path, run)) or log.Silent()
+    run.profile = Profile(run, path, run.log.say) if profile else None
+    if isinstance(run.log, log.Log) and made:
+        run.checkpoints = CheckpointWriter(made[1], run.log, run.task.monitor)
+        run.log.after_step = run.checkpoints.report
+        launch.remember("folder", str(path))
+        status.current.write("running")
+    if run.resumed:
+        run.log.say(
+            f"Resuming {run.resumed}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
+        )
+        if run.resumed_horizon not in (None, run.plan.horizon):
+            change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
+            keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
+            run.log.say(f"  note: the schedule now spans {change}; {keep}")
+    run.stop.listen()
+    try:
+        run.log.say("Starting training...\n")
+        yield run.log
+        if run.profile:
+            run.profile.finish()
+        with sync_errors(world):
+            if run.checkpoints:
+                run.checkpoints.settle()
+    finally:
+        if run.checkpoints:
+            run.checkpoints.close()
+    if isinstance(run.log, log.Log):
+        if run.metrics and not run.stopped:
+            log.add_hparams(run.log, run, run.metrics)
+        code = status.STOPPED if run.stopped else status.DONE
+        status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
+        run.log.end_bars(run)
+        run.log.say(_summary(run, path))
+    run.log.close()
+
+
+def _summary(run: Run, path: Path) -> str:
+    p, checkpoints = run.progress, run.checkpoints.writer.checkpoints
+    if run.stopped:
+        return (
+            f"\nStopped after step {p.step} of {run.plan.total_steps}: {run.stopped}\n"
+            f"  checkpoint   {checkpoints.last}\n"
+            f"  go on with   {status.current.resume_command}"
+        )
+    best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+    return (
+        f"\nDone: {p.step} steps, {p.samples} samples{best}\n"
+        f"  checkpoints  {path / storage.LAST}\n"
+        f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
+        f"  metrics      {path / 'metrics.jsonl'}"
+    )

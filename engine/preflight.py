@@ -1,0 +1,237 @@
+"""What all ranks must have in common, compared before the first step and now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine import config, log, optim, plan, status
+from engine.console import console
+from engine.contract import LockstepError, Sums, Task, amount
+from engine.phases import phase
+from engine.run import Run
+from engine.scaling import buckets
+from engine.together import on_rank0
+from engine.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def compare_ranks(run: Run) -> None:
+    """(all ranks) Compare config, code, versions, data and weights, and see one all-reduce come out right.
+    Raises LockstepError (exit code 6) with the first rank that differs."""
+    facts = {
+        **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
+        "code": code(run.task),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "number of training samples": str(run.plan.num_samples),
+        "data": run.fingerprint,
+    }
+    status.current.note(
+        parameter_names=[name for name, p in run.model.named_parameters() if p.requires_grad],
+        smaller=functools.partial(plan.smaller, run.plan, run.cfg),
+        shrinks=run.cfg.oom == "shrink",
+    )
+    _same(run.world, facts)
+    compare_weights(run)
+    run.moments = max(run.world.gather(2 * sum(p.numel() * p.element_size() for p in run.optimizer.kept)))
+    total = torch.tensor(float(run.world.rank), device=run.world.device)
+    run.world.sum(total)
+    expected = run.world.size * (run.world.size - 1) / 2
+    if total.item() != expected:
+        raise LockstepError(
+            f"an all-reduce over {run.world.size} ranks gave {total.item()} instead of {expected}",
+            where="preflight",
+            todo="check the network and the backend",
+            exit_code=6,
+        )
+
+
+def check_wandb(cfg: Any, world: World) -> None:
+    """(all ranks) Raise LockstepError, before anything is loaded, where wandb is asked for and cannot be used."""
+    if cfg.wandb.enable:
+        on_rank0(world, lambda: log.require_wandb(cfg))
+
+
+def describe(run: Run, strict: bool) -> None:
+    """(rank 0) Print the plan of a training, and warn of what is likely a mistake in it."""
+    print_plan(run)
+    if run.plan.warmup_steps > run.plan.horizon:
+        console.info(
+            f"warning: the warm-up of {run.plan.warmup_steps} steps is longer than the schedule of {run.plan.horizon} "
+            "(schedule): give a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
+        )
+    if strict:
+        ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
+        console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
+        console.info(_describe_ddp(run.net, run.cfg.ddp) + "\n")
+
+
+def _describe_ddp(net: Any, cfg: Any) -> str:
+    """Return what DDP will do in each step, from its own books (private, read in torch 2.13)."""
+    about = net._get_ddp_logging_data()
+    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
+    return (
+        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
+        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
+        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {'sum' if cfg.comm_hook == 'none' else cfg.comm_hook}"
+    )
+
+
+def print_plan(run: Run) -> None:
+    """(rank 0) Print the arithmetic of a run, and where its weights come from."""
+    if run.task.started_from:
+        console.info(f"Weights from {run.task.started_from}")
+    console.info(plan.describe(run.plan, run.cfg, run.world, run.model, run.moments, run.precision) + "\n")
+
+
+COMPARED = ("config", "code", "torch", "python", "data", "parameters")
+
+
+def compare_weights(run: Run) -> None:
+    """(all ranks) Compare the parameters, and what modules keep in buffers of their own; copies them to the host."""
+    if run.world.size == 1:
+        return
+    check_buffers(run)
+    mine = checksum(run.model)
+    if len(set(run.world.gather(mine))) > 1:
+        _same(run.world, {f"parameter {name}": digest for name, digest in checksums(run.model).items()})
+
+
+def code(task: Task) -> str:
+    """A digest of the project's own source files, whether committed or not, and of the task's, wherever they are."""
+    digest = hashlib.sha256()
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
+    paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
+    for cls in type(task).__mro__:  # it may build on another's
+        if file := getattr(sys.modules[cls.__module__], "__file__", None):
+            paths.append(Path(file))
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _same(world: World, facts: dict[str, str]) -> None:
+    everyone = world.gather(facts)
+    differences = [
+        f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
+        for rank, theirs in enumerate(everyone)
+        for name, value in everyone[0].items()
+        if theirs.get(name) != value
+    ]
+    if differences:
+        more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
+        error = LockstepError(
+            differences[0] + more,
+            where=f"step {phase.step}",
+            todo="start the same code, config and data on all of them, and change weights on all ranks alike",
+            exit_code=6,
+        )
+        error.everywhere = True
+        raise error
+
+
+@torch.no_grad()
+def sanity_check(run: Run) -> None:
+    """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
+    epoch. Rank 0's: the others may have none. Sets `run.gflop`."""
+    sums, metrics, gflop = None, None, 0.0
+    if run.world.main:
+        batch = next(iter(run.val_loader))
+        with phase.during("validation"), run.isolated_rng(), run.precision.autocast():
+            sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
+            gflop /= len(next(iter(batch.values())))
+        if isinstance(sums, dict) and "count" in sums:
+            try:
+                metrics = run.task.report(Sums(sums))
+            except Exception:  # of one batch a report may make no sense: that of the whole split counts
+                metrics = {"loss": 0.0, run.task.monitor: 0.0}
+    problem = ""
+    if run.world.main and (not isinstance(sums, dict) or not all(isinstance(v, Tensor) for v in sums.values())):
+        problem = "`score` returns no Sums of tensors: return Sums(loss=..., count=torch.tensor(len(batch)), ...)"
+    elif run.world.main and "count" not in (sums or {}):
+        problem = "the Sums of `score` lack `count`: add the number of samples of the batch, as a tensor"
+    elif run.world.main and not {"loss", run.task.monitor} <= (metrics or {}).keys():
+        problem = f"`report` lacks `loss` or the monitor `{run.task.monitor}`: return both"
+    problem, run.gflop = run.world.broadcast((problem, gflop))
+    if problem:
+        what, _, todo = problem.partition(": ")
+        error = LockstepError(what, where=f"task {run.cfg.task}", todo=todo)
+        error.everywhere = True
+        raise error
+
+
+def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:
+    """What `score` returns, and the GFLOP of its convolutions, products and attention; 0 where they are not needed, for
+    they decide the number of threads on a CPU, or cannot be counted."""
+    if run.world.device.type == "cpu" and run.plan.compile == "off":
+        # Whatever goes wrong does so again below, without torch's counter in it.
+        with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
+            return score(), counter.get_total_flops() / 1e9
+    return score(), 0.0
+
+
+def equalise_buffers(run: Run) -> None:
+    """(all ranks) The model's buffers, the same on every rank: running statistics are averaged, all others are the same
+    already, or the run ends here."""
+    check_buffers(run)
+    for model in [run.model] if run.ema is None else [run.model, run.ema.module]:
+        statistics = optim.Buffers(model)(of_norms=True)
+        differ = [statistics[name] for name in _differing(run.world, statistics)]
+        run.world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
+
+
+def check_buffers(run: Run) -> None:
+    """(all ranks) What a module of its own keeps in a buffer must be the same on all ranks, for rank 0's is the one in
+    a checkpoint."""
+    for name, rank in _differing(run.world, run.buffers(of_norms=False)).items():
+        error = LockstepError(
+            f"the buffer {name} of rank {rank} is another than rank 0's",
+            where=f"step {run.progress.step}",
+            todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
+            "after each step (other numbers of processes are then other runs)",
+            exit_code=6,
+        )
+        error.everywhere = True
+        raise error
+
+
+def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """(all ranks) The names of those that are not the same on all ranks, and the first rank that has not rank 0's."""
+    if world.size == 1:
+        return {}
+    first, *others = world.gather(_digests(tensors.items()))
+    return {
+        name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
+        for name, digest in first.items()
+        if any(theirs.get(name) != digest for theirs in others)
+    }
+
+
+def checksum(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and bytes of all parameters: equal on all ranks, or something is wrong."""
+    return hashlib.sha256(repr(checksums(model)).encode()).hexdigest()
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """The same for each parameter, by name. Of buffers see `equalise_buffers`."""
+    return _digests(model.named_parameters())
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    found = {}
+    for name, tensor in tensors:
+        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
+        about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+        found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return found

@@ -1,0 +1,201 @@
+"""One training: everything it is made of, and where it stands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from engine import optim
+from engine.contract import Loss, Task, check_loss
+from engine.log import Silent
+from engine.metrics import DeferredRead, GpuClock, Meter
+from engine.phases import phase, split_backward
+from engine.plan import Plan
+from engine.precision import Precision
+from engine.stop import Stop
+from engine.world import World
+
+
+def due(every: int, step: int, epoch_ended: bool) -> bool:
+    """Return whether something that happens every so many steps, or (0) once an epoch, happens now."""
+    return step % every == 0 if every else epoch_ended
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Plain numbers: every checkpoint holds them."""
+
+    step: int = 0  # optimizer steps taken
+    epoch: int = 0  # the epoch that `position` is in, from 0
+    position: int = 0  # samples of this epoch consumed by all ranks together
+    samples: int = 0  # samples consumed since the start
+    best: float | None = None  # best value of the task's monitor
+    stale: int = 0  # evaluations since the best one
+    evaluation_due: bool = False  # this step is to be evaluated, and was not yet
+    skipped_in_a_row: int = 0
+    epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def next_epoch(self) -> None:
+        self.epoch, self.position, self.epoch_totals = self.epoch + 1, 0, {}
+
+    def note_score(self, value: float, higher_is_better: bool) -> bool:
+        """Return whether an evaluation's score is the best so far; NaN never is."""
+        best = self.best
+        better = value == value and (best is None or (value > best if higher_is_better else value < best))
+        self.best, self.stale = (value, 0) if better else (best, self.stale + 1)
+        self.evaluation_due = False
+        return better
+
+
+@dataclass
+class Run:
+    """Everything one training is made of. The functions of train.py take this one noun."""
+
+    cfg: Any
+    world: World
+    plan: Plan
+    task: Task
+    precision: Precision
+    model: nn.Module  # the bare network
+    net: Any  # the nn.Module that the loss calls: `model`, perhaps wrapped
+    optimizer: optim.AdamW
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None
+    train_loader: Any
+    val_loader: Any
+    stop: Stop = field(default_factory=Stop)
+    fingerprint: str = ""  # of the data
+    resumed: Path | None = None  # the checkpoint that it was resumed from
+    resumed_horizon: int | None = None  # the length of that checkpoint's schedule
+    progress: Progress = field(default_factory=Progress)
+    stopped: str = ""  # why the run ended early, once all ranks have agreed to
+    log: Silent = field(default_factory=Silent)  # what a person reads
+    checkpoints: Any = None  # (rank 0) what is saved, see storage.py
+    profile: Any = None  # of --profile, see profiler.py
+    sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
+    gflop: float = 0.0  # of a sample's forward pass, where they are counted
+    moments: int = 0  # bytes of the optimizer's state, on the rank that has most
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+
+    def __post_init__(self) -> None:
+        device = self.world.device
+        self.meter, self.deferred = Meter(device), DeferredRead(device)
+        self.grad_norm = torch.zeros((), device=device)  # of the last step
+        self.log_due = self.save_due = self.check_due = False  # after the last step
+        self.vote = torch.zeros((), dtype=torch.float64, device=device)
+        self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
+        self.gpu_clock: GpuClock | None = None
+        if self.world.size > 1:
+            split_backward(self.model)
+            if device.type == "cuda":
+                self.gpu_clock = GpuClock()
+                phase.listeners.append(self.gpu_clock)
+
+    # ---- a step ----
+
+    @functools.cached_property
+    def buffers(self) -> optim.Buffers:
+        return optim.Buffers(self.model)  # once it is wrapped: SyncBatchNorm takes the places of others
+
+    @functools.cached_property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def begin_step(self) -> None:
+        """No gradients, and training mode on all ranks, whatever a task or an evaluation has set."""
+        if not self.model.training:
+            self.net.train()
+        for p in self.trained:
+            p.grad = None
+        self.passes: list[tuple[list[int], Tensor]] = []
+        self.kept_buffers = self.buffers.copies()
+
+    def numbers(self, loss: Loss, micro: Any) -> Tensor:
+        """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
+
+        A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
+        also compares the names of the sums.
+        """
+        usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names
+        if not usual or loss.total.ndim or not loss.total.requires_grad:
+            self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
+        parts = [loss.total, torch.as_tensor(loss.weight), *loss.sums.values()]  # from any device
+        numbers = torch.stack([self.vote, *[part.detach().to(self.world.device) for part in parts]])
+        if micro.filler:
+            numbers = torch.zeros_like(numbers)
+        else:
+            self.passes.append((micro.indices, loss.total.detach()))
+        if micro.closes_step and self.stop.asked:
+            numbers[0] = 1.0
+        return numbers
+
+    def end_step(self, totals: Tensor, skipped: Tensor, consumed: int) -> None:
+        """Book a step: its buffers, the average of weights, totals and progress; read what became of it.
+
+        totals    (3 + sums,) of all ranks, as `numbers` gives them
+        skipped   1.0 if the optimizer has left the weights alone
+        consumed  samples of the epoch that all ranks have seen
+        """
+        cfg, progress = self.cfg, self.progress
+        self.buffers.put_back(self.kept_buffers, skipped)
+        if cfg.ddp.buffers != "same":
+            self.world.unify(self.buffers(of_norms=False).values(), mean=cfg.ddp.buffers == "mean")
+        if self.ema is not None:
+            optim.update_ema(self.ema, self.model, cfg.optim.ema_decay, skipped)
+        self.meter.add(["loss", "weight", *(self.sum_names or [])], totals[1:], skipped, consumed - progress.position)
+        progress.samples += consumed - progress.position
+        progress.step, progress.position = progress.step + 1, consumed
+        phase.step = step = progress.step
+        pauses = self.epoch_ended or self.finished
+        progress.evaluation_due = self.finished or due(cfg.eval_every, step, pauses)
+        self.save_due = due(cfg.save_every, step, pauses)
+        self.log_due = pauses or progress.evaluation_due or step % cfg.log_every == 0
+        self.check_due = bool(cfg.check_every) and step % cfg.check_every == 0
+        with phase.during("waiting for the device", waits=self.world.size > 1):
+            wait = progress.evaluation_due or self.save_due or pauses  # its outcome must be known by then
+            self.news = self.deferred.read(torch.stack([totals[0], skipped]), (step, self.passes), wait)
+            if any(votes for (votes, _), _ in self.news):  # the run stops here
+                self.news += self.deferred.rest()
+
+    # ---- where it stands ----
+
+    @property
+    def epoch_ended(self) -> bool:
+        return self.progress.position >= self.plan.num_samples - self.plan.dropped
+
+    @property
+    def finished(self) -> bool:
+        p, patience = self.progress, self.cfg.patience
+        return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        return self.model if self.ema is None else self.ema.module
+
+    def agree_to_stop(self) -> None:
+        """(all ranks) From here on the run is stopped, for the reason of the first rank that has one."""
+        self.stopped = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
+
+    def isolated_rng(self) -> AbstractContextManager[Any]:
+        """Around what must not move the training's stream of random numbers."""
+        device = self.world.device
+        gpus = list(self.plan.devices) or ([device.index] if device.type == "cuda" else [])
+        return torch.random.fork_rng(devices=gpus)
+
+    def steps(self) -> Iterator[Any]:
+        """(all ranks) Return what the loader has for each step that is left of the epoch."""
+        self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
+        steps = iter(self.train_loader)
+        steps = self.profile.follow(steps) if self.profile else steps
+        return self.log.steps(steps, len(self.train_loader))

@@ -1,0 +1,63 @@
+"""(rank 0) Saves while the training goes on: what is written, what is said of it, and what is kept when a run ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine import status, storage
+from engine.log import SHORT, Silent
+from engine.phases import phase
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, one at a time, and reports them in the log.
+
+    unsaved  a state that is saved if the evaluation under way fails, or never ends
+    """
+
+    def __init__(self, checkpoints: storage.Checkpoints, log: Silent, monitor: str):
+        self.writer, self.log, self.monitor = storage.Writer(checkpoints), log, monitor
+        self.said: deque[str] = deque()  # by the thread that writes, to be passed on
+        self.unsaved: dict[str, Any] | None = None
+        status.current.settle = self._settle_before_end
+
+    def write(self, state: dict[str, Any], best: bool = False) -> None:
+        """Save `state`, which must not change any more; waits for the save before. The log goes to the disk first, so
+        that a checkpoint never is ahead of it."""
+        self.unsaved, progress = None, state["progress"]
+        file = f"best_model_epoch{progress['epoch']}.pt" if best else f"step_{progress['step']}.pt"
+        score = f"{SHORT.get(self.monitor, self.monitor)}: {progress['best']:.4f}" if best else ""
+        with phase.during("waiting for the checkpoint before"):
+            self.writer.submit(state, file, best, self.log.sync, partial(self._saved, score))
+
+    def _saved(self, score: str, path: Path, step: int) -> None:
+        status.current.update(step=step, checkpoint=str(path))
+        if score:
+            self.said.append(f"  ✓ Saved best model: {path.name} ({score})")
+
+    def _settle_before_end(self, seconds: float) -> None:
+        """Before this process ends, from whatever thread ends it."""
+        if self.unsaved:
+            self.write(self.unsaved)
+        self.writer.wait(seconds)
+
+    def report(self) -> None:
+        """Say what has become of the checkpoints meanwhile."""
+        for problem in self.writer.problems():
+            self.log.say(f"warning: {problem}")
+        while self.said:
+            self.log.say(self.said.popleft())
+
+    def settle(self) -> None:
+        """Wait for the save under way and say what has become of it; raises LockstepError if the newest checkpoint is
+        not on the disk."""
+        self.report()
+        with phase.during("writing the checkpoint"):
+            self.writer.settle()
+        self.report()
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,109 @@
+"""What makes a run fast, and changes no promise: threads, cores, layouts, TF32, the allocator, torch.compile.
+
+A script without these calls trains the same, more slowly.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import compiler, cores, launch, memory, shm_backend
+from engine.cache import Held
+from engine.contract import LockstepError, amount
+from engine.plan import Plan
+from engine.precision import Precision
+from engine.run import Run
+from engine.world import World
+
+
+def set_backends(cfg: Any) -> None:
+    """Choose torch's switches: speed, or the same bits every time."""
+    torch.backends.cudnn.benchmark = not cfg.deterministic
+    tf32 = cfg.amp != "off" and not cfg.deterministic  # amp=off is float32 to the last digit
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(cfg.deterministic)
+
+
+compiler_unloaded = compiler.unloaded
+
+
+def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
+    """Keep this process on its GPU's NUMA node; before most threads, which stay where they are."""
+    if env.launched and cfg.ddp.bind_cores:
+        cores.bind(device, env.local_rank, env.local_size)
+
+
+def agree(cfg: Any, world: World, plan: Plan) -> Plan:
+    """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
+    choices = world.gather(compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices)))
+    mode = "off" if "off" in choices else choices[0]  # another machine may lack a C compiler
+    if mode == "off":
+        compiler.stay_unloaded()
+    threads = 0
+    if world.device.type == "cpu":
+        local_size = max(1, launch.environment().local_size)
+        threads = min(world.gather(cores.hold_back(cfg.threads, local_size, bool(cores.bound_to()))))
+    return replace(plan, compile=mode, threads=threads)
+
+
+def memory_format_of(state: dict[str, Any]) -> str:
+    """Return the order of convolutions that a checkpoint was trained in; auto where it does not say."""
+    return state.get("memory_format") or state["config"].get("memory_format", "auto")
+
+
+def lay_out(cfg: Any, world: World, plan: Plan, model: nn.Module, precision: Precision, state: Any) -> Plan:
+    """Put the kernels of convolutions into the faster order; return the plan with its name.
+
+    state  of the checkpoint to resume, whose order stays
+    """
+    order = cfg.memory_format
+    if order == "auto" and state:
+        order = memory_format_of(state)
+    if order == "auto":
+        order = memory.faster_order(model, world.device, precision.name)
+    if memory.convolutions(model):
+        memory.lay_out(model, order)
+    return replace(plan, memory_format=order)
+
+
+def compile_model(run: Run) -> None:
+    """Compile the bare model where the plan says so; its average was copied before."""
+    if run.plan.compile == "off":
+        return
+    if run.plan.devices:
+        raise LockstepError(
+            "a compiled model cannot be copied to other GPUs by DataParallel",
+            where="compile",
+            todo="use --multi-gpu ddp, or compile=off",
+        )
+    compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
+
+
+def finish(run: Run) -> Plan:
+    """Set threads and allocator, after all else is there; return the plan with what was chosen, for a person."""
+    cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
+    held = sum(set_.bytes for loader in (run.train_loader, run.val_loader) if isinstance(set_ := loader.dataset, Held))
+    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
+    chosen = {
+        f"compiled ({plan.compile})": plan.compile != "off",
+        f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),
+        "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
+        "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
+        "freed memory is kept": kept,
+        f"{held / 1e6:.1f} MB of data held": held > 0,
+        "sums through shared memory": run.world.size > 1 and shm_backend.in_use(),
+        f"on the cores of {cores.bound_to()}": bool(cores.bound_to()),
+    }
+    words = [words for words, so in chosen.items() if so]
+    if on_cpu:
+        why = cores.spread(cfg.threads, run.gflop * plan.micro_batch, plan.threads)
+        words.insert(0, f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
+    return replace(plan, speed=tuple(words))

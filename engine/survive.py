@@ -1,0 +1,118 @@
+"""What a run does about failures: errors become one line and an exit code, hangs are found, signals stop in good order.
+
+A script without these calls trains the same, as long as nothing goes wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine import faults, status, terminal
+from engine.config import Answered
+from engine.contract import LockstepError
+from engine.metrics import Skipped
+from engine.run import Run
+from engine.stop import Stop, leave_nothing
+from engine.together import sync_errors
+from engine.watch import Watch
+from engine.world import World
+
+__all__ = ["check_all_reduced", "check_outcome", "exit_code", "guarded", "keep", "sync_errors", "watch"]
+
+
+def guarded(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a `main(argv, ...)`: any exception becomes `error: what (where): what to do`, once for all ranks, and
+    an exit code."""
+
+    @functools.wraps(main)
+    def inner(argv: list[str], *more: Any, **how: Any) -> int:
+        terminal.outlive()
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
+        try:
+            return status.leave_code(main(argv, *more, **how))
+        except Answered:
+            return int(terminal.unread())
+        except BaseException as error:
+            return faults.end(error, "--debug" in argv)
+        finally:
+            leave_nothing()
+            signal.signal(signal.SIGINT, before)
+
+    return inner
+
+
+@contextmanager
+def watch(world: World, stop: Stop, cfg: Any) -> Iterator[None]:
+    """Run a thread that notices ranks which fail, hang or are gone, and says who; it passes on reasons to stop."""
+    with Watch(world, stop, cfg.ddp.timeout_s):
+        yield
+
+
+@contextmanager
+def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
+    """(rank 0) Save `state` if the block fails, or if this process ends within it."""
+    if not run.checkpoints:
+        yield
+        return
+    run.checkpoints.unsaved = state
+    try:
+        yield
+    except Exception:
+        run.checkpoints.write(state)
+        raise
+    run.checkpoints.unsaved = None
+
+
+def check_all_reduced(net: nn.Module) -> None:
+    """After the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
+    gradients are there: a rank that lacks one would answer the others' all-reduce with the next thing it sums."""
+    if isinstance(net, DistributedDataParallel):
+        net._check_reducer_finalized()
+
+
+def check_outcome(run: Run) -> None:
+    """(all ranks) Read what became of the last step, on a GPU of the one before: votes to stop; steps that were skipped
+    are logged with the samples behind them. Raises LockstepError where the training has diverged."""
+    progress, asked, skipped_now = run.progress, False, False
+    for (votes, skipped), (step, passes) in run.news:
+        asked = asked or votes > 0
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            skipped_now = True
+            mine = [index for indices, loss in passes if not torch.isfinite(loss) for index in indices]
+            samples = {rank: indices for rank, indices in enumerate(run.world.gather(mine)) if indices}
+            run.log.skipped(run, Skipped(step, samples))
+    if skipped_now and (reason := _hopeless(run)):
+        error = LockstepError(
+            f"the training has diverged: {reason}",
+            where=f"step {progress.step}",
+            todo="the last checkpoint holds finite weights; lower lr or grad_clip, or fix the samples named above",
+            exit_code=status.DIVERGED,
+        )
+        error.everywhere = True
+        raise error
+    if asked:
+        run.agree_to_stop()
+
+
+def _hopeless(run: Run) -> str:
+    """Return why it makes no sense to go on; empty while it does."""
+    progress, limit = run.progress, run.cfg.max_skipped_steps
+    if limit and progress.skipped_in_a_row >= limit:
+        return f"{limit} steps in a row had a gradient that is not finite"
+    if progress.skipped_in_a_row and run.scaler.is_enabled() and run.scaler.get_scale() < 1e-3:
+        return f"the loss scale of fp16 has fallen to {run.scaler.get_scale():g}"
+    return ""
+
+
+def exit_code(run: Run) -> int:
+    """Return 0, or 75 for a run that was stopped: the same command resumes it."""
+    return status.STOPPED if run.stopped else status.DONE

@@ -1,0 +1,72 @@
+"""The processes of a run: which one this is, and what they tell each other. There is always a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.phases import phase
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. Every method but `main` is a collective: all ranks must call it."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Rank 0: the only one that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, *tensors: Tensor) -> None:
+        """(all ranks) Add up over the ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
+        if self.size > 1:
+            with phase.during("all_reduce", waits=True):
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """(all ranks) Return every rank's value, by rank (pickled: for small things, now and then)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with phase.during("all_gather", waits=True):
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """(all ranks) Return rank 0's value."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with phase.during("broadcast", waits=not self.main):
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def unify(self, tensors: Iterable[Tensor], mean: bool) -> None:
+        """(all ranks) Give all ranks rank 0's tensors, or the mean of theirs; of whole numbers always rank 0's."""
+        for tensor in tensors if self.size > 1 else ():
+            if mean and tensor.is_floating_point():
+                self.sum(tensor)
+                tensor.div_(self.size)
+            else:
+                whole = tensor.contiguous()
+                with phase.during("broadcast", waits=True):
+                    dist.broadcast(whole, src=0)
+                tensor.copy_(whole)
+
+    def host_sync(self) -> AbstractContextManager[None]:
+        """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
+        return phase.during("waiting for the device", waits=self.size > 1)

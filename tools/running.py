@@ -1,0 +1,50 @@
+"""How the tools start: a training's command line, a world, and errors as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+import tasks
+import train
+from engine import config, launch, survive
+from engine.contract import LockstepError
+from engine.stop import Stop
+from engine.world import World
+
+T = TypeVar("T")
+
+
+def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Callable[..., list[str]] = list) -> int:
+    """Parse a training's command line and return what `work` does with it; an error becomes one line and an exit code.
+
+    translate  turns the tool's own words into a training's
+    """
+
+    @survive.guarded
+    def main(words: list[str]) -> int:
+        return work(launch.read_command_line(translate(words), tasks))
+
+    return main(argv)
+
+
+def in_world(cfg: Any, work: Callable[[World, Stop], T]) -> T:
+    """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no DDP alive."""
+    world = train.setup_distributed(cfg)
+    launch.announce(world, cfg, always=False)
+    stop = Stop()  # max_time_s is for a training
+    with survive.watch(world, stop, cfg):
+        result = work(world, stop)
+    launch.drain()
+    dist.destroy_process_group()
+    return result
+
+
+def alone(what: str, where: str) -> None:
+    """Raise LockstepError where a launcher has started several processes of a tool for one."""
+    if launch.environment().size > 1:
+        error = LockstepError(what, where=where, todo="start it without torchrun")
+        error.everywhere = True
+        raise error
