@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate, get_worker_info
 
-from engine.cache import hold, same_bits
 from engine.config import Config
 from engine.console import console
 from engine.contract import RESERVED, Batch, LockstepError, Task, sample_seeds
+from engine.faults.signals import end_with_parent, own_scratch
+from engine.hardware.device_cache import hold, same_bits
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
-from engine.stop import end_with_parent, own_scratch
 from engine.world import World
 
 
@@ -468,7 +468,7 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
         # A worker hands on its traceback as text; of that the last line says what happened.
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
-            raise  # the process, not the sample; engine/faults.py has the words
+            raise  # the process, not the sample; engine/faults/blame.py has the words
         if "unable to allocate shared memory" in str(error):
             raise _no_shared_memory() from error
         sample = next((index for index in indices if _fails(dataset, index)), None)

@@ -27,12 +27,12 @@ import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
 from engine import checkpoint, config, launch, optim, precision, preflight, speed, survive
 from engine.console import console
+from engine.faults.signals import Stop
+from engine.files.open_log import already_complete, open_log
 from engine.metrics import evaluate_split, log_metrics
-from engine.open_log import already_complete, open_log
 from engine.phases import phase
 from engine.plan import Plan, make_plan
 from engine.run import Run
-from engine.stop import Stop
 from engine.world import World
 
 

@@ -402,7 +402,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from engine import memory
+    from engine.hardware import memory
 
     how = about.get("limit", [])
     if "allocator" in how:

@@ -35,13 +35,14 @@ from bars import Bar
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch, log, storage
+from engine import checkpoint, config, console, launch
+from engine.faults.together import on_rank0
+from engine.faults.watchdog import BEAT_S, Watch
+from engine.files import log, storage
+from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, find_slow
 from engine.phases import Phases, phase
 from engine.run import Run
-from engine.saving import CheckpointWriter
-from engine.together import on_rank0
-from engine.watch import BEAT_S, Watch
 from engine.world import World
 from tools.probe import endless
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import config, launch, oom, storage
-from engine import folder as run_folder
+from engine import config, launch
 from engine.console import console
 from engine.contract import LockstepError, Task
+from engine.faults import oom
+from engine.faults.together import sync_errors
+from engine.files import run_folder, storage
 from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
 from engine.run import Progress, Run
-from engine.together import sync_errors
 from engine.world import World
 
 FORMAT = 2

@@ -21,10 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import agent, config, oom, shm_backend, status
+from engine import config
 from engine.config import Config
 from engine.console import console, set_up
 from engine.contract import LockstepError, amount
+from engine.faults import agent, oom
+from engine.files import status
+from engine.hardware import shm_backend
 from engine.network import choose_network
 from engine.phases import phase
 from engine.world import World

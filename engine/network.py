@@ -7,7 +7,7 @@ import os
 
 import torch.distributed as dist
 
-from engine import agent
+from engine.faults import agent
 
 
 def choose_network(store: dist.Store, size: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.contract import LockstepError
-from engine.together import sync_errors
+from engine.faults.together import sync_errors
 from engine.world import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

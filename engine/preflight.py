@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, log, optim, plan, status
+from engine import config, optim, plan
 from engine.console import console
 from engine.contract import LockstepError, Sums, Task, amount
+from engine.faults.together import on_rank0
+from engine.files import log, status
 from engine.phases import phase
 from engine.run import Run
 from engine.scaling import buckets
-from engine.together import on_rank0
 from engine.world import World
 
 ROOT = Path(__file__).resolve().parent.parent

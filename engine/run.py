@@ -15,12 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from engine import optim
 from engine.contract import Loss, Task, check_loss
-from engine.log import Silent
+from engine.faults.signals import Stop
+from engine.files.log import Silent
 from engine.metrics import DeferredRead, GpuClock, Meter
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
-from engine.stop import Stop
 from engine.world import World
 
 

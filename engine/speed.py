@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import compiler, cores, launch, memory, shm_backend
-from engine.cache import Held
+from engine import launch
 from engine.contract import LockstepError, amount
+from engine.hardware import compiler, cores, memory, shm_backend
+from engine.hardware.device_cache import Held
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Run

@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import faults, status, terminal
 from engine.config import Answered
 from engine.contract import LockstepError
+from engine.faults import blame, terminal
+from engine.faults.signals import Stop, leave_nothing
+from engine.faults.together import sync_errors
+from engine.faults.watchdog import Watch
+from engine.files import status
 from engine.metrics import Skipped
 from engine.run import Run
-from engine.stop import Stop, leave_nothing
-from engine.together import sync_errors
-from engine.watch import Watch
 from engine.world import World
 
 __all__ = ["check_all_reduced", "check_outcome", "exit_code", "guarded", "keep", "sync_errors", "watch"]
@@ -41,7 +42,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         except Answered:
             return int(terminal.unread())
         except BaseException as error:
-            return faults.end(error, "--debug" in argv)
+            return blame.end(error, "--debug" in argv)
         finally:
             leave_nothing()
             signal.signal(signal.SIGINT, before)

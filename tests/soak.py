@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from conftest import ROOT, TOY, Launcher, Running
 
-from engine import storage
+from engine.files import storage
 
 COMMON = [TOY, "model.double=true", "global_batch=12", "optim.ema_decay=0.99", "schedule.kind=constant", "lr=1e-3"]
 COMMON += ["epochs=1000000", "schedule.horizon=1000000", "save_every=7", "eval_every=50", "ddp.timeout_s=8"]

@@ -15,8 +15,9 @@ from conftest import FAULTY, TOY, launching, succeed
 
 import tasks
 import train
-from engine import config, cores, launch
+from engine import config, launch
 from engine.contract import LockstepError
+from engine.hardware import cores
 from engine.world import World
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed

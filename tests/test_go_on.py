@@ -10,7 +10,9 @@ from conftest import FAULTY, succeed
 from torch.distributed import run as torchrun
 
 import tasks
-from engine import agent, config, status
+from engine import config
+from engine.faults import agent
+from engine.files import status
 
 FOLDER = "checkpoints/a run's  own"
 

@@ -17,8 +17,9 @@ from conftest import FAULTY, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tasks
-from engine import config, log
+from engine import config
 from engine.contract import LockstepError
+from engine.files import log
 from engine.run import Progress
 from tools.evaluate import of_run
 
@@ -219,10 +220,10 @@ def test_a_new_folder_for_every_run_without_a_name(launch, tmp_path):
 
 
 def test_two_runs_of_the_same_second_have_two_folders(tmp_path, monkeypatch):
-    from engine import folder
+    from engine.files import run_folder
 
     monkeypatch.chdir(tmp_path)
-    assert [folder.new_folder(Path("checkpoints"), "toy_now").name for _ in range(3)] == [
+    assert [run_folder.new_folder(Path("checkpoints"), "toy_now").name for _ in range(3)] == [
         "toy_now",
         "toy_now-2",
         "toy_now-3",

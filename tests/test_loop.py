@@ -10,8 +10,9 @@ from conftest import FAULTY, ROOT
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch, preflight, status, survive
-from engine.log import Silent
+from engine import checkpoint, config, console, launch, preflight, survive
+from engine.files import status
+from engine.files.log import Silent
 from engine.metrics import evaluate_split, training_metrics
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")

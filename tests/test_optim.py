@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine import memory, optim
+from engine import optim
 from engine.config import Optim, Schedule
+from engine.hardware import memory
 
 
 def small():

@@ -11,7 +11,8 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import compiler, config, memory
+from engine import config
+from engine.hardware import compiler, memory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars

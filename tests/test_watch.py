@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import watch
+from engine.faults import watchdog
+from engine.faults.signals import Stop
+from engine.faults.watchdog import Cause, Watch, verdict
 from engine.phases import Phases
-from engine.stop import Stop
-from engine.watch import Cause, Watch, verdict
 from engine.world import World
 
 
 def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, **about):
-    where = {"pid": 7, "host": "here", "machine": watch.MACHINE, "step": 3}
+    where = {"pid": 7, "host": "here", "machine": watchdog.MACHINE, "step": 3}
     return {"beats": beats, "phase": phase, "waits": waits, "for_s": for_s} | where | about
 
 
@@ -40,12 +40,12 @@ def test_who_is_to_blame():
 def ranks(monkeypatch):
     """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would leave with."""
     store, passed, ended = dist.HashStore(), [0.0], []
-    monkeypatch.setattr(watch, "_known", [])
+    monkeypatch.setattr(watchdog, "_known", [])
     monkeypatch.setattr(Watch, "_end", lambda self, cause, claimed=False: ended.append(cause))
     worlds = [World(rank, rank, 2, torch.device("cpu")) for rank in (0, 1)]
     mine, other = (Watch(world, Stop(), timeout_s=10.0, phase=Phases(), store=store) for world in worlds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watchdog, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
     for each in (mine, other):
         each.notes.asking.shutdown()
@@ -92,9 +92,9 @@ def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
         notes.put(f"beat{rank}", beat(1, machine="another"))
     before = notes.beats()
     notes.put("beat0", beat(2, machine="another"))
-    assert watch._lost_peer(notes, before).rank == 1
+    assert watchdog._lost_peer(notes, before).rank == 1
     notes.put("beat1", beat(2, machine="another"))
-    assert watch._lost_peer(notes, before) is None
+    assert watchdog._lost_peer(notes, before) is None
 
 
 def test_a_stop_is_heard_of_by_all(ranks):
@@ -116,7 +116,7 @@ def test_a_store_that_is_gone_is_waited_for_as_long_as_the_grace_lasts(ranks, ca
         assert not ranks.ended
     ranks.passed[0] += mine.grace_s
     mine._mind_the_store()
-    assert ranks.ended == [Cause(0, watch.STORE_GONE, 6)] and watch.STORE_GONE in capfd.readouterr().err
+    assert ranks.ended == [Cause(0, watchdog.STORE_GONE, 6)] and watchdog.STORE_GONE in capfd.readouterr().err
 
 
 def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):

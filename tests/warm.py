@@ -149,7 +149,7 @@ def preload() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous  # noqa: F401
 
-    import engine.agent  # noqa: F401
+    import engine.faults.agent  # noqa: F401
     import tasks
     import train
     import train_ddp  # noqa: F401
@@ -215,8 +215,8 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     import numpy
     import torch
 
-    import engine.oom
-    import engine.stop
+    import engine.faults.oom
+    import engine.faults.signals
 
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -244,7 +244,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
     random.seed(), numpy.random.seed(), torch.seed()
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    engine.stop._parent, engine.oom._BEGAN = os.getppid(), time.monotonic()
+    engine.faults.signals._parent, engine.faults.oom._BEGAN = os.getppid(), time.monotonic()
     subprocess.Popen = WarmPopen
 
 

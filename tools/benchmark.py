@@ -34,7 +34,7 @@ import torch
 
 from engine import config, scaling
 from engine.contract import LockstepError, amount
-from engine.cores import available, crowded
+from engine.hardware.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 

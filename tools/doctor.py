@@ -40,12 +40,15 @@ try:
 
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import agent, config, faults, launch, preflight, shm_backend, status
-    from engine.cache import Held
+    from engine import config, launch, preflight
     from engine.contract import RESERVED, LockstepError, amount
-    from engine.cores import Crowd, available, bound_to, crowded, threads_at_most
+    from engine.faults import agent, blame
+    from engine.faults.signals import Stop
+    from engine.files import status
+    from engine.hardware import shm_backend
+    from engine.hardware.cores import Crowd, available, bound_to, crowded, threads_at_most
+    from engine.hardware.device_cache import Held
     from engine.run import Run
-    from engine.stop import Stop
     from engine.world import World
     from tools import machine, nvidia
     from tools.machine import Line, attempt, failure, ok, warning
@@ -229,7 +232,7 @@ def prepare(args: config.Args, world: World, stop: Stop) -> tuple[list[Line], Ru
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
-        return [failure(str(faults.explain(error, world))), left_out], None
+        return [failure(str(blame.explain(error, world))), left_out], None
     warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     read = f"{ready.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
@@ -359,7 +362,7 @@ def measure(ready: Run, workers: int) -> Speed | str:
         try:
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device)
         except Exception as error:
-            problem = str(faults.explain(error, run.world))
+            problem = str(blame.explain(error, run.world))
     if problem:
         return problem
     return Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])

@@ -27,10 +27,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, preflight, status, storage
+from engine import config, preflight
 from engine.contract import LockstepError, Sums
+from engine.faults.signals import Stop
+from engine.files import status, storage
 from engine.metrics import evaluate_split
-from engine.stop import Stop
 from engine.world import World
 from tools.running import guarded, in_world
 

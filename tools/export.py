@@ -37,8 +37,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, memory, preflight, storage
+from engine import config, preflight
 from engine.contract import LockstepError
+from engine.files import storage
+from engine.hardware import memory
 from engine.world import World
 from tools.evaluate import TRUST, of_run
 from tools.running import alone, guarded, in_world

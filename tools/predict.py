@@ -35,8 +35,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from engine import checkpoint, config, folder, memory, precision, speed, status, storage
+from engine import checkpoint, config, precision, speed
 from engine.contract import LockstepError
+from engine.files import run_folder, status, storage
+from engine.hardware import memory
 from engine.world import World
 from formats import videos
 from formats.clips import FRAMES, Clips
@@ -348,7 +350,7 @@ class Ethograms:
 
     def draw(self, said: Said) -> Path:
         stem = f"{self.out.stem}_ethograms_{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = self.folder or folder.new_folder(self.out.parent, stem)
+        self.folder = self.folder or run_folder.new_folder(self.out.parent, stem)
         path = self.folder / f"{said.name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = video.draw_ethogram(said.probabilities, self.classes, said.fps or 0.0, said.name, said.truth)

@@ -31,14 +31,16 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine import agent, config, folder, launch, oom, preflight, status, storage, survive
+from engine import config, launch, preflight, survive
 from engine.contract import LockstepError
-from engine.cores import Crowd, threads_at_most
+from engine.faults import agent, oom
+from engine.faults.signals import Stop, end_with_parent
+from engine.files import run_folder, status, storage
+from engine.hardware.cores import Crowd, threads_at_most
 from engine.metrics import training_metrics
 from engine.phases import phase
 from engine.profiler import PHASES, PerformanceProfiler, changes
 from engine.run import Run
-from engine.stop import Stop, end_with_parent
 from engine.world import World
 from tools.running import guarded, in_world
 
@@ -128,7 +130,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "compile": run.plan.compile,
         "device": str(world.device),
         "waited_share": busy,
-        "environment": folder.environment(world),
+        "environment": run_folder.environment(world),
     }
 
 

@@ -11,7 +11,7 @@ import tasks
 import train
 from engine import config, launch, survive
 from engine.contract import LockstepError
-from engine.stop import Stop
+from engine.faults.signals import Stop
 from engine.world import World
 
 T = TypeVar("T")

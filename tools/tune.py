@@ -35,7 +35,7 @@ import yaml
 
 from engine import config, precision
 from engine.contract import LockstepError, amount
-from engine.cores import available, crowded
+from engine.hardware.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, free_port, launching, succeed
 
-from engine import oom
+from engine.faults import oom
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
 

@@ -130,7 +130,7 @@ def test_rank_0_is_killed_before_the_folder_exists(launch, tmp_path):
 
 
 def test_whoever_reports_a_rank_0_that_never_had_a_folder():
-    from engine.status import Status
+    from engine.files.status import Status
 
     status = Status()
     status.adopt()
@@ -550,16 +550,16 @@ def test_a_dev_shm_that_cannot_be_written_is_named_with_the_cure(launch, tmp_pat
 def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
     import tempfile
 
-    from engine import stop
     from engine.contract import LockstepError
+    from engine.faults import signals
 
     monkeypatch.delenv("LOCKSTEP_SCRATCH", raising=False)
-    monkeypatch.setattr(stop, "_scratch", [])
+    monkeypatch.setattr(signals, "_scratch", [])
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LockstepError, match=r"loader processes: No usable .* \(TMPDIR\): mount one .* num_workers=0"):
-        stop.own_scratch()
+        signals.own_scratch()
 
 
 # ---- who can read it ----

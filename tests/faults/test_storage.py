@@ -31,12 +31,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import config, log, status, storage
+from engine import config
 from engine.contract import LockstepError
-from engine.folder import look as look_into
+from engine.files import log, status, storage
+from engine.files.run_folder import look as look_into
+from engine.files.saving import CheckpointWriter
+from engine.files.storage import Checkpoints
 from engine.run import Progress
-from engine.saving import CheckpointWriter
-from engine.storage import Checkpoints
 from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -247,16 +247,16 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
 )
 def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, environment, ignored):
     """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
-    from engine import stop
+    from engine.faults import signals
 
     for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        asked = stop.Stop()
+        asked = signals.Stop()
         asked.listen()
         assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
         signal.raise_signal(signal.SIGHUP)
@@ -291,15 +291,15 @@ def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path):
 def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    from engine import terminal, watch
-    from engine.status import current
+    from engine.faults import terminal, watchdog
+    from engine.files.status import current
 
     order = []
     monkeypatch.setattr(current, "folder", tmp_path)
     monkeypatch.setattr(current, "fields", {})
     monkeypatch.setattr(terminal, "shout", lambda text: order.append((text, *sorted(os.listdir(tmp_path)))))
     monkeypatch.setenv("LOCKSTEP_SCRATCH", str(tmp_path))
-    watch.announce(SimpleNamespace(main=True), watch.Cause(1, "rank 1 is gone", 6, details="a traceback"))
+    watchdog.announce(SimpleNamespace(main=True), watchdog.Cause(1, "rank 1 is gone", 6, details="a traceback"))
     assert order == [("error: rank 1 is gone\n", "error.txt", "exit_code", "status.json")]
     current.update(step=7)  # a checkpoint that was on its way
     assert (status(tmp_path)["state"], status(tmp_path)["step"], status(tmp_path)["exit_code"]) == ("failed", 7, 6)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tasks
 import train
 from engine import config, launch, preflight
-from engine.open_log import open_log
+from engine.files.open_log import open_log
 
 
 def naive_epoch(run):

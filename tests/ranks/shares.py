@@ -13,7 +13,7 @@ import torch
 import tasks
 import train
 from engine import config, launch, preflight
-from engine.open_log import open_log
+from engine.files.open_log import open_log
 from engine.phases import phase
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import compiler, shm_backend
 from engine.contract import LockstepError
-from engine.shm_backend import PIECE
+from engine.hardware import compiler, shm_backend
+from engine.hardware.shm_backend import PIECE
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import config, folder, launch, log, status, storage
+from engine import config, launch
 from engine.console import console
+from engine.faults.together import on_rank0, sync_errors
+from engine.files import log, run_folder, status, storage
+from engine.files.saving import CheckpointWriter
 from engine.profiler import Profile
 from engine.run import Run
-from engine.saving import CheckpointWriter
-from engine.together import on_rank0, sync_errors
 
 
 def already_complete(run: Run) -> bool:
@@ -33,7 +34,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
     last checkpoint and say how the run ended. From here on a signal asks for a stop in good order."""
     world, progress = run.world, run.progress
-    made = on_rank0(world, lambda: folder.make_folder(run.cfg, world, run.resumed))
+    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed))
     path = world.broadcast(made[0] if made else Path())
     words = config.to_go_on(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, run.resumed, words)

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import status, storage
-from engine.log import SHORT, Silent
+from engine.files import status, storage
+from engine.files.log import SHORT, Silent
 from engine.phases import phase
 
 

@@ -14,8 +14,9 @@ import threading
 import time
 from types import FrameType
 
-from engine import agent, launch, oom, terminal
+from engine import launch
 from engine.contract import LockstepError
+from engine.faults import agent, oom, terminal
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 

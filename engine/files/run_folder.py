@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from engine import config, storage
+from engine import config
 from engine.contract import LockstepError
+from engine.files import storage
 from engine.world import World
 
 

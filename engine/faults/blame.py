@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import launch, oom, status, terminal, watch
+from engine import launch
 from engine.contract import LockstepError
+from engine.faults import oom, terminal, watchdog
+from engine.faults.signals import leave_nothing
+from engine.files import status
 from engine.phases import phase
-from engine.stop import leave_nothing
 from engine.world import World
 
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parents[2]
 
 
 def end(error: BaseException, debug: bool) -> int:
@@ -42,26 +44,26 @@ def end(error: BaseException, debug: bool) -> int:
     if world is None:
         code = status.leave_code(mine.exit_code, mine.everywhere)
         if launch.speaks() or not mine.everywhere:
-            watch.say_error(str(mine))
+            watchdog.say_error(str(mine))
         return code
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watch is ending this process
     if mine.everywhere or world.size == 1:
-        cause, claimed = watch.Cause(0, str(mine), mine.exit_code, details, again), world.main
+        cause, claimed = watchdog.Cause(0, str(mine), mine.exit_code, details, again), world.main
     else:
         if isinstance(error, LockstepError):
             mine = LockstepError(f"rank {world.rank}: {error}", exit_code=error.exit_code)
-        cause, claimed = watch.first_cause(
-            world, watch.Cause(world.rank, str(mine), mine.exit_code, details, again), secondary
+        cause, claimed = watchdog.first_cause(
+            world, watchdog.Cause(world.rank, str(mine), mine.exit_code, details, again), secondary
         )
     if claimed:
-        watch.announce(world, cause)
+        watchdog.announce(world, cause)
     if alone and not cause.again:
         sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
         leave_nothing()  # or torch waits five seconds and more for a loader process that hangs
         dist.destroy_process_group()
         return status.leave_code(cause.exit_code)
-    watch.leave(world, cause, claimed)
+    watchdog.leave(world, cause, claimed)
     raise AssertionError("unreachable")
 
 

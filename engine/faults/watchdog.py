@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import oom, status, storage, terminal
 from engine.contract import LockstepError
+from engine.faults import oom, terminal
+from engine.faults.signals import Stop, leave_nothing
+from engine.files import status, storage
+from engine.hardware.shm_backend import machine
 from engine.launch import meeting, speaks
 from engine.phases import Phases, phase
-from engine.shm_backend import machine
-from engine.stop import Stop, leave_nothing
 from engine.world import World
 
 STORE_GONE = (

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """torchrun, with what it keeps to itself: the exit code of the run, and one line about a process that was killed.
 
-    python engine/agent.py [options of torchrun] train.py [arguments]
+    python engine/faults/agent.py [options of torchrun] train.py [arguments]
 
 torchrun ends with 1 whatever its processes ended with, and with a table of forty lines. train_multigpu.sh and
 `train.py --multi-gpu ddp` start this instead: the same elastic agent, run in this process.
@@ -192,8 +192,8 @@ def _not_started(error: BaseException, args: object) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    from engine import terminal
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+    from engine.faults import terminal
 
     terminal.outlive()
     del sys.path[0]  # the scripts' own modules are not for everybody

@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from engine import config, cores, status, storage, terminal
+from engine import config
 from engine.console import console, show_bars
 from engine.contract import LockstepError, Sums, amount
+from engine.faults import terminal
+from engine.files import status, storage
+from engine.hardware import cores
 from engine.metrics import Skipped, Slow, means, pictures
 
 if TYPE_CHECKING:
