@@ -32,7 +32,7 @@ from engine.config import Config
 from engine.console import console
 from engine.contract import RESERVED, Batch, LockstepError, Task, sample_seeds
 from engine.faults.signals import end_with_parent, own_scratch
-from engine.hardware.device_cache import hold, same_bits
+from engine.hardware.device_cache import cache_datasets, same_bits
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
@@ -344,8 +344,8 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
     """
     console.info("Loading data...\n")
     if split == "all":
-        task.recall((state or {}).get("known", {}))
-        datasets = (task.everything(),) * 2
+        task.load_metadata((state or {}).get("known", {}))
+        datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()
     if not isinstance(datasets, (tuple, list)) or len(datasets) != 2:
@@ -383,7 +383,9 @@ def create_data_loaders(
     sets = [train_set, val_set]
     # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
-    held = hold(wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, processes_sharing)
+    held = cache_datasets(
+        wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, processes_sharing
+    )
     sets = sets if held is None else [*held]
     loaders = [
         _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None

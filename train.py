@@ -27,7 +27,7 @@ import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
 from engine import checkpoint, config, launch, optim, precision, preflight, speed, survive
 from engine.console import console
-from engine.faults.signals import Stop
+from engine.faults.signals import StopRequest
 from engine.files.open_log import already_complete, open_log
 from engine.metrics import evaluate_split, log_metrics
 from engine.phases import phase
@@ -68,13 +68,13 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = task.model().to(world.device)
         torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout differs between ranks
-        plan = speed.lay_out(cfg, world, plan, model, amp, state)
+        plan = speed.set_memory_format(cfg, world, plan, model, amp, state)
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
             optimizer=optim.make_optimizer(model, cfg.optim, world), ema=optim.make_ema(model, cfg.optim),
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
-            train_loader=loaders[0], val_loader=loaders[1], fingerprint=data, stop=stop or Stop(),
+            train_loader=loaders[0], val_loader=loaders[1], fingerprint=data, stop=stop or StopRequest(),
         )  # fmt: skip
         if state:
             checkpoint.restore(run, state, resumed)
@@ -91,7 +91,7 @@ def load_data(args: config.Args, world: World, resumed: Any, state: Any, split: 
     cfg = args.cfg
     with survive.sync_errors(world):  # if one rank fails in here, all stop, with its message
         task = tasks.load(cfg.task)(cfg)
-        task.continues = resumed is not None
+        task.resuming = resumed is not None
         train_set, val_set = load_datasets(task, split, state)
         plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set)  # a DistributedSampler that never pads
@@ -217,7 +217,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     launch.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
     launch.announce(world, args.cfg, always=strict)
-    stop = Stop(args.cfg.max_time_s)
+    stop = StopRequest(args.cfg.max_time_s)
     with survive.watch(world, stop, args.cfg):  # a heartbeat per rank: who failed, who hangs
         code = fit(args, world, stop, strict)
     launch.drain()  # DDP's hooks must die before their group does, and all ranks be through
@@ -225,7 +225,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     return code
 
 
-def fit(args: config.Args, world: World, stop: Stop, strict: bool) -> int:
+def fit(args: config.Args, world: World, stop: StopRequest, strict: bool) -> int:
     """(all ranks) Build, print the plan, train."""
     preflight.check_wandb(args.cfg, world)
     run = build(args, world, stop, strict)

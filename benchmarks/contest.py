@@ -406,13 +406,13 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
 
     how = about.get("limit", [])
     if "allocator" in how:
-        memory.keep_freed()
+        memory.keep_freed_memory()
     work = Work(about)
     if work.size > 1:
         torch.distributed.init_process_group("nccl" if work.gpu else "gloo")
     model = work.model().to(work.device)
     if "channels_last" in how:
-        memory.lay_out(model, "channels_last")
+        memory.set_memory_format(model, "channels_last")
     net: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if work.size > 1 else model
     optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, weight_decay=work.weight_decay, fused=True)
     held = work.arrays()

@@ -37,7 +37,7 @@ import tasks
 import train
 from engine import checkpoint, config, console, launch
 from engine.faults.together import on_rank0
-from engine.faults.watchdog import BEAT_S, Watch
+from engine.faults.watchdog import BEAT_S, Watchdog
 from engine.files import log, storage
 from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, find_slow
@@ -165,7 +165,7 @@ class Ways:
         """Return (seconds, CPU seconds) of a step. `phase_s` is the start after a heartbeat, varied so that heartbeats
         are counted at their true rate over many measurements."""
         run = self.run
-        with contextlib.nullcontext() if name == "bare" else Watch(run.world, run.stop, run.cfg.ddp.timeout_s):
+        with contextlib.nullcontext() if name == "bare" else Watchdog(run.world, run.stop, run.cfg.ddp.timeout_s):
             if name != "bare":
                 time.sleep(phase_s)
             began = time.process_time()
@@ -196,7 +196,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
                     ways.step_s = worked
         run.log.close()
     mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
-    with Watch(world, run.stop, run.cfg.ddp.timeout_s):
+    with Watchdog(world, run.stop, run.cfg.ddp.timeout_s):
         began = time.process_time()
         time.sleep(rounds * BEAT_S)
         beats = (time.process_time() - began) / (rounds * BEAT_S)

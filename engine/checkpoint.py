@@ -50,7 +50,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
             folder = (launch.recall("folder") if restarted else "") or cfg.save_dir
             again = folder and (restarted or oom.times()) and storage.find("auto", Path(folder))[0]
             cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
-            found, warnings = run_folder.look(cfg)
+            found, warnings = run_folder.inspect_run_folder(cfg)
     folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))
     cfg = config.changed(cfg, {"save_dir": folder, "resume": resume})
     for warning in warnings:
@@ -97,7 +97,7 @@ def capture(run: Run) -> dict[str, Any]:
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
         "data": run.fingerprint,
-        "known": run.task.known(),
+        "known": run.task.metadata(),
         "memory_format": run.plan.memory_format,
         "tally": _copy(run.meter.state()),
         "model": model,
@@ -160,7 +160,7 @@ def check_same_run(
                 f"{fingerprint}): it may have been trained on some of what is scored\n"
             )
         return
-    free = task.free
+    free = task.resumable_keys
     sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
     now = config.flatten(config.to_dict(args.cfg))
     # A key that is younger than the run was at its default.

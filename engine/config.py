@@ -304,7 +304,7 @@ class Answered(Exception):
 
 
 def _aliases(task: Task | type[Task]) -> dict[str, str]:
-    return ALIASES | task.foreign | task.aliases
+    return ALIASES | task.compat_aliases | task.aliases
 
 
 def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:

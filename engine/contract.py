@@ -112,8 +112,8 @@ class Task:
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
-    foreign   another suite's spellings of any key, accepted but not listed in --help
-    free      own keys, or a section's name with a dot, that may change when a run goes on
+    compat_aliases  another suite's spellings of any key, accepted but not listed in --help
+    resumable_keys  own keys, or a section's name with a dot, that may change when a run goes on
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     """
@@ -121,8 +121,8 @@ class Task:
     Settings: ClassVar[type] = Settings
     defaults: ClassVar[dict[str, Any]] = {}
     aliases: ClassVar[dict[str, str]] = {}
-    foreign: ClassVar[dict[str, str]] = {}
-    free: ClassVar[tuple[str, ...]] = ("dataset.root",)
+    compat_aliases: ClassVar[dict[str, str]] = {}
+    resumable_keys: ClassVar[tuple[str, ...]] = ("dataset.root",)
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
 
@@ -152,7 +152,7 @@ class Task:
         """The bare network, on the CPU. Every rank builds it from the same seed."""
         raise NotImplementedError
 
-    continues: bool = False
+    resuming: bool = False
     """Set before `model` is called: whether a checkpoint's weights will replace its own."""
     started_from: str = ""
     """Set by `model`: where its weights come from, if not from a random start."""
@@ -170,21 +170,21 @@ class Task:
         """The metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
         raise NotImplementedError
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """After `datasets`: what else than weights and config it takes to use the model, such as the names of classes.
         Plain values, texts, lists and dicts: every checkpoint holds them."""
         return {}
 
-    def recall(self, known: dict[str, Any]) -> None:
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
         """In place of `datasets`, where the data are not needed: `model` and what asks the model work after it.
 
-        known  what `known` gave when the checkpoint was written
+        known  what `metadata` gave when the checkpoint was written
         """
 
-    def everything(self) -> Any:
-        """After `recall`: all samples of the data that the config names, as one dataset to score."""
+    def full_dataset(self) -> Any:
+        """After `load_metadata`: all samples of the data that the config names, as one dataset to score."""
         raise LockstepError(
-            "this task only knows its own two splits", where="split all", todo="give it a method `everything`"
+            "this task only knows its own two splits", where="split all", todo="give it a method `full_dataset`"
         )
 
     num_trials: int = 0
@@ -202,10 +202,10 @@ class Task:
         """What to print about the data before training (rank 0 prints it): counts, split, classes."""
         return ""
 
-    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """What is exported: a module of one input, raw values with the batch as their leading axis, that returns a dict
         of tensors; and which input of it a batch of `datasets` stands for."""
-        raise LockstepError("this task cannot be exported", where="task", todo="give it a method `deployed`")
+        raise LockstepError("this task cannot be exported", where="task", todo="give it a method `export_module`")
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """Pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""

@@ -221,7 +221,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
     phase("loading validation data")
     for batch in batches:
-        if run.stop.asked:
+        if run.stop.requested:
             broken_off = 1.0
             break
         phase("validation")
@@ -232,12 +232,12 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     phase("validation")
     for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
-        if run.stop.asked:
+        if run.stop.requested:
             break
         with run.isolated_rng(), run.precision.autocast():
-            tried.add(task.trials(model, which, lambda: run.stop.asked))
+            tried.add(task.trials(model, which, lambda: run.stop.requested))
     if task.num_trials:
-        broken_off = max(broken_off, float(run.stop.asked))  # then they may be only some of the trials
+        broken_off = max(broken_off, float(run.stop.requested))  # then they may be only some of the trials
     vote = torch.full((), broken_off, device=world.device)
     world.sum(vote)
     with world.host_sync():

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from engine import optim
 from engine.contract import Loss, Task, check_loss
-from engine.faults.signals import Stop
+from engine.faults.signals import StopRequest
 from engine.files.log import Silent
 from engine.metrics import DeferredRead, GpuClock, Meter
 from engine.phases import phase, split_backward
@@ -74,7 +74,7 @@ class Run:
     ema: AveragedModel | None
     train_loader: Any
     val_loader: Any
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequest = field(default_factory=StopRequest)
     fingerprint: str = ""  # of the data
     resumed: Path | None = None  # the checkpoint that it was resumed from
     resumed_horizon: int | None = None  # the length of that checkpoint's schedule
@@ -136,7 +136,7 @@ class Run:
             numbers = torch.zeros_like(numbers)
         else:
             self.passes.append((micro.indices, loss.total.detach()))
-        if micro.closes_step and self.stop.asked:
+        if micro.closes_step and self.stop.requested:
             numbers[0] = 1.0
         return numbers
 

@@ -15,7 +15,7 @@ from torch import nn
 from engine import launch
 from engine.contract import LockstepError, amount
 from engine.hardware import compiler, cores, memory, shm_backend
-from engine.hardware.device_cache import Held
+from engine.hardware.device_cache import CachedDataset
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Run
@@ -60,7 +60,7 @@ def memory_format_of(state: dict[str, Any]) -> str:
     return state.get("memory_format") or state["config"].get("memory_format", "auto")
 
 
-def lay_out(cfg: Any, world: World, plan: Plan, model: nn.Module, precision: Precision, state: Any) -> Plan:
+def set_memory_format(cfg: Any, world: World, plan: Plan, model: nn.Module, precision: Precision, state: Any) -> Plan:
     """Put the kernels of convolutions into the faster order; return the plan with its name.
 
     state  of the checkpoint to resume, whose order stays
@@ -71,7 +71,7 @@ def lay_out(cfg: Any, world: World, plan: Plan, model: nn.Module, precision: Pre
     if order == "auto":
         order = memory.faster_order(model, world.device, precision.name)
     if memory.convolutions(model):
-        memory.lay_out(model, order)
+        memory.set_memory_format(model, order)
     return replace(plan, memory_format=order)
 
 
@@ -91,8 +91,10 @@ def compile_model(run: Run) -> None:
 def finish(run: Run) -> Plan:
     """Set threads and allocator, after all else is there; return the plan with what was chosen, for a person."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
-    held = sum(set_.bytes for loader in (run.train_loader, run.val_loader) if isinstance(set_ := loader.dataset, Held))
-    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed()  # not before: what loading needed may go
+    held = sum(
+        set_.bytes for loader in (run.train_loader, run.val_loader) if isinstance(set_ := loader.dataset, CachedDataset)
+    )
+    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # not before: what loading needed may go
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.config import Answered
 from engine.contract import LockstepError
 from engine.faults import blame, terminal
-from engine.faults.signals import Stop, leave_nothing
+from engine.faults.signals import StopRequest, leave_nothing
 from engine.faults.together import sync_errors
-from engine.faults.watchdog import Watch
+from engine.faults.watchdog import Watchdog
 from engine.files import status
 from engine.metrics import Skipped
 from engine.run import Run
@@ -51,9 +51,9 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
 
 
 @contextmanager
-def watch(world: World, stop: Stop, cfg: Any) -> Iterator[None]:
+def watch(world: World, stop: StopRequest, cfg: Any) -> Iterator[None]:
     """Run a thread that notices ranks which fail, hang or are gone, and says who; it passes on reasons to stop."""
-    with Watch(world, stop, cfg.ddp.timeout_s):
+    with Watchdog(world, stop, cfg.ddp.timeout_s):
         yield
 
 

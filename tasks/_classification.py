@@ -94,18 +94,18 @@ class Classification(contract.Task):
             warnings.append(f"warning: nothing to validate on of {_some(unseen)}: no score tells; {self.splitting}")
         return "\n".join(warnings)
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return {"classes": self.classes, "train_counts": self.train_counts.tolist()}
 
-    def recall(self, known: dict[str, Any]) -> None:
-        if "classes" not in known:
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
+        if "classes" not in metadata:
             raise contract.LockstepError(
                 "the checkpoint does not hold the names of its classes",
                 where="resume",
                 todo="give one that a newer version wrote: a step further is enough",
                 exit_code=3,
             )
-        self.classes, self.train_counts = known["classes"], np.array(known["train_counts"], dtype=np.int64)
+        self.classes, self.train_counts = metadata["classes"], np.array(metadata["train_counts"], dtype=np.int64)
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)` and nothing else."""
@@ -170,7 +170,7 @@ class Classification(contract.Task):
             }
         return metrics
 
-    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         return Deployed(model), lambda batch: batch["x"]
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:

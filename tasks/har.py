@@ -94,30 +94,31 @@ class Task(Classification):
         self.mean, self.std = train.statistics()
         return train, val
 
-    def known(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         found = self.recordings
         about = {"length": found.length, "channels": found.signal.shape[1], "names": found.channels}
-        return super().known() | about | {"rate_hz": found.rate_hz}
+        return super().metadata() | about | {"rate_hz": found.rate_hz}
 
-    def recall(self, known: dict[str, Any]) -> None:
-        super().recall(known)
-        self.length, self.about = known["length"], known
-        self.mean, self.std = torch.zeros(known["channels"]), torch.ones(known["channels"])  # overwritten by loading
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
+        super().load_metadata(metadata)
+        self.length, self.about = metadata["length"], metadata
+        # Overwritten by the weights that are loaded.
+        self.mean, self.std = torch.zeros(metadata["channels"]), torch.ones(metadata["channels"])
 
-    def everything(self) -> windows.Windows:
+    def full_dataset(self) -> windows.Windows:
         found = self.new(self.cfg.dataset.root or SHIPPED, self.cfg.dataset.stride)
         self.recordings = found = windows.renumbered(found, self.classes)
         self.val = np.ones(len(found), dtype=bool)
         return windows.Windows(found, self.val)
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
-        """Read other recordings of the same sensors, with their own classes; call it after `recall`. Raises
+        """Read other recordings of the same sensors, with their own classes; call it after `load_metadata`. Raises
         LockstepError if their windows, channels or rate differ."""
         found = windows.read(root, self.length, stride, labelled)
         windows.check_alike(found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"])
         return found
 
-    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module takes windows (B, T, C) in sensor units, as they are stored."""
         return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
 

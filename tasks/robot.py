@@ -41,11 +41,11 @@ class Task(contract.Task):
 
     Settings = Settings
     monitor = "action_l1"
-    free = tuple(
+    resumable_keys = tuple(
         "dataset.root dataset.repo_id dataset.cache dataset.cache_dir eval. policy.pretrained_path "
         "policy.n_action_steps policy.num_steps policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
     )
-    foreign = {
+    compat_aliases = {
         "policy.path": "policy.pretrained_path",
         "policy.use_amp": "amp",
         "policy.device": "device",
@@ -122,7 +122,7 @@ class Task(contract.Task):
         deltas = {"action": list(range(policy.chunk_size))}
         return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
 
-    def everything(self) -> lerobot.Chunks:
+    def full_dataset(self) -> lerobot.Chunks:
         self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0})
         return self.datasets()[1]
 
@@ -153,7 +153,7 @@ class Task(contract.Task):
                 what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
                 raise LockstepError(what, where="policy.normalization_mapping", todo="choose another mode")
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
-        if cfg.pretrained_path and cfg.type != "smolvla" and not self.continues:
+        if cfg.pretrained_path and cfg.type != "smolvla" and not self.resuming:
             self.started_from = start_from(cfg, policy)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
         self.words = self.encode(demos.tasks) if self.encode else None
@@ -188,7 +188,7 @@ class Task(contract.Task):
             config["temporal_ensemble_coeff"] = coefficient
         pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
 
-    def deployed(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
+    def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
         assert isinstance(model, Policy)
         if self.cfg.policy.type == "smolvla":
@@ -327,7 +327,7 @@ class Task(contract.Task):
             + f"; trials at each evaluation: {trials}",
         ]
         policy = self.cfg.policy
-        if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.continues:
+        if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.resuming:
             rows.append(
                 f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
                 " LeRobot's starts from ImageNet's weights"

@@ -103,20 +103,20 @@ class Task(Classification):
         self._val = clips.subset(val)
         return clips.subset(train), self._val
 
-    def known(self) -> dict[str, Any]:
-        return super().known() | self.about
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | self.about
 
-    def recall(self, known: dict[str, Any]) -> None:
-        super().recall(known)
-        self.about = {name: known[name] for name in ("shape", "cutting")}
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
+        super().load_metadata(metadata)
+        self.about = {name: metadata[name] for name in ("shape", "cutting")}
 
-    def everything(self) -> Clips:
+    def full_dataset(self) -> Clips:
         clips = self.fitting(self._clips())
         self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
         return clips.renumbered(self.classes)
 
     def fitting(self, clips: Clips) -> Clips:
-        """Return other clips; raises LockstepError if they differ in size from the model's. Call it after `recall`."""
+        """Return other clips, after `load_metadata`; raises LockstepError if they differ in size from the model's."""
         if [*clips.shape] != self.about["shape"]:
             sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
             what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"

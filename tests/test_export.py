@@ -50,7 +50,7 @@ def the_model_and_real_samples(run):
     cfg = config.parse(["--config", str(run / "config.yaml")], tasks.load).cfg
     task = tasks.load(cfg.task)(cfg)
     _, val = task.datasets()
-    task.continues = True
+    task.resuming = True
     model = task.model().eval()
     weights = torch.load(run / "last.pt", weights_only=True)["ema"]
     del weights["n_averaged"]

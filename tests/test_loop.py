@@ -99,7 +99,7 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
     run.deferred.on_gpu = True
     assert not next(outcomes)
-    run.stop.ask("SIGTERM")
+    run.stop.request("SIGTERM")
     next(outcomes)
     assert not run.stopped, "its vote is under way"
     last = next(outcomes)

@@ -192,7 +192,7 @@ def test_moments_take_the_layout_of_their_weights():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 2))
         if last:
-            memory.lay_out(net, "channels_last")
+            memory.set_memory_format(net, "channels_last")
         return net, optim.make_optimizer(net, Optim())
 
     def train(net, optimizer, steps):

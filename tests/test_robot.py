@@ -351,7 +351,7 @@ def test_weights_that_fit_but_mean_another_network_are_refused(walks, tmp_path, 
     task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first", "policy.pretrained_strict=false")
     task.model()
     assert task.started_from.endswith(f"; trained with {says}")
-    task.continues, task.started_from = True, ""
+    task.resuming, task.started_from = True, ""
     shutil.rmtree(tmp_path / "first")
     task.model()  # a checkpoint follows: where the weights came from once does not matter
     assert task.started_from == ""
@@ -575,7 +575,7 @@ def test_act_says_what_its_eyes_start_from(walks, tmp_path):
         task, *_ = task_of(*words)
         assert (said in task.summary()) == is_said, words
     task, *_ = task_of(*act, "policy.vision_backbone=resnet34")
-    task.continues = True
+    task.resuming = True
     assert said not in task.summary(), "its weights are the checkpoint's"
 
 

@@ -23,7 +23,7 @@ FAULTS = """
 import resource, sys, torch
 from engine import memory
 if sys.argv[1] == "keep":
-    assert memory.keep_freed()
+    assert memory.keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -58,7 +58,7 @@ def network():
 
 def test_layouts_change_no_number():
     usual, last = network(), network()
-    memory.lay_out(last, "channels_last")
+    memory.set_memory_format(last, "channels_last")
     assert last[5].weight.is_contiguous(memory_format=torch.channels_last) and not last[5].weight.is_contiguous()
     # Kernels of one channel, or one pixel, are contiguous in either order; by their strides torch chooses the output's.
     assert (last[0].weight.stride(), last[2].weight.stride()) == ((27, 1, 9, 3, 1), (2, 1, 2, 2, 2))
@@ -69,7 +69,7 @@ def test_layouts_change_no_number():
         assert torch.equal(last.state_dict()[name], value)
     usual.load_state_dict(last.state_dict())
     assert usual[0].weight.is_contiguous(), "a checkpoint brings no layout with it"
-    assert memory.lay_out(last, "contiguous")[0].weight.is_contiguous()
+    assert memory.set_memory_format(last, "contiguous")[0].weight.is_contiguous()
 
 
 CONV = ["har", "dataset.stride=512", "model.width=8"]

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from engine.faults import watchdog
-from engine.faults.signals import Stop
-from engine.faults.watchdog import Cause, Watch, verdict
+from engine.faults.signals import StopRequest
+from engine.faults.watchdog import Failure, Watchdog, diagnose
 from engine.phases import Phases
 from engine.world import World
 
@@ -29,10 +29,10 @@ def test_who_is_to_blame():
     before = {rank: beat(1) for rank in range(4)}
     busy = "rank 2 has been in data loading for 40 s; rank 1 has been in forward for 3 s; waiting: "
     now = {0: beat(), 1: BUSY, 2: LONGER, 3: beat()}
-    assert verdict(before, now, 4) == (2, busy + "ranks 0, 3 in gradient sync")
+    assert diagnose(before, now, 4) == (2, busy + "ranks 0, 3 in gradient sync")
     silent = "rank 3 gives no sign of life (process 7 on here, last in gradient sync); "
-    assert verdict(before, now | {3: beat(1)}, 4) == (3, silent + busy + "rank 0 in gradient sync")
-    assert verdict(before, {0: BUSY}, 2) == (1, "rank 1 gives no sign of life (never heard of); rank 0 has been in "
+    assert diagnose(before, now | {3: beat(1)}, 4) == (3, silent + busy + "rank 0 in gradient sync")
+    assert diagnose(before, {0: BUSY}, 2) == (1, "rank 1 gives no sign of life (never heard of); rank 0 has been in "
                                                 "forward for 3 s")  # fmt: skip
 
 
@@ -41,9 +41,9 @@ def ranks(monkeypatch):
     """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would leave with."""
     store, passed, ended = dist.HashStore(), [0.0], []
     monkeypatch.setattr(watchdog, "_known", [])
-    monkeypatch.setattr(Watch, "_end", lambda self, cause, claimed=False: ended.append(cause))
+    monkeypatch.setattr(Watchdog, "_end", lambda self, cause, claimed=False: ended.append(cause))
     worlds = [World(rank, rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    mine, other = (Watch(world, Stop(), timeout_s=10.0, phase=Phases(), store=store) for world in worlds)
+    mine, other = (Watchdog(world, StopRequest(), timeout_s=10.0, phase=Phases(), store=store) for world in worlds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
     monkeypatch.setattr(watchdog, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
@@ -68,22 +68,24 @@ def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
         ranks.other.notes.put("beat1", beat(pid=pid))
         for share in (0, 0.9):
             passed[0] += share * mine.grace_s
-            mine._mind_the_dead()
+            mine._check_peers()
             assert not ranks.ended
     passed[0] += mine.grace_s
-    mine._mind_the_dead()
+    mine._check_peers()
     assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith("rank 1 is gone without a word")
 
 
 def test_the_first_cause_is_the_one_and_the_others_get_time_to_meet_it(ranks):
-    assert ranks.other.notes.claim(Cause(1, "the first", 1)) and not ranks.mine.notes.claim(Cause(0, "another", 6))
-    ranks.mine._mind_the_failed()
+    assert ranks.other.notes.claim_root_cause(Failure(1, "the first", 1)) and not ranks.mine.notes.claim_root_cause(
+        Failure(0, "another", 6)
+    )
+    ranks.mine._check_failure()
     ranks.passed[0] += 0.9 * ranks.mine.grace_s
-    ranks.mine._mind_the_failed()
+    ranks.mine._check_failure()
     assert not ranks.ended
     ranks.passed[0] += ranks.mine.grace_s
-    ranks.mine._mind_the_failed()
-    assert ranks.ended == [Cause(1, "the first", 1)]
+    ranks.mine._check_failure()
+    assert ranks.ended == [Failure(1, "the first", 1)]
 
 
 def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
@@ -98,11 +100,11 @@ def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
 
 
 def test_a_stop_is_heard_of_by_all(ranks):
-    ranks.mine._mind_the_stop()
-    assert not ranks.mine.stop.asked
-    ranks.other.stop.ask("SIGTERM")
-    ranks.other._mind_the_stop()
-    ranks.mine._mind_the_stop()
+    ranks.mine._share_stop()
+    assert not ranks.mine.stop.requested
+    ranks.other.stop.request("SIGTERM")
+    ranks.other._share_stop()
+    ranks.mine._share_stop()
     assert ranks.mine.stop.reason == "SIGTERM on rank 1"
 
 
@@ -112,25 +114,25 @@ def test_a_store_that_is_gone_is_waited_for_as_long_as_the_grace_lasts(ranks, ca
     mine.notes.store = None
     for share in (0, 0.9):
         ranks.passed[0] += share * mine.grace_s
-        mine._mind_the_store()
+        mine._check_store()
         assert not ranks.ended
     ranks.passed[0] += mine.grace_s
-    mine._mind_the_store()
-    assert ranks.ended == [Cause(0, watchdog.STORE_GONE, 6)] and watchdog.STORE_GONE in capfd.readouterr().err
+    mine._check_store()
+    assert ranks.ended == [Failure(0, watchdog.STORE_GONE, 6)] and watchdog.STORE_GONE in capfd.readouterr().err
 
 
 def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    mine = Watch(ranks.mine.world, Stop(), 10.0)
-    mine._mind_the_parent()
-    assert not mine.stop.asked
+    mine = Watchdog(ranks.mine.world, StopRequest(), 10.0)
+    mine._check_parent()
+    assert not mine.stop.requested
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    mine._mind_the_parent()
+    mine._check_parent()
     ranks.passed[0] += 0.9 * mine.orphan_s
-    mine._mind_the_parent()
+    mine._check_parent()
     assert mine.stop.reason == "torchrun is gone" and not ranks.ended
     ranks.passed[0] += mine.orphan_s
-    mine._mind_the_parent()
+    mine._check_parent()
     assert [cause.exit_code for cause in ranks.ended] == [6]
     mine.notes.asking.shutdown()
 
@@ -148,10 +150,10 @@ def test_a_wait_that_gets_long_is_warned_of_and_then_ended(ranks, monkeypatch, c
     said = "rank 1 gives no sign of life" if frozen else "rank 1 has been in forward for"
     for share, warned in ((0.4, False), (0.2, True), (0.05, True)):
         ranks.passed[0] += share * mine.timeout_s
-        mine._mind_the_time()
+        mine._check_time()
         assert (mine.said > 0) is warned and not ranks.ended
     assert capfd.readouterr().err.count(f"warning: {said}") == 1
     ranks.passed[0] += 0.35 * mine.timeout_s
-    mine._mind_the_time()
+    mine._check_time()
     assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith(said) and ranks.ended[0].exit_code == 6
     assert killed == [signal.SIGKILL] * frozen and f"error: {said}" in capfd.readouterr().err

@@ -43,11 +43,11 @@ try:
     from engine import config, launch, preflight
     from engine.contract import RESERVED, LockstepError, amount
     from engine.faults import agent, blame
-    from engine.faults.signals import Stop
+    from engine.faults.signals import StopRequest
     from engine.files import status
     from engine.hardware import shm_backend
     from engine.hardware.cores import Crowd, available, bound_to, crowded, threads_at_most
-    from engine.hardware.device_cache import Held
+    from engine.hardware.device_cache import CachedDataset
     from engine.run import Run
     from engine.world import World
     from tools import machine, nvidia
@@ -154,7 +154,7 @@ def examine(args: config.Args, as_json: bool) -> int:
         return status.leave_code(1) if env.rank == 0 else 0  # else torchrun would end rank 0, which may not have spoken
     joined = False
 
-    def work(world: World, stop: Stop) -> int:
+    def work(world: World, stop: StopRequest) -> int:
         nonlocal joined
         joined = True
         with warnings.catch_warnings():
@@ -173,7 +173,7 @@ def examine(args: config.Args, as_json: bool) -> int:
         return status.leave_code(report.close())
 
 
-def _together(args: config.Args, world: World, stop: Stop, report: Report, cores: int) -> None:
+def _together(args: config.Args, world: World, stop: StopRequest, report: Report, cores: int) -> None:
     """(all ranks) Check what takes all of them. Rank 0 adds what other machines complain of."""
     cfg = args.cfg
     add = report.add if world.main else (lambda check, lines: None)
@@ -185,7 +185,7 @@ def _together(args: config.Args, world: World, stop: Stop, report: Report, cores
     add("data", lines)
     report.run(threads, cfg, world, cores)
     batch = _fetched(ready) if ready else {}
-    workers = 0 if ready and isinstance(ready.train_loader.dataset, Held) else cfg.num_workers
+    workers = 0 if ready and isinstance(ready.train_loader.dataset, CachedDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch.values()))
@@ -219,7 +219,7 @@ def _fetched(ready: Run) -> dict[str, torch.Tensor]:
 # ---- what the run needs ----------------------------------------------------------------------------------------------
 
 
-def prepare(args: config.Args, world: World, stop: Stop) -> tuple[list[Line], Run | None]:
+def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Line], Run | None]:
     """(all ranks) Do all that a training does before its first step: read the data, build the model, inspect the run's
     folder and checkpoint, compare the ranks. No loader processes are started, because they may not have room."""
     output, cfg = io.StringIO(), args.cfg

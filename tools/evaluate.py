@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from engine import config, preflight
 from engine.contract import LockstepError, Sums
-from engine.faults.signals import Stop
+from engine.faults.signals import StopRequest
 from engine.files import status, storage
 from engine.metrics import evaluate_split
 from engine.world import World
@@ -96,7 +96,7 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
     return status.leave_code(status.DONE)
 
 
-def _score(args: config.Args, world: World, stop: Stop, split: str) -> Any:
+def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> Any:
     """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
     preflight.print_plan(found)

@@ -110,8 +110,8 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
     """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
     run = train.build(args, world, split="val")
     preflight.print_plan(run)
-    model = memory.lay_out(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
-    module, input_of = run.task.deployed(model)
+    model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
+    module, input_of = run.task.export_module(model)
     module.eval()
     with torch.no_grad():
         inputs = list(real_inputs(input_of(batch) for batch in run.val_loader))
@@ -122,7 +122,7 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
             "step": run.progress.step,
             "inputs": _described(inputs[-1]),
             "outputs": _described(outputs),
-            "known": run.task.known(),
+            "known": run.task.metadata(),
         }
         exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
         found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]

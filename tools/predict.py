@@ -53,7 +53,7 @@ Ask = Callable[[Tensor], np.ndarray]
 
 
 @dataclass
-class Said:
+class Prediction:
     """The predictions for one file: a row for each of its frames, trials or windows.
 
     cells          {column: N values} that identify the rows
@@ -118,16 +118,16 @@ def load_model(args: config.Args, world: World) -> LoadedModel:
     cfg, found, state = checkpoint.find(args.cfg, world)
     assert found and state
     task = tasks.load(cfg.task)(cfg)
-    task.continues = True
+    task.resuming = True
     known = state.get("known")
     if known is None:  # written before checkpoints held it
         task.datasets()
-        known = task.known()
-    task.recall(known)
+        known = task.metadata()
+    task.load_metadata(known)
     torch.manual_seed(cfg.seed)
     model = task.model().to(world.device)
     checkpoint.load_evaluated(model, state, found)
-    memory.lay_out(model, speed.memory_format_of(state))
+    memory.set_memory_format(model, speed.memory_format_of(state))
     amp = precision.choose_together(cfg, world, state)
     return LoadedModel(task, model.eval(), amp, found, state["progress"]["step"])
 
@@ -143,7 +143,7 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         trained = in_world(cfg, lambda world, _: load_model(args, world))
     task = trained.task
-    found: Iterator[Said | LockstepError]
+    found: Iterator[Prediction | LockstepError]
     if asked.annotations and (isinstance(task, har.Task) or (asked.data / FRAMES).is_file()):
         raise LockstepError("only videos have frames to annotate", where="--annotations", todo="drop it")
     if isinstance(task, har.Task):
@@ -192,7 +192,7 @@ def _batch_size(task: Any) -> int:
 # ---- sensors and packed clips ---------------------------------------------------------------------------------------
 
 
-def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Prediction | LockstepError]:
     """Predict each window of a data set, or of each .npz of a folder."""
     archives = sorted(asked.data.glob("*.npz")) if asked.data.is_dir() else []
     for path in archives if len(archives) > 1 else [asked.data]:
@@ -201,13 +201,13 @@ def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[
         cells = {"recording": windows.recording, "start": windows.step}
         if found.rate_hz:
             cells["time_s"] = np.round(windows.step / found.rate_hz, 6)
-        yield Said(path.name, {"file": [path.name] * len(windows)} | cells, _all_of(windows, task, ask))
+        yield Prediction(path.name, {"file": [path.name] * len(windows)} | cells, _all_of(windows, task, ask))
 
 
-def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Prediction | LockstepError]:
     """Predict each trial of a packed folder."""
     clips = task.fitting(Clips(asked.data, task.about["shape"][0]))
-    yield Said(asked.data.name, {"video": clips.videos, "trial": clips.trials}, _all_of(clips, task, ask))
+    yield Prediction(asked.data.name, {"video": clips.videos, "trial": clips.trials}, _all_of(clips, task, ask))
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
     return Sliding(length, every, asked.stride or -(-span // 4), tuple(crop) if crop else None, height)
 
 
-def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Said | LockstepError]:
+def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Prediction | LockstepError]:
     """Predict each frame of each video; yields an error for one that cannot be read or is shorter than a trial."""
     videos.import_av()
     how = sliding(task, asked)
@@ -280,7 +280,9 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
         times = np.round(frames / fps, 6) if fps else [""] * len(frames)
         count, classes = len(frames), task.classes
         truth = annotated_frames(annotated, name, fps, count, classes) if annotated else None
-        yield Said(name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps, truth)
+        yield Prediction(
+            name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps, truth
+        )
 
 
 def annotated_trials(table: Path, how: Sliding) -> Plan:
@@ -348,7 +350,7 @@ class Ethograms:
         self.out, self.classes = out, classes
         self.folder: Path | None = None
 
-    def draw(self, said: Said) -> Path:
+    def draw(self, said: Prediction) -> Path:
         stem = f"{self.out.stem}_ethograms_{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = self.folder or run_folder.new_folder(self.out.parent, stem)
         path = self.folder / f"{said.name}.png"
@@ -361,7 +363,7 @@ class Ethograms:
 def _write(
     out: Path,
     classes: list[str],
-    found: Iterator[Said | LockstepError],
+    found: Iterator[Prediction | LockstepError],
     left_out: list[LockstepError],
     drawn: Ethograms,
 ) -> list[dict[str, Any]]:
@@ -395,7 +397,7 @@ def _write(
     return summary
 
 
-def _about(said: Said, classes: list[str], drawn: Ethograms) -> dict[str, Any]:
+def _about(said: Prediction, classes: list[str], drawn: Ethograms) -> dict[str, Any]:
     counts = np.bincount(said.labels, minlength=len(classes)).tolist()
     about: dict[str, Any] = {
         "name": said.name,

@@ -34,7 +34,7 @@ import train
 from engine import config, launch, preflight, survive
 from engine.contract import LockstepError
 from engine.faults import agent, oom
-from engine.faults.signals import Stop, end_with_parent
+from engine.faults.signals import StopRequest, end_with_parent
 from engine.files import run_folder, status, storage
 from engine.hardware.cores import Crowd, threads_at_most
 from engine.metrics import training_metrics
@@ -63,7 +63,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
     fixed = {"save_dir": "", "resume": "never", "wandb.enable": False, "oom": "stop"}
     args = args._replace(cfg=config.changed(args.cfg, fixed))
 
-    def work(world: World, stop: Stop) -> None:
+    def work(world: World, stop: StopRequest) -> None:
         try:
             run = train.build(args, world, stop)
             preflight.describe(run, strict=False)

@@ -11,7 +11,7 @@ import tasks
 import train
 from engine import config, launch, survive
 from engine.contract import LockstepError
-from engine.faults.signals import Stop
+from engine.faults.signals import StopRequest
 from engine.world import World
 
 T = TypeVar("T")
@@ -30,11 +30,11 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
     return main(argv)
 
 
-def in_world(cfg: Any, work: Callable[[World, Stop], T]) -> T:
+def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no DDP alive."""
     world = train.setup_distributed(cfg)
     launch.announce(world, cfg, always=False)
-    stop = Stop()  # max_time_s is for a training
+    stop = StopRequest()  # max_time_s is for a training
     with survive.watch(world, stop, cfg):
         result = work(world, stop)
     launch.drain()

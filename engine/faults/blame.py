@@ -49,12 +49,12 @@ def end(error: BaseException, debug: bool) -> int:
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watch is ending this process
     if mine.everywhere or world.size == 1:
-        cause, claimed = watchdog.Cause(0, str(mine), mine.exit_code, details, again), world.main
+        cause, claimed = watchdog.Failure(0, str(mine), mine.exit_code, details, again), world.main
     else:
         if isinstance(error, LockstepError):
             mine = LockstepError(f"rank {world.rank}: {error}", exit_code=error.exit_code)
-        cause, claimed = watchdog.first_cause(
-            world, watchdog.Cause(world.rank, str(mine), mine.exit_code, details, again), secondary
+        cause, claimed = watchdog.root_cause(
+            world, watchdog.Failure(world.rank, str(mine), mine.exit_code, details, again), secondary
         )
     if claimed:
         watchdog.announce(world, cause)

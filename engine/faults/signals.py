@@ -21,7 +21,7 @@ from engine.faults import agent, oom, terminal
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
-class Stop:
+class StopRequest:
     """Whether this process wants to stop, and why. The ranks vote in the all-reduce of every step."""
 
     def __init__(self, max_time_s: float = 0.0):
@@ -30,16 +30,16 @@ class Stop:
         start = oom.began() if oom.times() else time.monotonic()
         self.deadline = start + max_time_s if max_time_s else float("inf")
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         self.reason = self.reason or reason
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         if time.monotonic() > self.deadline:
-            self.ask("max_time_s is over")
+            self.request("max_time_s is over")
         return bool(self.reason)
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
         this process with SIGINT ignored, as it does after `&`. They stay to the end of the process: torchrun sends
         SIGTERM as soon as one rank has ended, and the others still have something to write or to say.
@@ -49,9 +49,9 @@ class Stop:
         plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and agent.SCRATCH not in os.environ
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN or plain_torchrun:
-                signal.signal(number, self._hear)
+                signal.signal(number, self._on_signal)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT:
             # Whoever signals all processes of a run reaches a rank twice: itself, and a moment later through torchrun.
@@ -61,7 +61,7 @@ class Stop:
             if not self.interrupted and launch.speaks():
                 terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
             self.interrupted = self.interrupted or now
-        self.ask(signal.Signals(number).name)
+        self.request(signal.Signals(number).name)
 
 
 def quit_at_once(exit_code: int, why: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from engine.contract import LockstepError
 from engine.faults import oom, terminal
-from engine.faults.signals import Stop, leave_nothing
+from engine.faults.signals import StopRequest, leave_nothing
 from engine.files import status, storage
 from engine.hardware.shm_backend import machine
 from engine.launch import meeting, speaks
@@ -39,7 +39,7 @@ MACHINE = machine()
 
 
 @dataclass
-class Cause:
+class Failure:
     """The first thing that went wrong, as all ranks agree on it."""
 
     rank: int  # whose failure it is
@@ -49,7 +49,7 @@ class Cause:
     again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks start again by themselves
 
 
-class Watch:
+class Watchdog:
     """One per process; `with` starts and ends it.
 
     timeout_s  seconds that a rank may wait for the slowest one. The intervals below follow it where it is short
@@ -58,7 +58,7 @@ class Watch:
     orphan_s   what a rank gets to stop in good order, once the torchrun that started it is dead
     """
 
-    def __init__(self, world: World, stop: Stop, timeout_s: float, phase: Phases = phase, store: Any = None):
+    def __init__(self, world: World, stop: StopRequest, timeout_s: float, phase: Phases = phase, store: Any = None):
         self.world, self.stop, self.timeout_s, self.phase = world, stop, timeout_s, phase
         self.beat_s, self.grace_s, self.orphan_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2), 20.0
         self.notes = _Notes(world, timeout_s, store)
@@ -69,7 +69,7 @@ class Watch:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self.world.size > 1:
             self._beat()  # whoever dies in the first second was there
         self.thread.start()
@@ -81,14 +81,14 @@ class Watch:
 
     def _run(self) -> None:
         while not self.over.wait(self.beat_s):
-            self._mind_the_parent()
+            self._check_parent()
             if self.world.size > 1:
                 self._beat()
-                self._mind_the_stop()
-                self._mind_the_failed()
-                self._mind_the_dead()
-                self._mind_the_store()
-            self._mind_the_time()
+                self._share_stop()
+                self._check_failure()
+                self._check_peers()
+                self._check_store()
+            self._check_time()
 
     # ---- what this rank tells ----
 
@@ -111,56 +111,56 @@ class Watch:
             self.dumped = asked
             self.notes.put(f"stacks{self.world.rank}", stacks())
 
-    def _mind_the_stop(self) -> None:
+    def _share_stop(self) -> None:
         """A stop asked of one rank is known to all within a beat; the step it happens after is voted on in the loop."""
-        if self.stop.asked:
+        if self.stop.requested:
             self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
         elif note := self.notes.get_first("stop"):
-            self.stop.ask(f"{note['reason']} on rank {note['rank']}")
+            self.stop.request(f"{note['reason']} on rank {note['rank']}")
 
     # ---- what it does about the others ----
 
-    def _mind_the_parent(self) -> None:
+    def _check_parent(self) -> None:
         if self.parent is None or os.getppid() == self.parent:
             return
         now = time.monotonic()
         self.orphaned = self.orphaned or now
-        self.stop.ask("torchrun is gone")
+        self.stop.request("torchrun is gone")
         if now - self.orphaned > self.orphan_s:
-            self._end(Cause(self.world.rank, "torchrun is gone, and this run could not stop by itself", 6))
+            self._end(Failure(self.world.rank, "torchrun is gone, and this run could not stop by itself", 6))
 
-    def _mind_the_failed(self) -> None:
+    def _check_failure(self) -> None:
         """Another rank has failed: the main thread meets that in its next collective, unless it never gets there."""
-        cause = self.notes.cause()
+        cause = self.notes.root_cause()
         if cause is None:
             return
         self.heard = self.heard or time.monotonic()
         if time.monotonic() - self.heard > self.grace_s:
             self._end(cause)
 
-    def _mind_the_store(self) -> None:
+    def _check_store(self) -> None:
         """Without it nobody knows of anybody. Its server is in rank 0 or in torchrun: one of them is gone."""
         if self.notes.store is not None or self.orphaned:
             return
         self.lost = self.lost or time.monotonic()
         if time.monotonic() - self.lost > self.grace_s:
-            cause = Cause(0, STORE_GONE, status.DISTRIBUTED)
+            cause = Failure(0, STORE_GONE, status.DISTRIBUTED)
             record(self.world, cause, claimed=True)
             if speaks():
                 say(cause)
             self._end(cause, claimed=True)
 
-    def _mind_the_dead(self) -> None:
+    def _check_peers(self) -> None:
         """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
         cause = _dead_peer(self.notes, self.world)
         self.bereft = (self.bereft or time.monotonic()) if cause else 0.0
         if cause and time.monotonic() - self.bereft > self.grace_s:
-            claimed = self.notes.claim(cause)
+            claimed = self.notes.claim_root_cause(cause)
             if claimed:
                 announce(self.world, cause)
-            self._end(self.notes.cause() or cause, claimed)
+            self._end(self.notes.root_cause() or cause, claimed)
 
-    def _mind_the_time(self) -> None:
+    def _check_time(self) -> None:
         phase, world = self.phase, self.world
         doing, waits, since = phase.now
         took = time.monotonic() - since
@@ -173,11 +173,11 @@ class Watch:
             self.said = since
             if self.notes.put_first(f"dump{phase.step}", True):
                 self.notes.put("dump", phase.step)
-                _, text, _ = self._verdict()
+                _, text, _ = self._diagnose()
                 if phase.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
                     self._say(text, self._stacks_of_all())
         if took > max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2):
-            blamed, text, silent = self._verdict()
+            blamed, text, silent = self._diagnose()
             if phase.now[2] != since or self.over.is_set() or self.notes.store is None:
                 return
             folder = status.current.folder
@@ -186,17 +186,17 @@ class Watch:
                 where=f"step {phase.step}, ddp.timeout_s={self.timeout_s:g}",
                 todo=f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one",
             )
-            cause = Cause(blamed, str(error), status.DISTRIBUTED)
-            claimed = self.notes.claim(cause)
+            cause = Failure(blamed, str(error), status.DISTRIBUTED)
+            claimed = self.notes.claim_root_cause(cause)
             if claimed:
                 announce(self.world, cause)
                 for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
                     if beat["machine"] == MACHINE:
                         with contextlib.suppress(OSError):
                             os.kill(beat["pid"], signal.SIGKILL)
-            self._end(self.notes.cause() or cause, claimed)
+            self._end(self.notes.root_cause() or cause, claimed)
 
-    def _verdict(self) -> tuple[int, str, list[dict[str, Any]]]:
+    def _diagnose(self) -> tuple[int, str, list[dict[str, Any]]]:
         """(the rank to blame, one line about what all ranks do, the last beats of those that no longer beat)."""
         before = self.notes.beats()
         for _ in range(3):  # a heart that doesn't beat meanwhile has stopped
@@ -204,7 +204,7 @@ class Watch:
             self._beat()
         now = self.notes.beats()
         silent = [beat for rank, beat in now.items() if beat["beats"] == before.get(rank, beat)["beats"]]
-        return *verdict(before, now, self.world.size), silent
+        return *diagnose(before, now, self.world.size), silent
 
     def _stacks_of_all(self) -> dict[int, str]:
         found = {self.world.rank: stacks()}
@@ -224,13 +224,13 @@ class Watch:
                 text += f"; stacks: {folder / 'stacks.txt'}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def _end(self, cause: Cause, claimed: bool = False) -> None:
+    def _end(self, cause: Failure, claimed: bool = False) -> None:
         """Leave from this thread: the main one may never come back."""
         if status.current.ended.acquire(blocking=False):  # else the main thread is at it
             leave(self.world, cause, claimed)
 
 
-def verdict(before: dict[int, Any], now: dict[int, Any], size: int) -> tuple[int, str]:
+def diagnose(before: dict[int, Any], now: dict[int, Any], size: int) -> tuple[int, str]:
     """(the rank to blame, a sentence) from two looks at the heartbeats, some beats apart."""
     silent = [
         rank for rank in range(size) if rank not in now or now[rank]["beats"] == before.get(rank, now[rank])["beats"]
@@ -272,7 +272,7 @@ def stacks() -> str:
 # ---- the first cause ------------------------------------------------------------------------------------------------
 
 
-_known: list[Cause] = []
+_known: list[Failure] = []
 
 
 class _Notes:
@@ -328,19 +328,19 @@ class _Notes:
         found = {rank: self.get(f"beat{rank}") for rank in range(self.world.size)}
         return {rank: beat for rank, beat in found.items() if beat}
 
-    def claim(self, cause: Cause) -> bool:
+    def claim_root_cause(self, cause: Failure) -> bool:
         """Whether this is the first cause; without a store everyone speaks for himself."""
         first = self.put_first("failure", cause.__dict__)
         return first or self.store is None
 
-    def cause(self) -> Cause | None:
+    def root_cause(self) -> Failure | None:
         """The first one; once read, it is known here even if the store is gone."""
         if not _known and (note := self.get_first("failure")):
-            _known.append(Cause(**note))
+            _known.append(Failure(**note))
         return _known[0] if _known else None
 
 
-def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, bool]:
+def root_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, bool]:
     """(what ended the run, whether this rank is the one to say so).
 
     secondary  this rank only lost its connection: somebody else's failure is the cause, or somebody was killed
@@ -351,7 +351,7 @@ def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, boo
         for _ in range(
             30
         ):  # a peer that fails has said so, or is about to; one that was killed is gone from the machine
-            if known := notes.cause():
+            if known := notes.root_cause():
                 return known, False
             if dead := _dead_peer(notes, world):
                 cause = dead
@@ -359,16 +359,16 @@ def first_cause(world: World, cause: Cause, secondary: bool) -> tuple[Cause, boo
             time.sleep(0.1)
         else:
             cause = _lost_peer(notes, before) or cause
-    if notes.claim(cause):
+    if notes.claim_root_cause(cause):
         return cause, True
-    return notes.cause() or cause, False
+    return notes.root_cause() or cause, False
 
 
-def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Cause | None:
+def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Failure | None:
     """One on another machine whose heart has stopped: nobody here can ask whether its process is there."""
     now = notes.beats()
     if notes.store is None:
-        return Cause(0, STORE_GONE, status.DISTRIBUTED)
+        return Failure(0, STORE_GONE, status.DISTRIBUTED)
     silent = [rank for rank, beat in now.items() if beat["machine"] != MACHINE and beat == before.get(rank)]
     if not silent:
         return None
@@ -378,10 +378,10 @@ def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Cause | None:
         f"at step {last['step']}): see what that machine says; start the same command again on every machine to go on "
         "from the last checkpoint"
     )
-    return Cause(silent[0], text, status.DISTRIBUTED)
+    return Failure(silent[0], text, status.DISTRIBUTED)
 
 
-def _dead_peer(notes: _Notes, world: World) -> Cause | None:
+def _dead_peer(notes: _Notes, world: World) -> Failure | None:
     for rank, beat in notes.beats().items():
         if rank != world.rank and beat["machine"] == MACHINE and not _alive(beat["pid"]):
             text = (
@@ -389,7 +389,7 @@ def _dead_peer(notes: _Notes, world: World) -> Cause | None:
                 f"{beat['step']}): killed from outside, perhaps because memory ran out, or it left early; "
                 "start the same command again to go on from the last checkpoint"
             )
-            return Cause(rank, text, status.DISTRIBUTED)
+            return Failure(rank, text, status.DISTRIBUTED)
     return None
 
 
@@ -411,7 +411,7 @@ def say_error(text: str) -> None:
     terminal.shout("".join(f"error: {line}\n" for line in text.splitlines()))
 
 
-def say(cause: Cause) -> None:
+def say(cause: Failure) -> None:
     """Why the run ends; a warning where it goes on by itself."""
     if cause.again:
         terminal.shout(f"warning: {cause.text}\n")
@@ -419,13 +419,13 @@ def say(cause: Cause) -> None:
         say_error(cause.text)
 
 
-def announce(world: World, cause: Cause) -> None:
+def announce(world: World, cause: Failure) -> None:
     """(the rank that claimed it) In this order: the terminal may be gone, or this process be killed meanwhile."""
     record(world, cause, claimed=True)
     say(cause)
 
 
-def record(world: World, cause: Cause, claimed: bool) -> None:
+def record(world: World, cause: Failure, claimed: bool) -> None:
     """What programs and people read afterwards. Rank 0 keeps the run's status; if it is the dead one, then the rank
     that has noticed. A second time changes nothing."""
     if cause.again:
@@ -441,7 +441,7 @@ def record(world: World, cause: Cause, claimed: bool) -> None:
         status.current.write("failed", cause.exit_code, cause.text)
 
 
-def leave(world: World, cause: Cause, claimed: bool) -> None:
+def leave(world: World, cause: Failure, claimed: bool) -> None:
     """Record the cause and end this process at once."""
     record(world, cause, claimed)
     status.current.settle(60)  # a checkpoint that is nearly there is worth the wait

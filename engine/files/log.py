@@ -160,9 +160,9 @@ class Log(Silent):
             )
         if warning := self.crowd.warning():
             self.say(f"  warning: {warning}")
-        self._mind_the_terminal(run)
+        self._check_terminal(run)
 
-    def _mind_the_terminal(self, run: Run) -> None:
+    def _check_terminal(self, run: Run) -> None:
         """One that is gone doesn't end the training; whoever looks for its output finds here why there is none."""
         if terminal.lost and not self.blind:
             self.blind = True
@@ -179,7 +179,7 @@ class Log(Silent):
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         self.say(f"Epoch {p.epoch + 1}/{plan.epochs} - Train {left} | Val {right}")
-        self._mind_the_terminal(run)
+        self._check_terminal(run)
         found = pictures(run, next(iter(run.val_loader)), sums)
         with self._no_matter("TensorBoard"):
             self._add_pictures(run, found)

@@ -53,7 +53,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
             change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
             keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
             run.log.say(f"  note: the schedule now spans {change}; {keep}")
-    run.stop.listen()
+    run.stop.install_handlers()
     try:
         run.log.say("Starting training...\n")
         yield run.log

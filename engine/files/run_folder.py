@@ -20,7 +20,7 @@ from engine.files import storage
 from engine.world import World
 
 
-def look(cfg: Any) -> tuple[Path | None, list[str]]:
+def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     """(rank 0) Before anything is loaded or written: can the run's folder be used, and which checkpoint is there to
     go on from? Returns (its path or None, warnings)."""
     folder = Path(cfg.save_dir or "checkpoints")

@@ -20,7 +20,7 @@ CHUNK = 64 << 20
 """Bytes that are fetched at once."""
 
 
-class Held:
+class CachedDataset:
     """A dataset like the one it was filled from. Its batches lie on `device` already."""
 
     def __init__(self, fetch: Callable[[list[int]], Batch], length: int, sample_bytes: int, device: torch.device):
@@ -55,12 +55,12 @@ class Held:
         return sum(column.nbytes for column in self.columns.values())
 
 
-def hold(
+def cache_datasets(
     wanted: str,
     datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
     device: torch.device,
     sharers: Callable[[torch.device], int],
-) -> list[Held] | None:
+) -> list[CachedDataset] | None:
     """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
 
     wanted   auto is the device, if it is a GPU in which they take up no more than a third of the free memory
@@ -94,7 +94,9 @@ def hold(
             todo="use cache=none",
         )
     console.info(f"Holding {needed / 1e6:.0f} MB of data on {place} ({free / 1e6:.0f} MB are free)...\n")
-    return [Held(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)]
+    return [
+        CachedDataset(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)
+    ]
 
 
 def _same(together: Batch, k: int, alone: Batch) -> bool:

@@ -20,7 +20,7 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
 }
 
 
-def keep_freed() -> bool:
+def keep_freed_memory() -> bool:
     """Make glibc keep freed memory for the next step; whether there is glibc, and it agreed.
 
     By default a large block goes back to the system as soon as it is free, and the next step pays for every page of it
@@ -60,7 +60,7 @@ def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
     return "contiguous" if usual else "channels_last"
 
 
-def lay_out(model: nn.Module, order: str) -> nn.Module:
+def set_memory_format(model: nn.Module, order: str) -> nn.Module:
     """Put the kernels of 2-D and 3-D convolutions into `order`. The numbers stay the same, and so does what a
     checkpoint holds."""
     for module in convolutions(model):

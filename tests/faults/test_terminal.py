@@ -256,7 +256,7 @@ def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, envir
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        asked = signals.Stop()
+        asked = signals.StopRequest()
         asked.listen()
         assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
         signal.raise_signal(signal.SIGHUP)
@@ -299,7 +299,7 @@ def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(current, "fields", {})
     monkeypatch.setattr(terminal, "shout", lambda text: order.append((text, *sorted(os.listdir(tmp_path)))))
     monkeypatch.setenv("LOCKSTEP_SCRATCH", str(tmp_path))
-    watchdog.announce(SimpleNamespace(main=True), watchdog.Cause(1, "rank 1 is gone", 6, details="a traceback"))
+    watchdog.announce(SimpleNamespace(main=True), watchdog.Failure(1, "rank 1 is gone", 6, details="a traceback"))
     assert order == [("error: rank 1 is gone\n", "error.txt", "exit_code", "status.json")]
     current.update(step=7)  # a checkpoint that was on its way
     assert (status(tmp_path)["state"], status(tmp_path)["step"], status(tmp_path)["exit_code"]) == ("failed", 7, 6)

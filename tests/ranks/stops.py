@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch
-from engine.faults.signals import Stop
+from engine.faults.signals import StopRequest
 from engine.files.open_log import open_log
 
 out, common, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
@@ -26,7 +26,7 @@ for name, faults in [("straight", []), *((str(n), faults) for n, faults in enume
         starts += 1
         args = config.parse(argv, tasks.load)
         world = world or train.setup_distributed(args.cfg)
-        run = train.build(args, world, Stop(args.cfg.max_time_s))
+        run = train.build(args, world, StopRequest(args.cfg.max_time_s))
         with open_log(run):
             train.train(run)
         done = not run.stopped
