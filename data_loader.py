@@ -30,12 +30,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from engine.config import Config
 from engine.console import console
-from engine.contract import RESERVED, Batch, LockstepError, Task, sample_seeds
+from engine.contract import RESERVED, Batch, Task
+from engine.errors import LockstepError
 from engine.faults.signals import end_with_parent, own_scratch
 from engine.hardware.device_cache import cache_datasets, same_bits
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
+from engine.seeds import sample_seeds
 from engine.world import World
 
 

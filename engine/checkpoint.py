@@ -14,7 +14,8 @@ from torch import nn
 
 from engine import config, launch
 from engine.console import console
-from engine.contract import LockstepError, Task
+from engine.contract import Task
+from engine.errors import LockstepError
 from engine.faults import oom
 from engine.faults.together import sync_errors
 from engine.files import run_folder, storage

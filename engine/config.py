@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from engine.contract import LockstepError, Task
+from engine.contract import Task
+from engine.errors import LockstepError
 
 
 def option(

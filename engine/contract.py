@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
+
+from engine.errors import LockstepError as LockstepError
+from engine.errors import amount as amount
+from engine.seeds import mix as mix
+from engine.seeds import sample_seeds as sample_seeds
+from engine.seeds import uniform as uniform
 
 Batch = dict[str, Tensor]
 """Tensors by name; the leading axis of each is the batch. The loader adds its own, all (B,) int64: `index` (which
@@ -22,24 +27,6 @@ batches have `mean_weight` (B,): their mean over the whole global batch, the sam
 
 RESERVED = ("index", "position", "seed", "mean_weight")
 """Names in a batch that no dataset may use."""
-
-
-class LockstepError(Exception):
-    """Something the person at the keyboard can mend; printed as `error: what (where): what to do`, never a traceback.
-
-    Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
-    """
-
-    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):
-        super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
-        self.exit_code = exit_code
-        self.everywhere = False  # every rank raises it: rank 0 alone prints it
-        self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
-
-
-def amount(number: int, noun: str) -> str:
-    """`1 GPU`, `2 GPUs`, `2 processes`."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 class Sums(dict[str, Tensor]):
@@ -210,37 +197,3 @@ class Task:
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """Pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
         return {}
-
-
-_MASK64 = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    value &= _MASK64
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own `>>` drags the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """Hash int64 to int64, bijectively: the finaliser of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
-    """(B,) int64 seeds, a pure function of (seed, epoch, position in the global order): no rank, no worker."""
-    gamma = _signed(0x9E3779B97F4A7C15)
-    start = mix(mix(torch.tensor(seed, device=positions.device) + gamma) + epoch)
-    return mix(start + (positions + 1) * gamma)
-
-
-def uniform(seeds: Tensor, count: int) -> Tensor:
-    """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every cut of the batch."""
-    counter = torch.arange(1, count + 1, device=seeds.device) * _signed(0x9E3779B97F4A7C15)
-    return _shift(mix(seeds[:, None] + counter), 40).to(torch.float32) * 2.0**-24

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine import config
 from engine.config import Config
 from engine.console import console, set_up
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.faults import agent, oom
 from engine.files import status
 from engine.hardware import shm_backend

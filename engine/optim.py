@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim, Schedule
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.phases import phase
 from engine.world import World
 

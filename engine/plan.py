@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.config import Config, Schedule
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.launch import data_parallel_devices
 from engine.optim import lr_at, scaled_lr
 from engine.precision import Precision

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults.together import sync_errors
 from engine.world import World
 

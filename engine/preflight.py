@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, optim, plan
 from engine.console import console
-from engine.contract import LockstepError, Sums, Task, amount
+from engine.contract import Sums, Task
+from engine.errors import LockstepError, amount
 from engine.faults.together import on_rank0
 from engine.files import log, status
 from engine.phases import phase

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 
 MIB = 1 << 20
 """In which DDP counts. Its small first bucket it has only where nobody has said how large buckets are."""

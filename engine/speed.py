@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import launch
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.hardware import compiler, cores, memory, shm_backend
 from engine.hardware.device_cache import CachedDataset
 from engine.plan import Plan

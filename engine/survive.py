@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.config import Answered
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults import blame, terminal
 from engine.faults.signals import StopRequest, leave_nothing
 from engine.faults.together import sync_errors

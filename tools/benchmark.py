@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from engine import config, scaling
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.hardware.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded

@@ -41,7 +41,8 @@ try:
     import train
     from data_loader import TrainLoader, create_data_loaders
     from engine import config, launch, preflight
-    from engine.contract import RESERVED, LockstepError, amount
+    from engine.contract import RESERVED
+    from engine.errors import LockstepError, amount
     from engine.faults import agent, blame
     from engine.faults.signals import StopRequest
     from engine.files import status

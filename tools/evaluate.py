@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config, preflight
-from engine.contract import LockstepError, Sums
+from engine.contract import Sums
+from engine.errors import LockstepError
 from engine.faults.signals import StopRequest
 from engine.files import status, storage
 from engine.metrics import evaluate_split

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config, preflight
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.files import storage
 from engine.hardware import memory
 from engine.world import World

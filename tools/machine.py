@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine import launch as launching
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.world import World
 from tools import nvidia
 

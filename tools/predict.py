@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from engine import checkpoint, config, precision, speed
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.files import run_folder, status, storage
 from engine.hardware import memory
 from engine.world import World

@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from formats.arrays import check_text, stays_below
 from formats.clips import CUTTING, ClipsWriter
 from formats.videos import BrokenVideo, gray_square, import_av, opened

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import train
 from engine import config, launch, preflight, survive
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults import agent, oom
 from engine.faults.signals import StopRequest, end_with_parent
 from engine.files import run_folder, status, storage

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch, survive
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults.signals import StopRequest
 from engine.world import World
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config, preflight, survive
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.world import World
 from tools.evaluate import of_run
 from tools.running import guarded, in_world

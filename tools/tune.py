@@ -34,7 +34,7 @@ import torch
 import yaml
 
 from engine import config, precision
-from engine.contract import LockstepError, amount
+from engine.errors import LockstepError, amount
 from engine.hardware.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded

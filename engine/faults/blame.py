@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from engine import launch
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults import oom, terminal, watchdog
 from engine.faults.signals import leave_nothing
 from engine.files import status

@@ -15,7 +15,7 @@ import time
 from types import FrameType
 
 from engine import launch
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults import agent, oom, terminal
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.world import World
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.faults import oom, terminal
 from engine.faults.signals import StopRequest, leave_nothing
 from engine.files import status, storage

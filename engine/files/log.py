@@ -21,7 +21,8 @@ import numpy as np
 
 from engine import config
 from engine.console import console, show_bars
-from engine.contract import LockstepError, Sums, amount
+from engine.contract import Sums
+from engine.errors import LockstepError, amount
 from engine.faults import terminal
 from engine.files import status, storage
 from engine.hardware import cores

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine import config
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 from engine.files import storage
 from engine.world import World
 

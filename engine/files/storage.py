@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 

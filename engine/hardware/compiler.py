@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import flop_counter
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 
 PAYS_AFTER = 5000
 """Steps of a run on a GPU from which on `compile=auto` compiles: half a minute is then a small part of it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.contract import amount
+from engine.errors import amount
 
 SYS = Path("/sys")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.console import console
-from engine.contract import Batch, LockstepError, amount
+from engine.contract import Batch
+from engine.errors import LockstepError, amount
 
 SHARE = 1 / 3
 """Of the memory that is free before there is a model: what `cache=auto` takes of a GPU at most."""

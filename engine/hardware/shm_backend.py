@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from engine.contract import LockstepError
+from engine.errors import LockstepError
 
 PIECE = 1 << 20
 """Bytes of a rank that are exchanged at once: they stay in the cache until the others have read them."""

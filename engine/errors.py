@@ -1,0 +1,21 @@
+"""What a person meets: errors of one line, and counted words. Exit codes are in files/status.py."""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Something the person at the keyboard can fix; printed as `error: what (where): what to do`, never a traceback.
+
+    Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
+    """
+
+    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):
+        super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
+        self.exit_code = exit_code
+        self.everywhere = False  # every rank raises it: rank 0 alone prints it
+        self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
+
+
+def amount(number: int, noun: str) -> str:
+    """`1 GPU`, `2 GPUs`, `2 processes`."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
