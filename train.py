@@ -47,7 +47,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     with launch.explained(env):
         dist.init_process_group(
             backend,
-            store=launch.rendezvous(env, cfg),
+            store=launch.rendezvous(env, cfg, backend),
             rank=env.rank,
             world_size=env.size,
             timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),  # a backstop: the watchdog notices first

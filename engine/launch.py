@@ -208,14 +208,14 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
     return "shm" if env.size in (1, env.local_size) or not env.local_size else "gloo"
 
 
-def rendezvous(env: Environment, cfg: Config) -> dist.Store:
+def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """The key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     wait = timedelta(seconds=cfg.ddp.init_timeout_s)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
     else:
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
-    store = _of_this_attempt(lasting, env, wait) if env.launched else lasting
+    store = _of_this_attempt(lasting, env, wait, backend) if env.launched else lasting
     network = "" if env.size in (1, env.local_size) else choose_network(store, env.size)
     # A name space of our own: the group's keys are none of our business.
     meeting.notes, meeting.lasting = dist.PrefixStore("lockstep", store), dist.PrefixStore("lockstep", lasting)
@@ -223,7 +223,7 @@ def rendezvous(env: Environment, cfg: Config) -> dist.Store:
     return store
 
 
-def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta) -> dist.Store:
+def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta, backend: str) -> dist.Store:
     """The part of the store in which a restarted rank doesn't read the addresses of the dead ones (pytorch#167288)."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
@@ -231,7 +231,19 @@ def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta) ->
     store = dist.PrefixStore(f"time{oom.times()}", store)
     # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
     store.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
-    store.wait([f"rank{rank}_is_at" for rank in range(env.size)], timeout)
+    store.set(f"rank{env.rank}_joins", backend)
+    store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
+    backends = [store.get(f"rank{rank}_joins").decode() for rank in range(env.size)]
+    for rank, theirs in enumerate(backends):
+        if theirs != backends[0]:  # they would wait for each other, or worse
+            error = LockstepError(
+                f"rank {rank} joins with {theirs}, rank 0 with {backends[0]}",
+                where="ddp.backend",
+                todo="start the same command on all of them",
+                exit_code=6,
+            )
+            error.everywhere = True
+            raise error
     return store
 
 

@@ -601,3 +601,21 @@ def test_the_store_of_torchrun_listens_on_all_interfaces(launch, tmp_path):
     run.signal(signal.SIGTERM)
     assert run.wait(40).code == 75
     assert listening and all(set(address) == {"0"} for address in listening), "0.0.0.0 or [::]"
+
+
+def test_ranks_that_join_by_different_backends_are_told(launch, tmp_path):
+    """Started by hand: torchrun gives all of them the same words."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        launch.start(
+            sys.executable, "train.py", TOY, f"ddp.backend={backend}", f"save_dir={tmp_path / 'run'}",
+            **env, RANK=str(rank), LOCAL_RANK=str(rank),
+        )
+        for rank, backend in enumerate(("auto", "gloo"))
+    ]  # fmt: skip
+    done = [rank.wait() for rank in ranks]
+    assert [each.code for each in done] == [6, 6]
+    assert done[0].errors == [
+        "error: rank 1 joins with gloo, rank 0 with shm (ddp.backend): start the same command on all of them"
+    ]
+    assert not (tmp_path / "run").exists()
