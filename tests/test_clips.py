@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 import tasks
-from engine.config import schema
 from engine.contract import LockstepError, sample_seeds, uniform
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
@@ -567,7 +566,7 @@ def test_names_stand_whole_around_the_matrix():
 def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
     task_class = tasks.load("video")
-    cfg = schema(task_class)()
+    cfg = schema_of(task_class)()
     cfg.dataset.trials, cfg.dataset.videos, cfg.dataset.size, cfg.model.width = 100, 10, 16, 4
     task = task_class(cfg)
     train, val = task.datasets()
@@ -603,7 +602,7 @@ def test_classes_on_one_side_only_are_named(tmp_path):
         for video, label in (("a", "rest"), ("a", "walk"), ("b", "rest"), ("b", "walk"), ("c", "rest"), ("c", "rear")):
             writer.add(np.zeros((2, 8, 8), np.uint8), video, label)
     task_class = tasks.load("video")
-    cfg = schema(task_class)()
+    cfg = schema_of(task_class)()
     cfg.dataset.root, cfg.dataset.frames, cfg.dataset.val_videos = str(tmp_path / "set"), 2, ["c"]
     task = task_class(cfg)
     train, val = task.datasets()

@@ -54,7 +54,7 @@ def words_only():
 
 # ---------------------------------------------------------------------------------------------------- config
 
-KEYS = [*config.flatten(config.to_dict(config.schema(tasks.load("har"))())), *config.ALIASES, "optim", "model", "<<"]
+KEYS = [*config.flatten(config.to_dict(config.schema_of(tasks.load("har"))())), *config.ALIASES, "optim", "model", "<<"]
 VALUES = [
     "1",
     "-1",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tasks
-from engine.config import schema
+from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, ClipsWriter
 from tools import prepare_clips
@@ -16,7 +16,7 @@ from tools import prepare_clips
 def make(name, **dataset):
     """A task of the default config, with another data set."""
     cls = tasks.load(name)
-    cfg = schema(cls)()
+    cfg = schema_of(cls)()
     for key, value in dataset.items():
         setattr(cfg.dataset, key, value)
     return cls(cfg)

@@ -1,7 +1,7 @@
-"""One schema: a tree of dataclasses with the defaults in one place; YAML is a delta over it, the command line another.
+"""How text becomes a config: files and command lines are deltas over the schema, and every problem is found first.
 
 Values arrive as text, from YAML too (PyYAML would read `1e-4` as a string and `no` as False), and are coerced by the
-type that the field declares. Every problem is found before anything starts, and all are reported together.
+type that the field declares. All problems are reported together.
 """
 
 from __future__ import annotations
@@ -18,202 +18,14 @@ import types
 import typing
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from engine.config.schema import ALIASES, EVERYDAY, FILES, SETS_NOTHING, SWITCHES, Config
 from engine.contract import Task
 from engine.errors import LockstepError
-
-
-def option(
-    default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
-) -> Any:
-    """A config field: its default, its line of help, and its range (`low`, `high` inclusive, `above` exclusive)."""
-    metadata = {"help": help, "low": low, "high": high, "above": above}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(cls: type) -> Any:
-    """A config field that is itself a dataclass of options."""
-    return field(default_factory=cls)
-
-
-def choice(default: str, classes: dict[str, type]) -> Any:
-    """A config field that is one of several such dataclasses: the key `type` in it says which. A class may have
-    `defaults`, as a task has: keys of the common config that this choice starts from."""
-    return field(default_factory=classes[default], metadata={"classes": classes})
-
-
-@dataclass
-class Optim:
-    lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0, high=1000)
-    weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
-    beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
-    beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
-    eps: float = option(1e-8, "AdamW's epsilon", above=0)
-    grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
-    ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
-    zero: bool = option(False, "each process keeps the moments of its share of the parameters only (ZeRO, stage 1)")
-
-
-@dataclass
-class Schedule:
-    kind: Literal["cosine", "linear", "constant"] = option("cosine", "what follows the warm-up")
-    warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
-    warmup_steps: int = option(0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0)
-    final_share: float = option(0.0, "learning rate at the end, as a share of the peak", low=0, high=1)
-    horizon: int = option(0, "optimizer steps the schedule spans; 0 = as long as this run", low=0)
-    lr_scaling: Literal["none", "sqrt", "linear"] = option("none", "how optim.lr follows the global batch")
-    base_batch_size: int = option(0, "the global batch at which optim.lr was tuned; lr_scaling needs it", low=0)
-
-
-@dataclass
-class DDP:
-    backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto", "NCCL on GPUs, gloo on CPUs, there with shared memory for sums"
-    )
-    timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
-    init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
-    bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
-    gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
-        "none", "send gradients compressed: half as many bytes, or low-rank matrices; other cuts are then other runs"
-    )
-    find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
-    static_graph: bool = option(
-        False, "the same parameters in every step: lets checkpointed layers recompute; not with accumulation"
-    )
-    bind_cores: bool = option(
-        True, "keep each process on its GPU's NUMA node, where the machine has several and no one else has bound it"
-    )
-    buffers: Literal["same", "rank0", "mean"] = option(
-        "same",
-        "what modules keep in buffers, but for BatchNorm's kin: the ranks must hold the same, or take rank 0's or the "
-        "mean after each step",
-    )
-    sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
-
-
-@dataclass
-class Wandb:
-    enable: bool = option(False, "log to Weights & Biases too (`pip install wandb`)")
-    project: str = option("lockstep", "the project's name")
-    name: str = option("", "the run's name; empty = the run folder's")
-    entity: str = option("", "the account or team that the run belongs to; empty = your own")
-    mode: Literal["auto", "online", "offline"] = option(
-        "auto", "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE says, or online"
-    )
-
-
-@dataclass
-class Config:
-    """What every task has. A task's `Settings` adds its own sections (`dataset`, `model`, ...)."""
-
-    task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
-    seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
-    epochs: int = option(20, "passes over the training set; where steps are given, too, whichever ends first", low=0)
-    steps: int = option(0, "optimizer steps; where epochs are given, too, whichever ends first", low=0)
-    batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
-    global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
-    gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
-    drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
-    sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
-    random_samples: Literal["stop", "warn"] = option(
-        "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
-    )
-    num_workers: int = option(
-        0, "loader processes per training process; 0 = none, right for data one gather away", low=0
-    )
-    cache: Literal["auto", "device", "host", "none"] = option(
-        "auto",
-        "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
-    )
-    eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
-    save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
-    resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
-    threads: int = option(
-        0,
-        "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model",
-        low=0,
-    )
-    amp: Literal["auto", "bf16", "fp16", "off"] = option(
-        "auto", "mixed precision: auto takes what the device is fast at"
-    )
-    oom: Literal["stop", "shrink"] = option(
-        "stop", "when memory runs out: say which batch would fit, or start all ranks again with it, the same steps"
-    )
-    compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune"] = option(
-        "off",
-        "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a GPU, "
-        "in runs of 5000 steps and more",
-    )
-    memory_format: Literal["auto", "channels_last", "contiguous"] = option(
-        "auto",
-        "layout of 2-D and 3-D convolutions: auto is the faster one, on CPUs channels_last if the model has no "
-        "GroupNorm, on GPUs channels_last with mixed precision",
-    )
-    allocator: Literal["keep", "system"] = option(
-        "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
-    )
-    deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
-    multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
-        "none",
-        "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
-    )
-    gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
-    log_every: int = option(10, "optimizer steps between log lines", low=1)
-    eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
-    save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch", low=0)
-    patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
-    max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
-    max_skipped_steps: int = option(
-        20, "steps in a row without a finite gradient before the run ends (exit code 4); 0 = never", low=0
-    )
-    check_every: int = option(
-        500, "optimizer steps between checks that all ranks hold the same weights; 0 = never", low=0
-    )
-    keep_checkpoints: int = option(1, "older checkpoints to keep beside the last and the best", low=0)
-    loader_timeout_s: float = option(180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0)
-    optim: Optim = section(Optim)
-    schedule: Schedule = section(Schedule)
-    ddp: DDP = section(DDP)
-    wandb: Wandb = section(Wandb)
-
-
-ALIASES = {
-    "lr": "optim.lr",
-    "learning_rate": "optim.lr",
-    "weight_decay": "optim.weight_decay",
-    "grad_clip": "optim.grad_clip",
-    "warmup_epochs": "schedule.warmup_epochs",
-    "warmup_steps": "schedule.warmup_steps",
-    "lr_scaling": "schedule.lr_scaling",
-    "grad_accum_steps": "gradient_accumulation_steps",
-    "use_amp": "amp",
-    "max_time": "max_time_s",
-}
-"""Everyday spellings, the guides' among them."""
-
-SETS_NOTHING: dict[str, tuple[Any, str]] = {
-    "torch.backends.cudnn.benchmark": (True, "cuDNN tries its kernels; deterministic=true ends that"),
-    "torch.backends.cuda.matmul.allow_tf32": (True, "TF32 is on; amp=off ends that"),
-    "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
-}
-"""What the guides advise and is so already: {key: (the only value that it may have, None for any; why)}."""
-
-EVERYDAY = (
-    "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
-    "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
-).split()
-"""What --help lists, in this order; --print-config shows the rest."""
-
-SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
-FILES = ("config", "config_path")
 
 
 class Args(NamedTuple):
@@ -259,7 +71,7 @@ def parse(
         task = load_task(task_name)
     except LockstepError as error:
         raise LockstepError("\n".join([*problems, str(error)])) from error
-    cfg = schema(task)()
+    cfg = schema_of(task)()
     aliases = _aliases(task)
     for key, value in (task.defaults | _choose(cfg, layers)).items():
         _assign(cfg, key, value)
@@ -320,7 +132,7 @@ def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:
     return defaults
 
 
-def schema(task: type[Task]) -> type:
+def schema_of(task: type[Task]) -> type:
     """The dataclass that holds the common config and the task's own sections."""
     return dataclass(type("Config", (task.Settings, Config), {"__doc__": Config.__doc__}))
 
@@ -667,7 +479,7 @@ def _name_another_task(
     for name in others if unknown else ():
         with contextlib.suppress(LockstepError):
             task = load_task(name)
-            cfg = schema(task)()
+            cfg = schema_of(task)()
             _choose(cfg, layers)
             known = {*_fields(cfg), *_aliases(task), *task.sets_nothing(cfg)}
             theirs[name] = [place for place, setting in unknown.items() if setting.key in known]
