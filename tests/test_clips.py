@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import tasks
+from engine.config import schema_of
 from engine.contract import LockstepError, sample_seeds, uniform
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
