@@ -181,7 +181,8 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     np.savez(tmp_path / "new.npz", **new)
     words = ["tools/predict.py", str(har_run), "--stride", "100"]
     for data, out in ((tmp_path / "new.npz", "new.csv"), (SHIPPED, "whole.csv")):
-        succeed(launch.python(*words[:2], str(data), *words[2:], "--out", str(tmp_path / out)))
+        done = succeed(launch.python(*words[:2], str(data), *words[2:], "--out", str(tmp_path / out)))
+        assert "Using device" not in done.out + done.err, "nothing of what a training says"
     rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
     assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
     counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
@@ -208,6 +209,13 @@ def test_one_process_and_one_kind_of_name(launch, har_run, tmp_path):
     assert done.code == 2 and "predictions are made by one process" in done.err and len(done.errors) == 1
     done = launch.python("tools/predict.py", str(har_run), str(SHIPPED), "--out", str(tmp_path / "data.npz"))
     assert done.code == 2 and "give one that ends in .csv" in done.err and not (tmp_path / "data.npz").exists()
+
+
+def test_what_is_of_a_training_only_is_not_of_a_score(launch, har_run):
+    """Neither its time limit nor its warm-up, which is longer than the run's four steps."""
+    done = succeed(launch.python("tools/evaluate.py", str(har_run), "--split", "all", "max_time_s=0.001"))
+    assert "Train windows: 0, Val windows: 508" in done.out and "\n  macro_f1 " in done.out
+    assert "warm-up steps" in done.out and "warning" not in done.out
 
 
 # ---- the sliding trials alone ----
