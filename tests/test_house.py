@@ -61,11 +61,11 @@ def test_few_files_know_the_ranks():
     }
     assert reading == {"engine/launch.py"}
     calling = {name.removeprefix("engine/") for name, tree in trees.items() if calls_collectives(tree)}
-    assert calling == {"train.py", "world.py", "launch.py", "optim.py", "shm_backend.py", "tools/probe.py"}, (
+    assert calling == {"train.py", "world.py", "launch.py", "optim.py", "hardware/shm_backend.py", "tools/probe.py"}, (
         "the step, what ranks tell each other, their end, the shares of ZeRO, the backend, and what times a sum"
     )
     importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
-    assert importing - calling == {"agent.py", "network.py", "faults.py", "tools/doctor.py", "tools/running.py"}, (
+    assert importing - calling == {"faults/agent.py", "network.py", "faults/blame.py", "tools/doctor.py", "tools/running.py"}, (
         "the first is torchrun itself, the second has its store, the third its errors, the tools a group"
     )
 

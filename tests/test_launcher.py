@@ -114,9 +114,9 @@ class Home:
         }
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
-        (self.folder / "engine").mkdir()
+        (self.folder / "engine" / "faults").mkdir(parents=True)
         for name in ("agent.py", "terminal.py"):
-            shutil.copy(LAUNCHER.parent / "engine" / name, self.folder / "engine")
+            shutil.copy(LAUNCHER.parent / "engine" / "faults" / name, self.folder / "engine" / "faults")
 
     def train(self, source: str) -> None:
         (self.folder / "train.py").write_text(source)
@@ -382,7 +382,7 @@ def test_print_runs_nothing(home: Home) -> None:
         assert words[:4] == [
             "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
             sys.executable,
-            str(home.folder / "engine" / "agent.py"),
+            str(home.folder / "engine" / "faults" / "agent.py"),
             "--standalone",
         ]
         assert words[-2:] == [str(home.folder / "train.py"), "har"]

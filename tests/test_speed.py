@@ -21,7 +21,7 @@ import run as benchmark
 
 FAULTS = """
 import resource, sys, torch
-from engine import memory
+from engine.hardware import memory
 if sys.argv[1] == "keep":
     assert memory.keep_freed_memory()
 def faults():

@@ -20,7 +20,7 @@ def measured(launch, out, hosts=()):
     """What tools/probe.py finds, on this machine or with one process on each host."""
     probe = [str(ROOT / "tools" / "probe.py"), str(out), "2", *WORDS]
     meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "engine" / "agent.py"), *meet]
+    agent = [sys.executable, str(ROOT / "engine" / "faults" / "agent.py"), *meet]
     runs = [
         launch.start(*host.enter, *agent, f"--node_rank={node}", *probe, CUDA_VISIBLE_DEVICES="")
         for node, host in enumerate(hosts)

@@ -34,7 +34,7 @@ import torch
 from engine import config
 from engine.contract import LockstepError
 from engine.files import log, status, storage
-from engine.files.run_folder import look as look_into
+from engine.files.run_folder import inspect_run_folder as look_into
 from engine.files.saving import CheckpointWriter
 from engine.files.storage import Checkpoints
 from engine.run import Progress

@@ -37,7 +37,7 @@ def warnings(folder):
 
 SPEAK = """
 import sys
-from engine import terminal
+from engine.faults import terminal
 terminal.outlive()
 terminal.outlive()
 file = open(sys.argv[1], "w")
@@ -114,7 +114,7 @@ def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, she
 def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain):
     script = """
 import sys
-from engine import terminal
+from engine.faults import terminal
 terminal.outlive()
 print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
 print("error: of", 3, file=sys.stderr)
@@ -257,7 +257,7 @@ def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, envir
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         asked = signals.StopRequest()
-        asked.listen()
+        asked.install_handlers()
         assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
         signal.raise_signal(signal.SIGHUP)
         assert asked.reason == ("" if ignored else "SIGHUP")
