@@ -65,9 +65,13 @@ def test_few_files_know_the_ranks():
         "the step, what ranks tell each other, their end, the shares of ZeRO, the backend, and what times a sum"
     )
     importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
-    assert importing - calling == {"faults/agent.py", "network.py", "faults/blame.py", "tools/doctor.py", "tools/running.py"}, (
-        "the first is torchrun itself, the second has its store, the third its errors, the tools a group"
-    )
+    assert importing - calling == {
+        "faults/agent.py",
+        "network.py",
+        "faults/blame.py",
+        "tools/doctor.py",
+        "tools/running.py",
+    }, "the first is torchrun itself, the second has its store, the third its errors, the tools a group"
 
 
 def test_nothing_unsafe_is_called():

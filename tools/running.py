@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import tasks
 import train
 from engine import config, launch, survive
 from engine.errors import LockstepError
+from engine.faults import terminal
 from engine.faults.signals import StopRequest
 from engine.world import World
 
@@ -25,7 +27,12 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
 
     @survive.guarded
     def main(words: list[str]) -> int:
-        return work(launch.read_command_line(translate(words), tasks))
+        code = work(launch.read_command_line(translate(words), tasks))
+        sys.stdout.flush()
+        for why in terminal.lost:  # a training goes on without a stdout, but its output is what a tool is for
+            if why.startswith("stdout cannot be written"):
+                raise LockstepError(why, where="the output of a tool", todo="start it again", exit_code=1)
+        return code
 
     return main(argv)
 

@@ -134,6 +134,15 @@ def test_whoever_asks_for_words_hears_that_they_were_lost(launch):
     assert done.code == 1
 
 
+@pytest.mark.slow
+def test_a_tool_whose_output_is_lost_fails(launch, tmp_path):
+    run = tmp_path / "run"
+    succeed(launch.python(*PYTHON[1:], TOY, "steps=1", f"save_dir={run}"))
+    done = launch("bash", "-c", '"$@" >/dev/full', "bash", sys.executable, "tools/evaluate.py", str(run))
+    said = "error: stdout cannot be written (No space left on device) (the output of a tool): start it again"
+    assert done.code == 1 and done.err.splitlines() == [said]
+
+
 # ---- whole runs ----
 
 
