@@ -263,7 +263,7 @@ def _announced(dataset: Any, sampler: Any) -> Iterator[list[int]]:
         except Exception as error:
             samples = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
             what = f"`prefetch` of samples {samples} has failed: {type(error).__name__}: {error}"
-            todo = "mend it, or leave it out"
+            todo = "fix it or remove it"
             raise _PrefetchError(what, where=type(dataset).__name__, todo=todo, exit_code=5) from error
         if next_one is not None:
             yield next_one
@@ -481,7 +481,7 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
         raise LockstepError(
             f"sample {name} cannot be loaded: {what}",
             where=type(dataset).__name__,
-            todo="mend or remove it"
+            todo="fix or remove it"
             if sample is not None
             else "each loads alone, outside a loader process: are they all of one shape?",
             exit_code=5,

@@ -186,7 +186,7 @@ def test_all_problems_are_reported_together(tmp_path):
     [
         ("- a\n- b\n", "holds no keys"),
         ("a: [1\n", "not valid YAML"),
-        ("a:\t- b\n: {", ":1:3): mend that line"),
+        ("a:\t- b\n: {", ":1:3): fix that line"),
         ("lr: !!python/object/apply:os.system ['touch pwned']\n", "not plain data"),
         ("lr: [1, 2]\n", "give one value, not a list"),
         ("optim: 3\n", "is a section"),

@@ -346,7 +346,7 @@ def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
         return LockstepError(f"not valid YAML: the character #x{error.character:04x}", where=place, todo="remove it")
     place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
     what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    return LockstepError(f"not valid YAML: {_shown(what)}", where=place, todo="mend that line")
+    return LockstepError(f"not valid YAML: {_shown(what)}", where=place, todo="fix that line")
 
 
 def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:

@@ -269,7 +269,7 @@ def start(folder: Path, run: Run) -> Log:
         raise
     except Exception as error:  # wandb and TensorBoard have many kinds of their own
         what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise LockstepError(what, where=str(folder), todo="mend it, or give another save_dir", exit_code=3) from error
+        raise LockstepError(what, where=str(folder), todo="fix it, or give another save_dir", exit_code=3) from error
 
 
 def add_hparams(log: Log, run: Run, metrics: dict[str, float]) -> None:

@@ -32,8 +32,8 @@ def in_file(tmp_path, content):
     [
         ("just words\n", r"holds no keys \(.*c.yaml\): write lines such as"),
         ("42\n", "holds no keys"),
-        ("epochs: 3\n\tlr: 1\n", r"not valid YAML: .*\(.*c.yaml:2:1\): mend that line"),
-        ("epochs: 3\nlr: [1, 2\nsteps: 4\n", r"not valid YAML: .*\(.*c.yaml:3:\d+\): mend that line"),
+        ("epochs: 3\n\tlr: 1\n", r"not valid YAML: .*\(.*c.yaml:2:1\): fix that line"),
+        ("epochs: 3\nlr: [1, 2\nsteps: 4\n", r"not valid YAML: .*\(.*c.yaml:3:\d+\): fix that line"),
         ("epochs: 3\n lr: 1\n", r"not valid YAML: .*\(.*c.yaml:2:\d+\)"),
         ("a: 1\n---\nb: 2\n", r"not valid YAML: .*\(.*c.yaml:2:1\)"),
         ("epochs: *gone\n", r"not valid YAML: .*gone.*\(.*c.yaml:1:9\)"),
