@@ -142,9 +142,8 @@ def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class EvalSampler(Sampler[list[int]]):
-    """Every `size`-th batch: no padding, nothing twice; a rank may have nothing at all. Which samples are in a batch
-    does not depend on the number of ranks, for what a network makes of one may differ in the last bit in other company.
-    """
+    """Yield every `size`-th batch: no padding, nothing twice; a rank may get none. Which samples are in a batch does
+    not depend on the number of ranks, because batch composition changes a network's rounding."""
 
     def __init__(self, num_samples: int, world: World, batch_size: int):
         self.num_samples, self.batch_size = num_samples, batch_size
@@ -159,7 +158,7 @@ class EvalSampler(Sampler[list[int]]):
 
 
 class TrainLoader:
-    """Iterating gives the steps of an epoch from where `set_epoch` put it.
+    """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
     loader  torch's, with its processes; None: batches are fetched by this process, which is right where a batch is one
             gather away
@@ -178,19 +177,19 @@ class TrainLoader:
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
     def example(self) -> Batch:
-        """The first batch of the epoch, to try something with; fetched by this process."""
+        """Return the first batch of the epoch, to try something with; this process fetches it."""
         micro = next(self.sampler.micro_batches())
         batch = to_device(_one_batch(self.dataset, micro.indices), self.device)
         return self._told(batch, micro, *self._numbers())
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
-        """For each optimizer step that is left of the epoch, its passes."""
+        """Yield the passes of each optimizer step that is left of the epoch."""
         passes = self.passes()
         for first in passes:
             yield _of_one_step(first, passes)
 
     def passes(self) -> Iterator[tuple[Batch, Micro]]:
-        """Each forward pass that is left of the epoch: `(batch on the device, Micro)`."""
+        """Yield `(batch on the device, Micro)` for each forward pass that is left of the epoch."""
         numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
         micros, batches = self.sampler.micro_batches(), _batches(self.dataset, self.sampler, self.loader, self.world)
@@ -200,13 +199,13 @@ class TrainLoader:
             phase("data loading")
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Index, position and seed of the whole epoch: of each batch by itself it would be fifty operations a step."""
+        """Return index, position and seed of the whole epoch: batch by batch that would be fifty operations a step."""
         index = torch.tensor(self.sampler.order(), device=self.device)
         position = torch.arange(len(index), device=self.device)
         return index, position, sample_seeds(self.seed, self.sampler.epoch, position)
 
     def _told(self, batch: Batch, micro: Micro, *numbers: Tensor) -> Batch:
-        """The batch with what the loader knows of its samples."""
+        """Return the batch with the fields that the loader adds."""
         told = dict(zip(("index", "position", "seed"), (whole[micro.share] for whole in numbers), strict=True))
         if micro.mean_weight is not None:
             shape = (len(micro.indices),)
@@ -238,7 +237,7 @@ class EvalLoader:
 
 
 def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: World) -> Iterator[Batch]:
-    """The batches of `sampler` on the device."""
+    """Yield the batches of `sampler` on the device."""
     if loader is None:
         fetched: Iterator[Batch] = (_get(dataset, indices) for indices in _announced(dataset, sampler))
     else:
@@ -249,11 +248,11 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: 
 
 
 class _PrefetchError(LockstepError):
-    """About the samples it names: the batch that is being fetched is the one before."""
+    """An error about the samples it names: the batch that is being fetched is the one before."""
 
 
 def _announced(dataset: Any, sampler: Any) -> Iterator[list[int]]:
-    """The sampler's batches; the dataset is told of each while the one before it is worked on."""
+    """Yield the sampler's batches; tell the dataset of each while the one before it is worked on."""
     prefetch = getattr(dataset, "prefetch", None)
     next_one: list[int] | None = None
     for indices in sampler:
@@ -277,7 +276,7 @@ _fetching = threading.Lock()
 
 
 def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The next batch always on its way to the device: a thread fetches and pins it while the last one is worked on, and
+    """Keep the next batch on its way to the device: a thread fetches and pins it while the last one is worked on, and
     on a GPU it is copied on a stream of its own."""
     on_gpu = device.type == "cuda"
     asked, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
@@ -307,7 +306,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             if isinstance(batch, Exception):
                 raise batch
             if on_gpu:
-                phase("host to device")  # what is left of the copy: this stream waits for it, the host doesn't
+                phase("host to device")  # the rest of the copy: this stream waits for it, the host doesn't
                 here = torch.cuda.current_stream(device)
                 here.wait_stream(_copies(device))
                 for value in batch.values():
@@ -322,7 +321,7 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders: the allocator keeps the memory of each stream apart."""
+    """Return one stream for all loaders: the allocator keeps the memory of each stream apart."""
     return torch.cuda.Stream(device)
 
 
@@ -339,7 +338,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple[Any, Any]:
-    """What to train on and what to score. Raises LockstepError where they give no sample by its number.
+    """Return the datasets to train on and to score. Raises LockstepError where they give no sample by its number.
 
     split  empty for the task's two; else what to score instead: val, train, or all of the data
     state  of the checkpoint whose model is scored
@@ -365,7 +364,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
 def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
 ) -> tuple[TrainLoader, EvalLoader]:
-    """The loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
+    """Return the loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
     if cfg.num_workers:
         own_scratch()
     labels = None
@@ -383,7 +382,7 @@ def create_data_loaders(
     # Without gradients activations take less than half the memory.
     eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or 2 * cfg.batch_size)
     sets = [train_set, val_set]
-    # Whoever wants loader processes has samples that take long: held data would all be fetched before the first step.
+    # Loader processes mean slow samples: a cache would fetch them all before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
     held = cache_datasets(
         wanted, [(dataset, partial(_one_batch, dataset)) for dataset in sets], world.device, processes_sharing
@@ -403,7 +402,7 @@ def create_data_loaders(
 
 
 def check_datasets(train_set: Any, val_set: Any) -> None:
-    """Whether they can be asked for any sample by its number."""
+    """Raise unless they can be asked for any sample by its number."""
     for name, dataset in (("training", train_set), ("validation", val_set)):
         gives = any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__"))
         todo = "give a dataset with __len__ and __getitem__; a list of dicts will do"
@@ -418,7 +417,7 @@ def check_datasets(train_set: Any, val_set: Any) -> None:
 
 
 def _per_sample(dataset: Any, name: str) -> np.ndarray | None:
-    """(N,) the dataset's attribute of that name, if it has one."""
+    """Return the dataset's (N,) attribute of that name, if it has one."""
     values = getattr(dataset, name, None)
     if values is None:
         return None
@@ -445,8 +444,8 @@ def _with_processes(dataset: Any, batches: Any, cfg: Config, world: World) -> Da
         pin_memory=world.device.type == "cuda",
         timeout=cfg.loader_timeout_s,
         worker_init_fn=partial(_begin_worker, os.getpid()),
-        # A generator of its own: the loader draws a seed for its workers at each epoch, which must not come out of the
-        # stream that dropout uses.
+        # A generator of its own: the loader draws a seed for its workers at each epoch, which must not be drawn from
+        # the stream that dropout uses.
         generator=torch.Generator(),
     )
 
@@ -463,16 +462,16 @@ def _collate(fetched: Any) -> Batch:
 
 
 def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
-    """The next batch, whose samples are `indices`; where the dataset fails, the sample it fails on is named."""
+    """Return the next batch, whose samples are `indices`; where the dataset fails, name the sample it fails on."""
     try:
         batch = next(batches)
     except Exception as error:
         if isinstance(error, (*_OF_THE_DEVICE, _PrefetchError)):
             raise  # nothing is wrong with these samples
-        # A worker hands on its traceback as text; of that the last line says what happened.
+        # A worker passes on its traceback as text, whose last line says what happened.
         text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
-            raise  # the process, not the sample; engine/faults/blame.py has the words
+            raise  # the process, not the sample; engine/faults/blame.py explains it
         if "unable to allocate shared memory" in str(error):
             raise _no_shared_memory() from error
         sample = next((index for index in indices if _fails(dataset, index)), None)
@@ -492,7 +491,7 @@ def _next(batches: Iterator[Batch], dataset: Any, indices: list[int]) -> Batch:
 
 
 def _no_batch(batch: Any, where: str) -> LockstepError | None:
-    """What is wrong with what a dataset gave, if anything is."""
+    """Return the error in a batch that a dataset gave, or None."""
     if not isinstance(batch, dict):
         what = f"a batch is no dict of tensors, but a {type(batch).__name__}"
         return LockstepError(what, where=where, todo='return {"name": value, ...} from __getitem__ or __getitems__')
@@ -583,7 +582,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def _starting_processes() -> Iterator[None]:
-    """With signals held: a loader process that has just begun would die of what it is about to ignore."""
+    """Hold signals: a loader process that has just begun would die of one that it is about to ignore."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -600,7 +599,7 @@ def _starting_processes() -> Iterator[None]:
 
 
 def _begin_worker(parent: int, worker: int) -> None:
-    """A loader process leaves signals to the process it works for, and doesn't outlive it."""
+    """Leave signals to the process that this loader process works for, and don't outlive it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

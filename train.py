@@ -57,7 +57,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
 
 
 def build(args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = "") -> Run:
-    """(all ranks) Everything up to the first step; writes nothing. With `split` that part of the data is scored."""
+    """(all ranks) Build all up to the first step; writes nothing. With `split` that part of the data is scored."""
     speed.set_backends(args.cfg)
     cfg, resumed, state = checkpoint.find(args.cfg, world)
     task, plan, loaders, data = load_data(args._replace(cfg=cfg), world, resumed, state, split)
@@ -101,7 +101,7 @@ def load_data(args: config.Args, world: World, resumed: Any, state: Any, split: 
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:
-    """`net`, what the loss calls; `model` stays the bare module, for evaluation and checkpoints."""
+    """Return `net`, which the loss calls; `model` stays the bare module, for evaluation and checkpoints."""
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
@@ -123,11 +123,11 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 
 
 def train(run: Run) -> dict[str, float]:
-    """(all ranks) Steps until the run is finished or asked to stop; returns the metrics of the last evaluation."""
+    """(all ranks) Take steps until the run is finished or asked to stop; returns the metrics of the last evaluation."""
     progress = run.progress
     metrics = evaluate(run) if progress.evaluation_due else {}  # the last run was stopped just before it
     while not (run.finished or run.stopped):
-        run.train_loader.set_epoch(progress.epoch, progress.position)  # resumes amid an epoch
+        run.train_loader.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
         for passes in run.steps():
             train_step(run, passes)
             survive.check_outcome(run)  # names the samples behind a skipped step; ends a run that has diverged
@@ -186,7 +186,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
     The bare module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums meet.
     """
-    state = checkpoint.capture(run)  # now: if the evaluation fails or is broken off, the training so far is kept
+    state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
     with survive.keep(run, state):
         scored = evaluate_split(run, run.log.progress(run.val_loader, len(run.val_loader), "Validation"))
         if scored is None:  # asked to stop
@@ -195,7 +195,7 @@ def evaluate(run: Run) -> dict[str, float]:
         run.metrics, sums = scored
         run.log.evaluation(run, run.metrics, sums)
     better = run.progress.note_score(run.metrics[run.task.monitor], run.task.higher_is_better)
-    state["progress"] = run.progress.as_dict()  # for the rest it is as before: an evaluation changes nothing else
+    state["progress"] = run.progress.as_dict()  # everything else is unchanged by an evaluation
     if better or run.save_due or run.finished:
         save(run, state, best=better)
     run.meter.restart_clock()  # the speed of training is without that of evaluation
@@ -203,7 +203,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> None:
-    """(all ranks) What the ranks know comes together; (rank 0) it is written, in a thread, while training goes on."""
+    """(all ranks) Gather the state of the ranks; (rank 0) write it, in a thread, while training continues."""
     if state is None:  # not falsy: on the other ranks it is empty
         state = checkpoint.capture(run)  # random states and, with optim.zero, shares of the moments
     if run.world.main:
@@ -212,7 +212,7 @@ def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> N
 
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
-    """Defaults < task < YAML < command line. `strict` refuses where it would adapt."""
+    """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would adapt."""
     args = launch.read_command_line(argv, tasks)
     launch.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing

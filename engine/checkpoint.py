@@ -1,4 +1,4 @@
-"""The state of a run: found, compared with a config, put back, captured. storage.py keeps it on disk."""
+"""The state of a run: find it, compare it with a config, restore it, capture it. storage.py keeps it on disk."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FREE_KEYS = (
     "schedule.horizon random_samples"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
-"""What may differ from the checkpoint's config, beside what a task calls free. Of the global batch and the schedule's
-horizon it counts what they come to, and the data have a fingerprint."""
+"""Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the
+schedule's horizon only the results are compared, and the data have a fingerprint."""
 
 
 def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | None]:
@@ -43,7 +43,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
 
     A run that torchrun, or lack of memory, has started again is resumed from the folder it had.
     """
-    # Of a machine that came back torchrun knows no restarts; those of the others do.
+    # torchrun counts no restarts of a machine that came back; it counts those of the others.
     restarted = any(world.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
     with sync_errors(world):
         found, warnings = None, list[str]()
@@ -62,7 +62,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
 
 
 def _read(path: Path, world: World) -> dict[str, Any]:
-    """Rank 0 has found it: a rank that doesn't see it sees another folder."""
+    """Load a checkpoint that rank 0 has found: a rank that doesn't see it sees another folder."""
     if not path.exists():
         raise LockstepError(
             f"{platform.node()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
@@ -75,8 +75,8 @@ def _read(path: Path, world: World) -> dict[str, Any]:
 
 
 def capture(run: Run) -> dict[str, Any]:
-    """(all ranks) A copy of the run's state in rank 0's memory, as plain values and tensors: what `weights_only=True`
-    loads again; nothing on the other ranks. Training may go on while it is written."""
+    """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
+    loads again; return nothing on the other ranks. Training may continue while it is written."""
     equalise_buffers(run)
     rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if run.world.device.type == "cuda":
@@ -87,7 +87,7 @@ def capture(run: Run) -> dict[str, Any]:
     model, ema = _weights(run.model.state_dict()), _weights(run.ema.state_dict()) if run.ema is not None else {}
     frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name in frozen & model.keys() if ema else ():
-        if torch.equal(ema[f"module.{name}"], model[name]):  # as the average of what never changes is
+        if torch.equal(ema[f"module.{name}"], model[name]):  # true of the average of what never changes
             ema[f"module.{name}"] = model[name]
     return {
         "format": FORMAT,
@@ -110,7 +110,7 @@ def capture(run: Run) -> dict[str, Any]:
 
 
 def _weights(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which what is one tensor, such as tied weights, is one tensor again: the file holds it once."""
+    """Return a copy in which tied weights are one tensor again: the file holds it once."""
     copies: dict[Any, Any] = {}
     for value in state.values():
         copies.setdefault(_place(value), _copy(value))
@@ -223,7 +223,7 @@ def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
 
 
 def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Put the weights that an evaluation takes, their average if the run keeps one, into a bare model."""
+    """Load the weights that an evaluation uses, their average if the run keeps one, into a bare model."""
     with _of_the_same_model(path):
         weights = dict(state["ema"] or state["model"])
         weights.pop("n_averaged", None)
@@ -245,6 +245,6 @@ def _of_the_same_model(path: Path | None) -> Iterator[None]:
 
 
 def _bare(weights: dict[str, Any]) -> dict[str, Any]:
-    """The names without the prefix that a DDP wrapper leaves."""
+    """Return the weights without the prefix that a DDP wrapper leaves in their names."""
     prefixed = bool(weights) and all(name.startswith("module.") for name in weights)
     return {name.removeprefix("module."): value for name, value in weights.items()} if prefixed else weights

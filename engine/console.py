@@ -9,7 +9,7 @@ console = logging.getLogger("lockstep")
 
 
 class _Terminal(logging.Handler):
-    """Print above a progress bar that is under way, so that neither spoils the other."""
+    """Print above a progress bar in progress, so that neither spoils the other."""
 
     bars = False
 
@@ -23,7 +23,7 @@ class _Terminal(logging.Handler):
 
 
 def set_up(main: bool) -> None:
-    """Show what rank 0 says, and nothing of the other ranks."""
+    """Show the messages of rank 0, and none of the other ranks."""
     console.handlers, console.propagate = [_Terminal()], False
     console.setLevel(logging.INFO if main else logging.CRITICAL)
 

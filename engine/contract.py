@@ -1,4 +1,4 @@
-"""What a task promises to the engine, and the engine to a task. Everything else may change.
+"""The contract between a task and the engine. Everything else may change.
 
 A task is one file in `tasks/` with a class `Task`. It never learns that there is more than one process:
 it returns *sums*, and the engine adds them up over micro-batches and ranks before anything is divided.
@@ -26,7 +26,7 @@ augmentation is drawn from, see `uniform`); they are to be read, not changed. Wh
 batches have `mean_weight` (B,): their mean over the whole global batch, the same number everywhere."""
 
 RESERVED = ("index", "position", "seed", "mean_weight")
-"""Names in a batch that no dataset may use."""
+"""Names that no dataset may use in a batch."""
 
 
 class Sums(dict[str, Tensor]):
@@ -37,7 +37,7 @@ class Sums(dict[str, Tensor]):
 
 
 class Loss(NamedTuple):
-    """A loss before the division: `total / weight` over the whole global batch is the loss, whoever held which part.
+    """A loss before the division: the loss is `total / weight` over the whole global batch, whichever rank held a part.
 
     total   scalar with a graph: the sum of the samples' weighted losses
     weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
@@ -77,7 +77,7 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
     found = [*loss.sums]
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
-        if other != first:  # in another order they would be added up across each other
+        if other != first:  # in another order they would be summed with the wrong partners
             error = LockstepError(
                 f"the sums of the loss are {other or 'none'} once and {first or 'none'} another time",
                 where="the task's `loss`",
@@ -100,7 +100,7 @@ class Task:
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
     compat_aliases  another suite's spellings of any key, accepted but not listed in --help
-    resumable_keys  own keys, or a section's name with a dot, that may change when a run goes on
+    resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     """
@@ -118,14 +118,14 @@ class Task:
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """Another suite's keys that are accepted and change nothing: {key: (the only value that it may have, None for
-        any; why)}."""
+        """Return another suite's keys that are accepted and change nothing: {key: (the only value that it may have,
+        None for any; why)}."""
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """(train, val), called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`, which
-        gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
-        numbers: the loader gives `batch["seed"]`. For a GPU it is asked by a thread, never by two at once. It may have
+        """Return (train, val); called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`,
+        which gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
+        numbers: the loader gives `batch["seed"]`. For a GPU a thread asks it, never two at once. It may have
 
         labels   (N,) int64: what `sampler: balanced` balances
         weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
@@ -136,64 +136,64 @@ class Task:
         raise NotImplementedError
 
     def model(self) -> nn.Module:
-        """The bare network, on the CPU. Every rank builds it from the same seed."""
+        """Return the bare network, on the CPU. Every rank builds it from the same seed."""
         raise NotImplementedError
 
     resuming: bool = False
-    """Set before `model` is called: whether a checkpoint's weights will replace its own."""
+    """Set before `model` is called: whether a checkpoint's weights will replace the model's own."""
     started_from: str = ""
-    """Set by `model`: where its weights come from, if not from a random start."""
+    """Set by `model`: where its weights come from, unless they are random."""
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Training: one forward of `net` (perhaps wrapped by DDP: call it exactly once), augmentation included."""
+        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once), with augmentation."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Evaluation: what this batch adds to the totals. Must hold `count`, the number of samples. Floats are kept
-        batch by batch until all ranks are through: totals, then, not a number for each sample."""
+        """Return what this batch adds to the totals of an evaluation. Must hold `count`, the number of samples. Floats
+        are kept batch by batch until all ranks are through, so return totals, not a number for each sample."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """The metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
+        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
         raise NotImplementedError
 
     def metadata(self) -> dict[str, Any]:
-        """After `datasets`: what else than weights and config it takes to use the model, such as the names of classes.
-        Plain values, texts, lists and dicts: every checkpoint holds them."""
+        """Return, after `datasets`, what else than weights and config is needed to use the model, such as class names:
+        plain values, texts, lists and dicts, which every checkpoint holds."""
         return {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
-        """In place of `datasets`, where the data are not needed: `model` and what asks the model work after it.
+        """Called in place of `datasets`, where the data are not needed: `model` and inference work after it.
 
         known  what `metadata` gave when the checkpoint was written
         """
 
     def full_dataset(self) -> Any:
-        """After `load_metadata`: all samples of the data that the config names, as one dataset to score."""
+        """Return, after `load_metadata`, all samples of the data that the config names, as one dataset to score."""
         raise LockstepError(
             "this task only knows its own two splits", where="split all", todo="give it a method `full_dataset`"
         )
 
     num_trials: int = 0
-    """How many trials an evaluation makes beside the split."""
+    """Number of trials that an evaluation makes beside the split."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
-        """What recorded data cannot tell: trials of the model, in simulation say; adds totals for `report`.
+        """Run trials of the model, in simulation say, for what recorded data cannot show; returns totals for `report`.
 
         which    the numbers of the trials to make, a share of range(num_trials); all shares together are all of them
-        stopped  asked now and then: whether to return at once, with anything, for the evaluation will not count
+        stopped  asked now and then: whether to return at once, with anything, because the evaluation will not count
         """
         return Sums()
 
     def summary(self) -> str:
-        """What to print about the data before training (rank 0 prints it): counts, split, classes."""
+        """Return what to print about the data before training (rank 0 prints it): counts, split, classes."""
         return ""
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        """What is exported: a module of one input, raw values with the batch as their leading axis, that returns a dict
-        of tensors; and which input of it a batch of `datasets` stands for."""
+        """Return the module to export, of one input (raw values with the batch as their leading axis) and a dict of
+        tensors as output; and a function that turns a batch of `datasets` into that input."""
         raise LockstepError("this task cannot be exported", where="task", todo="give it a method `export_module`")
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """Pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
+        """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
         return {}

@@ -1,10 +1,10 @@
-"""What a person meets: errors of one line, and counted words. Exit codes are in files/status.py."""
+"""Errors that a person sees, each in one line, and counted nouns. Exit codes are in files/status.py."""
 
 from __future__ import annotations
 
 
 class LockstepError(Exception):
-    """Something the person at the keyboard can fix; printed as `error: what (where): what to do`, never a traceback.
+    """An error that the user can fix; printed as `error: what (where): what to do`, never a traceback.
 
     Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
     """
@@ -17,5 +17,5 @@ class LockstepError(Exception):
 
 
 def amount(number: int, noun: str) -> str:
-    """`1 GPU`, `2 GPUs`, `2 processes`."""
+    """Return `1 GPU`, `2 GPUs`, `2 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

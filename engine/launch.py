@@ -1,4 +1,4 @@
-"""How this process was started: the launcher's environment, its device, and where the ranks meet.
+"""The launch of this process: the launcher's environment, the device, and where the ranks meet.
 
 No other file reads RANK, WORLD_SIZE or LOCAL_RANK.
 """
@@ -34,7 +34,7 @@ from engine.world import World
 
 
 class Environment(NamedTuple):
-    """What a launcher says through the environment; the defaults are those of a plain `python train.py`.
+    """The settings that a launcher passes by environment; the defaults are those of a plain `python train.py`.
 
     local_size  processes on this machine; 0 where the launcher does not say
     launched    whether there is a launcher
@@ -49,7 +49,7 @@ class Environment(NamedTuple):
 
 @dataclass
 class Meeting:
-    """What the ranks of this process's group leave notes in.
+    """The store in which the ranks of this process's group leave notes.
 
     notes    for this attempt of torchrun; None before the ranks have met
     lasting  the same for all attempts
@@ -67,7 +67,7 @@ meeting = Meeting()
 
 
 def read_command_line(argv: list[str], tasks: Any) -> config.Args:
-    """argv -> what it asks for. Answers --help and --print-config, which raises Answered.
+    """Parse argv. Answers --help and --print-config, which raises Answered.
 
     tasks  has `load(name)`, the class of a task, and `names()`
     """
@@ -89,7 +89,7 @@ def read_command_line(argv: list[str], tasks: Any) -> config.Args:
 
 
 def environment() -> Environment:
-    """RANK, WORLD_SIZE and LOCAL_RANK, checked. A half-set environment is an error."""
+    """Return RANK, WORLD_SIZE and LOCAL_RANK, checked. A half-set environment is an error."""
     env = os.environ
     if "RANK" not in env:
         if _number("WORLD_SIZE", "1") > 1:
@@ -127,12 +127,12 @@ def _number(name: str, default: str) -> int:
 
 
 def speaks() -> bool:
-    """Whether this process prints what all processes of its machine meet, before there is a World: one per machine."""
+    """Return whether this process prints what all of its machine would, before there is a World: one per machine."""
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
 def forgotten_launch() -> str:
-    """A warning where another launcher clearly wanted several processes but set no RANK; empty otherwise."""
+    """Return a warning if another launcher clearly wanted several processes but set no RANK; else an empty text."""
     env = os.environ
     if "RANK" in env:
         return ""
@@ -151,7 +151,7 @@ def forgotten_launch() -> str:
 
 
 def pick_device(cfg: Config, env: Environment) -> torch.device:
-    """The device of this process, by LOCAL_RANK under a launcher."""
+    """Return the device of this process, by LOCAL_RANK under a launcher."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
     if cfg.device == "cuda" and not visible:
         raise LockstepError("device=cuda, but no GPU is visible", where="device", todo="drop it, or check nvidia-smi")
@@ -169,7 +169,7 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
         )
     if not visible:
         return torch.device("cpu")
-    if not env.launched:  # under torchrun they were chosen by whoever started it
+    if not env.launched:  # under torchrun the user chose them
         check_gpu_ids(cfg.gpu_ids, visible)
         return torch.device("cuda", (cfg.gpu_ids or [0])[0])
     if env.local_rank >= visible and cfg.ddp.backend != "gloo":
@@ -190,15 +190,15 @@ def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
-    """The GPUs that `--multi-gpu dp` spreads one process over; empty without it."""
+    """Return the GPUs that `--multi-gpu dp` spreads one process over; empty without it."""
     if cfg.multi_gpu != "dp" or device.type != "cuda":
         return ()
     return tuple(cfg.gpu_ids or range(torch.cuda.device_count()))
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """NCCL on GPUs; on CPUs gloo, with shared memory for sums where the ranks are on one machine. A process without a
-    launcher has neither, but `always`: what it sums is the sum, and a network that does not work is no matter."""
+    """Return NCCL on GPUs; on CPUs gloo, with shared memory for sums where the ranks are on one machine. A process
+    without a launcher gets neither, but `always`: it sums alone, and needs no working network."""
     if not env.launched and not always:
         return "shm"
     if cfg.ddp.backend != "auto":
@@ -209,7 +209,7 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
-    """The key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
+    """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     wait = timedelta(seconds=cfg.ddp.init_timeout_s)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
@@ -217,19 +217,19 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
     store = _of_this_attempt(lasting, env, wait, backend) if env.launched else lasting
     network = "" if env.size in (1, env.local_size) else choose_network(store, env.size)
-    # A name space of our own: the group's keys are none of our business.
+    # A prefix of our own, apart from the group's keys.
     meeting.notes, meeting.lasting = dist.PrefixStore("lockstep", store), dist.PrefixStore("lockstep", lasting)
     meeting.network = network
     return store
 
 
 def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta, backend: str) -> dist.Store:
-    """The part of the store in which a restarted rank doesn't read the addresses of the dead ones (pytorch#167288)."""
+    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288)."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{oom.times()}", store)
-    # Under torchrun the store is the agent's and always there: see here that the ranks are, or gloo waits timeout_s.
+    # Under torchrun the store is the agent's and always there: check here that the ranks are, or gloo waits timeout_s.
     store.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
     store.set(f"rank{env.rank}_joins", backend)
     store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
@@ -248,7 +248,7 @@ def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta, ba
 
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
-    """Where plain python was asked for several processes, become torchrun, and don't return. Otherwise warn of what a
+    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of what a
     person may have meant to start; with `strict` refuse what train.py would adapt to."""
     forgotten = forgotten_launch()
     if strict and cfg.multi_gpu == "dp":
@@ -287,7 +287,7 @@ def _start_torchrun(cfg: Any, gpus: int) -> None:
 
 
 def announce(world: World, cfg: Any, always: bool) -> None:
-    """(rank 0) Say which processes these are. From here on rank 0 alone speaks."""
+    """(rank 0) Log which processes these are. From here on only rank 0 logs."""
     set_up(world.main)
     env, restarts = environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0":
@@ -340,8 +340,8 @@ def add_comm_hook(net: DistributedDataParallel, kind: str) -> DistributedDataPar
         return net
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    # Without memory from step to step: it would not be in a checkpoint, and a gradient that is not finite would stay
-    # in it for ever.
+    # Without memory between steps: it would not be in a checkpoint, and a gradient that is not finite would stay in it
+    # for ever.
     low_rank: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
     low_rank |= {"use_error_feedback": False, "warm_start": False}
     hooks: dict[str, Any] = {
@@ -359,7 +359,7 @@ def _backend() -> str:
 
 @contextlib.contextmanager
 def explained(env: Environment) -> Iterator[None]:
-    """Around joining the group: its errors name the address and what to check."""
+    """Wrap joining the group: its errors name the address and what to check."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -387,7 +387,7 @@ def _cannot_join(error: Exception, env: Environment) -> LockstepError:
 
 
 def processes_sharing(memory: torch.device) -> int:
-    """How many processes of this machine keep their own copy of something in `memory`."""
+    """Return how many processes of this machine keep their own copy of something in `memory`."""
     local_size = max(1, environment().local_size)
     return -(-local_size // torch.cuda.device_count()) if memory.type == "cuda" else local_size
 
@@ -399,7 +399,7 @@ def remember(key: str, value: str) -> None:
 
 
 def recall(key: str) -> str:
-    """(rank 0) Return what an attempt before this one has remembered, or nothing."""
+    """(rank 0) Return the text that an earlier attempt has kept, or nothing."""
     known = meeting.lasting is not None and meeting.lasting.check([key])
     return meeting.lasting.get(key).decode() if known and meeting.lasting is not None else ""
 

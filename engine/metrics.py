@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """What happened since the last log point, and the clock of this process. Until it is read, what a step has come to
-    stays on the device as it is: a step costs no operation here."""
+    """Hold what happened since the last log point, and the clock of this process. A step's numbers stay on the device
+    until they are read: a step costs no operation here."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,15 +36,15 @@ class Meter:
         self.since, self.timed_samples = time.perf_counter(), 0
 
     def add(self, names: list[str], sums: Tensor, skipped: Tensor, samples: int) -> None:
-        """Add one step's (len(names),) float64; of a skipped step they may be NaN, and don't count."""
+        """Add one step's (len(names),) float64; those of a skipped step may be NaN, and don't count."""
         self.timed_samples += samples
         self.unread.append((names, sums, skipped))
         if len(self.unread) == 1000:  # where log points are rare
             self.read()
 
     def read(self, *more: Tensor) -> list[float]:
-        """Bring the totals up to date: a host sync, in which `more` numbers come along. In the order of the steps, so
-        that it makes no difference when it is done."""
+        """Bring the totals up to date: a host sync, in which `more` numbers are read, too. In the order of the steps,
+        so that it makes no difference when it is called."""
         unread, self.unread = self.unread, []
         last = torch.stack([*(skipped for _, _, skipped in unread), *more]) if unread or more else torch.zeros(0)
         numbers = iter(torch.cat([*(sums for _, sums, _ in unread), last.to(self.device)]).tolist())
@@ -83,7 +83,7 @@ class GpuClock:
             self.synced = True
 
     def take(self) -> float:
-        """Since the last call; waits for the GPU."""
+        """Return the seconds since the last call; waits for the GPU."""
         passes, self.passes = self.passes, 0
         if not self.synced:
             return 0.0
@@ -108,7 +108,7 @@ class DeferredRead:
         return self.rest(but=0 if wait else 1)
 
     def rest(self, but: int = 0) -> list[tuple[list[float], Any]]:
-        """Return what was posted and not read yet, but for the last so many."""
+        """Return what was posted and not read yet, except for the last `but`."""
         arrived = [self.posted.pop(0) for _ in range(len(self.posted) - but)]
         for _, _, event in arrived:
             event.synchronize()  # of the step before: long over, or the host is a whole step ahead
@@ -130,7 +130,7 @@ def log_metrics(run: Run) -> None:
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """The metrics since the last log point, on every rank: the one host sync of the training loop.
+    """Return the metrics since the last log point, on every rank: the one host sync of the training loop.
 
     seconds  of the phases since then
     """
@@ -161,16 +161,16 @@ class Slow(NamedTuple):
 
 
 SLOW_S = 3.0
-"""How much time of a rank it takes to judge it."""
+"""Seconds of a rank needed to judge it."""
 
 
 def loading_s(seconds: dict[str, float]) -> float:
-    """Of the phases: what a rank waited for its batches."""
+    """Return the seconds, of those in all phases, that a rank waited for its batches."""
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 
 def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow | None:
-    """(all ranks) Whether one rank was clearly slower than the others since this last said anything."""
+    """(all ranks) Return the rank that was clearly slower than the others since the last report, or None."""
     world = run.world
     if world.size == 1:
         return None
@@ -198,7 +198,7 @@ def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow |
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Training totals to means: the loss over its weight, everything else over `count`; nothing of nothing."""
+    """Turn training totals into means: the loss over its weight, all others over `count`; of nothing, nothing."""
     if not totals:
         return {}
     rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
@@ -210,8 +210,8 @@ def means(totals: dict[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
-    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. None where the run is
-    to stop before that is done.
+    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. Returns None if the run
+    is to stop before that is done.
 
     The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
     any number of ranks, and so are the metrics, to the last bit where every process computes alike.
@@ -254,15 +254,14 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
 
 
 TRIALS_AT_ONCE = 10
-"""Trials of one call, on any number of ranks: in other company the last bit of an action may be another, and a trial
-that hangs by a hair may end otherwise."""
+"""Trials of one call, on any number of ranks: batch composition changes rounding, and near-ties can flip a trial."""
 
 
 class EvalSums:
-    """What this rank's parts of an evaluation add up to: its n-th part is number `rank + n * size` of all.
+    """Sum this rank's parts of an evaluation: its n-th part is number `rank + n * size` of all.
 
-    Whole numbers add up as they come. What floats come to depends on the order, so each part's are kept until all ranks
-    are through, and then added up in the order of the parts, whoever had them.
+    Whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until all ranks
+    are through, and then added in the order of the parts, whichever rank had them.
     """
 
     def __init__(self) -> None:
@@ -274,7 +273,7 @@ class EvalSums:
         self.parts.append(floats)
 
     def total(self, world: World) -> Sums:
-        """(all ranks) The totals over all ranks, on every rank. One without parts has no names: it takes rank 0's,
+        """(all ranks) Return the totals over all ranks, on every rank. A rank without parts takes the names of rank 0,
         which has the first part, and no fewer than any other."""
         (wholes, floats), rounds = world.broadcast(((_shapes(self.whole), _shapes(*self.parts[:1])), len(self.parts)))
         totals = Sums()
@@ -289,7 +288,7 @@ class EvalSums:
             world.sum(rows)  # exact: beside each number stand zeros
             with world.host_sync():
                 parts = rows.flatten(0, 1).cpu()
-            # One by one: what a sum over an axis comes to depends on its length, and there may be rows of nothing.
+            # One by one: a sum over an axis depends on its length, and there may be rows of nothing.
             totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
         return totals
 
@@ -300,6 +299,6 @@ def _shapes(*parts: Sums) -> dict[str, Any]:
 
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) The task's pictures of an evaluation."""
+    """(rank 0) Return the task's pictures of an evaluation."""
     with phase.during("validation"), run.isolated_rng(), run.precision.autocast():
         return run.task.pictures(run.evaluated_model.eval(), batch, sums)

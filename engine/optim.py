@@ -28,7 +28,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """`grad_scale` and `found_inf`, where they are set, are GradScaler's: one number each, on the device."""
+        """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # The kernel leaves everything alone where found_inf is 1; so do the counters.
         taken = 1.0 if found_inf is None else 1 - found_inf
@@ -58,7 +58,7 @@ class AdamW(torch.optim.AdamW):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
     def _gathered(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Those with a gradient: parameters, gradients, both moments, nothing, counters."""
+        """Return those with a gradient: parameters, gradients, both moments, nothing, counters."""
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
         return lists
@@ -71,26 +71,26 @@ class AdamW(torch.optim.AdamW):
         self._share_counters()
 
     def state_dict(self) -> dict[str, Any]:
-        """With a counter for each parameter: another optimizer would move a shared one for each that has it."""
+        """Return the state with a counter for each parameter: another optimizer would advance a shared one for each."""
         whole = super().state_dict()
         states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
         return whole | {"state": states}
 
     def whole_state(self) -> dict[str, Any]:
-        """(all ranks) What a checkpoint holds, on rank 0 at least; to be copied, which gives each its own counter."""
+        """(all ranks) Return a checkpoint's state, on rank 0 at least; a copy gives each its own counter."""
         return super().state_dict()
 
     @property
     def kept(self) -> list[Tensor]:
-        """The parameters whose moments this process keeps."""
+        """Return the parameters whose moments this process keeps."""
         return self._parameters()
 
     def _parameters(self) -> list[Tensor]:
-        """All of them, by their number in a state dict."""
+        """Return all of them, by their number in a state dict."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _share_counters(self) -> None:
-        """Reads them on the host: at the beginning only."""
+        """Share the counters. Reads them on the host: at the beginning only."""
         for group in self.param_groups:
             shared: dict[float, Tensor] = {}
             for p in group["params"]:
@@ -148,7 +148,7 @@ class Zero(AdamW):
         return own | {"state": dict(sorted(states.items()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a whole state, however it was kept."""
+        """Load a whole state, however it was kept."""
         kept = {id(p) for p in self.kept}
         numbers = {number for number, p in enumerate(self._parameters()) if id(p) in kept}
         share = {number: state for number, state in state_dict["state"].items() if number in numbers}
@@ -158,7 +158,7 @@ class Zero(AdamW):
 
 def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[list[Tensor]]:
     """(all ranks) Return every rank's flat tensors, of the type of `like`, by rank, in the memory of rank 0's host;
-    nothing on the others. In pieces, because the device need not have room for another's at once."""
+    nothing on the others. In pieces, because the device may lack room for another's at once."""
     everyones = []
     for rank, lengths in enumerate(world.gather([len(flat) for flat in flats])):
         collected: list[Tensor] = []
@@ -176,7 +176,7 @@ def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[lis
 
 
 def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> AdamW:
-    """AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
+    """Return AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": params, "weight_decay": decay}
@@ -202,7 +202,7 @@ def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> 
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
-    """torch's exponential moving average of the weights, or None; all of it lies where the model does."""
+    """Return torch's exponential moving average of the weights, or None; all of it is on the model's device."""
     if not cfg.ema_decay:
         return None
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
@@ -235,8 +235,8 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tens
 
 
 class Buffers:
-    """What a forward pass in training may change beside weights: the statistics of BatchNorm and its kin, and what any
-    other module has in a buffer that checkpoints hold. Found once, for a walk over all modules takes 0.1 ms."""
+    """State that a training forward pass may change beside weights: the statistics of BatchNorm and its kin, and other
+    modules' buffers that checkpoints hold. Found once, because a walk over all modules takes 0.1 ms."""
 
     def __init__(self, model: nn.Module):
         self.places = [
@@ -247,7 +247,7 @@ class Buffers:
         ]
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
-        """All by name, or those of norms, or the others: as they are now, for a module may put another in its place."""
+        """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
         return {
             key: getattr(module, name)
             for key, module, name in self.places
@@ -259,8 +259,8 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, copies: dict[str, Tensor], skipped: Tensor) -> None:
-        """To what they were before a step, if it was skipped: its forward passes have seen what is not finite."""
-        if skipped.device.type == "cpu" and not skipped:  # elsewhere to ask is a sync point
+        """Restore the values before a step, if it was skipped: its forward passes have seen what is not finite."""
+        if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
             return
         for key, buffer in self().items():
             if buffer.shape == copies[key].shape:
@@ -268,7 +268,7 @@ class Buffers:
 
 
 def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
-    """The peak learning rate: `lr` times the growth of the global batch (linear, Goyal et al. 2017), its root, or 1."""
+    """Return the peak rate: `lr` times the global batch's growth (linear, Goyal et al. 2017), its root, or 1."""
     if rule == "none":
         return lr
     growth = global_batch / base_batch_size
@@ -290,7 +290,7 @@ def lr_at(step: int, peak: float, warmup_steps: int, horizon: int, cfg: Schedule
 def step(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, divisor: Tensor, grad_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step on summed gradients that divided by `divisor` are the mean's; no host sync.
+    """Take one optimizer step on summed gradients that divided by `divisor` are the mean's; no host sync.
 
     Returns (grad_norm before clipping, 1.0 if the step was skipped because it is not finite), both scalars on the
     device. All ranks hold the same reduced gradients, so they all skip or none does.

@@ -1,4 +1,4 @@
-"""What this process is doing: one word, since when, and how many seconds went into each word.
+"""The current activity of this process: its phase, since when, and the seconds spent in each phase.
 
 One marker serves the watchdog (who hangs, and where), the place in an error ("rank 1, backward at step 7"), the search
 for slow ranks, the log's data wait and the profiler.
@@ -42,7 +42,7 @@ class Phases:
 
     @contextmanager
     def during(self, name: str, waits: bool = False) -> Iterator[None]:
-        """A phase within another. If it fails, it stays what this process was doing: the error says so."""
+        """Enter a phase within another. If it fails, it stays the current phase, so that the error names it."""
         before = self.now
         self(name, waits)
         yield
@@ -62,7 +62,7 @@ phase = Phases()
 
 
 def split_backward(model: nn.Module) -> None:
-    """Make the phase "gradient sync" once the last gradient is ready: from then on a rank only waits for others."""
+    """Set the phase "gradient sync" once the last gradient is ready: from then on a rank only waits for others."""
     first = next((p for p in model.parameters() if p.requires_grad), None)
     if first is not None:  # used first in the forward pass, so the last one to get its gradient
 

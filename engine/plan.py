@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        """Epochs begun."""
+        """Return the number of epochs begun."""
         return -(-self.total_steps // self.steps_per_epoch)
 
     def lr(self, step: int) -> float:
@@ -58,7 +58,7 @@ class Plan:
 
 
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
-    """The plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
+    """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
     micro_batch, accumulation = _cut(cfg, world.size * max(1, len(devices)))
     micro_batch *= max(1, len(devices))
@@ -98,7 +98,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int]:
-    """(samples per part and forward pass, forward passes per step)."""
+    """Return (samples per part and forward pass, forward passes per step)."""
     if not cfg.global_batch:
         return cfg.batch_size, cfg.gradient_accumulation_steps or 1
     share, rest = divmod(cfg.global_batch, parts)
@@ -124,13 +124,13 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
 
 
 def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
-    """(samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller batch that
-    divides this process's share of the global batch. No settings where it is a single sample already."""
+    """Return (samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller
+    batch that divides this process's share of the global batch. No settings where it is a single sample already."""
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
     parts = plan.processes * max(1, len(plan.devices))
-    if cfg.ddp.static_graph and plan.processes > 1:  # which rules accumulation out
+    if cfg.ddp.static_graph and plan.processes > 1:  # which excludes accumulation
         return plan.micro_batch, {}
     share, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
     fits = [n for n in range(1, batch) if share % n == 0]
@@ -180,8 +180,8 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
 
 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:
-    """The parts of a model whose numbers depend on how the global batch is cut, in words; empty if there are none.
-    What a function such as `dropout(x)` does is not seen."""
+    """Return a text that names the parts of a model whose numbers depend on how the global batch is cut; empty if none.
+    Calls of functions such as `dropout(x)` are not seen."""
     model.train()  # as the loop will; a model may leave parts of itself out
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """name: bf16, fp16 or off; note: why, for the person who reads the log."""
+    """name: bf16, fp16 or off; note: why, for the reader of the log."""
 
     name: str
     device: torch.device
@@ -46,7 +46,7 @@ class Precision:
 
 
 class Autocast(nn.Module):
-    """`model` in its own autocast. DataParallel's threads take over that autocast is on, but not its dtype: bf16 would
+    """`model` in its own autocast. DataParallel's threads inherit that autocast is on, but not its dtype: bf16 would
     run as fp16 there, without a scaler."""
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -70,11 +70,11 @@ def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict
 
 
 def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
-    """`auto` becomes bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
+    """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
 
-    What is asked for but not there becomes the next best thing, or with `strict` an error.
-    By capability and not by a stopwatch: every rank, and a resumed run, must come to the same answer. That CPUs with
-    bf16 instructions are fast at it, whatever the network, is measured by `benchmarks/precision.py`.
+    A precision that is asked for but not there becomes the next best one, or with `strict` an error. By capability, not
+    by timing: every rank, and a resumed run, must agree. That CPUs with bf16 instructions are fast at it, whatever the
+    network, is measured by `benchmarks/precision.py`.
     """
     asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if amp == "auto" and asked_of_accelerate in DTYPES:
@@ -97,12 +97,12 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether torch and oneDNN use such instructions: they are there, and no variable hides them."""
+    """Return whether torch and oneDNN use such instructions: they are there, and no variable hides them."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return (
         torch.cpu._is_avx512_bf16_supported()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # which says yes where it would only imitate them
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # which is true also where it would only emulate them
         and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
     )
 
@@ -112,7 +112,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 @functools.cache
 def _repair_bf16() -> None:
-    """From now on this process computes in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
+    """Make this process compute in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
 
     Convolutions of maps that are small beside kernel and stride: where an element of the kernel meets nothing but
     padding, oneDNN's backward pass leaves its gradient as memory had it, or writes beyond the end (torch 2.13, any CPU
@@ -155,8 +155,8 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _goes_wrong(conv: Any, x: Tensor, y: Tensor) -> bool:
-    """Judged by the two maps between which `conv` strides. Of thousands of shapes tried all that fail are among these,
-    and some that do not. The first condition is also that of wrong outputs with AMX (pytorch#169688)."""
+    """Judge by the two maps between which `conv` strides. Of thousands of shapes tried all that fail are among these,
+    and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
     if conv.transposed:
         x, y = y, x
     sizes, strided = x.shape[-len(conv.stride) :], y.shape[-len(conv.stride) :]

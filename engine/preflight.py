@@ -1,4 +1,4 @@
-"""What all ranks must have in common, compared before the first step and now and then."""
+"""Compare what must be the same on all ranks, before the first step and now and then."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def compare_ranks(run: Run) -> None:
-    """(all ranks) Compare config, code, versions, data and weights, and see one all-reduce come out right.
-    Raises LockstepError (exit code 6) with the first rank that differs."""
+    """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
+    LockstepError (exit code 6) with the first rank that differs."""
     facts = {
         **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
         "code": code(run.task),
@@ -80,7 +80,7 @@ def describe(run: Run, strict: bool) -> None:
 
 
 def _describe_ddp(net: Any, cfg: Any) -> str:
-    """Return what DDP will do in each step, from its own books (private, read in torch 2.13)."""
+    """Return what DDP will do in each step, from its own records (private, read in torch 2.13)."""
     about = net._get_ddp_logging_data()
     count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
     return (
@@ -101,7 +101,7 @@ COMPARED = ("config", "code", "torch", "python", "data", "parameters")
 
 
 def compare_weights(run: Run) -> None:
-    """(all ranks) Compare the parameters, and what modules keep in buffers of their own; copies them to the host."""
+    """(all ranks) Compare the parameters, and modules' own buffers; copies them to the host."""
     if run.world.size == 1:
         return
     check_buffers(run)
@@ -111,11 +111,11 @@ def compare_weights(run: Run) -> None:
 
 
 def code(task: Task) -> str:
-    """A digest of the project's own source files, whether committed or not, and of the task's, wherever they are."""
+    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
     digest = hashlib.sha256()
     paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
     paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
-    for cls in type(task).__mro__:  # it may build on another's
+    for cls in type(task).__mro__:  # it may extend another's
         if file := getattr(sys.modules[cls.__module__], "__file__", None):
             paths.append(Path(file))
     for path in paths:
@@ -146,7 +146,7 @@ def _same(world: World, facts: dict[str, str]) -> None:
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
-    epoch. Rank 0's: the others may have none. Sets `run.gflop`."""
+    epoch. Rank 0's batch, because the others may have none. Sets `run.gflop`."""
     sums, metrics, gflop = None, None, 0.0
     if run.world.main:
         batch = next(iter(run.val_loader))
@@ -156,7 +156,7 @@ def sanity_check(run: Run) -> None:
         if isinstance(sums, dict) and "count" in sums:
             try:
                 metrics = run.task.report(Sums(sums))
-            except Exception:  # of one batch a report may make no sense: that of the whole split counts
+            except Exception:  # a report on one batch may be meaningless: that of the whole split counts
                 metrics = {"loss": 0.0, run.task.monitor: 0.0}
     problem = ""
     if run.world.main and (not isinstance(sums, dict) or not all(isinstance(v, Tensor) for v in sums.values())):
@@ -174,18 +174,18 @@ def sanity_check(run: Run) -> None:
 
 
 def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:
-    """What `score` returns, and the GFLOP of its convolutions, products and attention; 0 where they are not needed, for
-    they decide the number of threads on a CPU, or cannot be counted."""
+    """Return the result of `score`, and the GFLOP of its convolutions, products and attention; 0 where they cannot be
+    counted or are not needed, because they only decide the number of threads on a CPU."""
     if run.world.device.type == "cpu" and run.plan.compile == "off":
-        # Whatever goes wrong does so again below, without torch's counter in it.
+        # Any error is raised again below, without torch's counter in it.
         with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
             return score(), counter.get_total_flops() / 1e9
     return score(), 0.0
 
 
 def equalise_buffers(run: Run) -> None:
-    """(all ranks) The model's buffers, the same on every rank: running statistics are averaged, all others are the same
-    already, or the run ends here."""
+    """(all ranks) Make the model's buffers the same on every rank: running statistics are averaged; if any others
+    differ, the run ends here."""
     check_buffers(run)
     for model in [run.model] if run.ema is None else [run.model, run.ema.module]:
         statistics = optim.Buffers(model)(of_norms=True)
@@ -194,8 +194,7 @@ def equalise_buffers(run: Run) -> None:
 
 
 def check_buffers(run: Run) -> None:
-    """(all ranks) What a module of its own keeps in a buffer must be the same on all ranks, for rank 0's is the one in
-    a checkpoint."""
+    """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
     for name, rank in _differing(run.world, run.buffers(of_norms=False)).items():
         error = LockstepError(
             f"the buffer {name} of rank {rank} is another than rank 0's",
@@ -209,7 +208,7 @@ def check_buffers(run: Run) -> None:
 
 
 def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """(all ranks) The names of those that are not the same on all ranks, and the first rank that has not rank 0's."""
+    """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
     if world.size == 1:
         return {}
     first, *others = world.gather(_digests(tensors.items()))
@@ -221,12 +220,12 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def checksum(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and bytes of all parameters: equal on all ranks, or something is wrong."""
+    """Return a SHA-256 over names, shapes and bytes of all parameters: it must be equal on all ranks."""
     return hashlib.sha256(repr(checksums(model)).encode()).hexdigest()
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """The same for each parameter, by name. Of buffers see `equalise_buffers`."""
+    """Return the checksum of each parameter, by name. For buffers see `equalise_buffers`."""
     return _digests(model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: marks between its phases, and torch's own trace of a few steps."""
+"""Measure the time of each phase of a step, and record torch's own trace of a few steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.phases import phase
 T = TypeVar("T")
 
 PHASES = ("data loading", "host to device", "forward", "backward", "gradient sync", "optimizer step", "logging")
-"""Of a training step, in their order: the words of `phase`. What else a run does is not part of a step."""
+"""Phases of a training step, in their order. A run's other phases are not part of a step."""
 
 BESIDE = ("loading validation data", "validation")
-"""What a run may do between two steps, by the words of `phase`."""
+"""Phases that may come between two steps of a run."""
 
 WARM_UP, TIMED, TRACED = 10, 30, 3
-"""Steps of a run that `--profile` lets pass, times and traces."""
+"""Steps of a run that `--profile` skips, times and traces."""
 
 
 class Spent(NamedTuple):
@@ -57,7 +57,7 @@ class PerformanceProfiler:
         self._device: dict[str, float] = {}
 
     def mark(self, phase: str) -> None:
-        """From here on it is `phase`; an empty one ends the last without beginning another."""
+        """Begin `phase` here; an empty one ends the last without beginning another."""
         now = time.perf_counter()
         if self._now:
             before, began = self._now
@@ -72,7 +72,7 @@ class PerformanceProfiler:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase; a phase within another interrupts it."""
+        """Enter a phase; a phase within another interrupts it."""
         before = self._now[0] if self._now else ""
         self.mark(name)
         try:
@@ -91,7 +91,7 @@ class PerformanceProfiler:
         self.mark("")
 
     def spent(self) -> dict[str, Spent]:
-        """The seconds of each phase, of all steps together; waits for the GPU."""
+        """Return the seconds of each phase, of all steps together; waits for the GPU."""
         self._read()
         return {phase: Spent(host, self._device.get(phase, 0.0)) for phase, host in self._host.items()}
 
@@ -104,13 +104,13 @@ class PerformanceProfiler:
             self._events = self._events[-1:]
 
     def table(self) -> str:
-        """What a step spends in each phase, in ms and as a share."""
+        """Return the time of a step in each phase, in ms and as a share."""
         return describe([self.spent()], self.num_steps, self.device.type == "cuda")
 
 
 def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: Iterable[str] = ()) -> str:
-    """The means of a step in ms: of the first rank in `ranks`, and from the lowest to the highest where there are
-    several. The share is of the GPU's time where there is one.
+    """Return the means of a step in ms: of the first rank in `ranks`, and from the lowest to the highest where there
+    are several. The share is of the GPU's time where there is one.
 
     rows  the phases to show, even where they took no time; by default those that there are
     """
@@ -139,8 +139,8 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
 
 
 def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str], None]:
-    """A listener of `phase` that calls `heed` at each change to one of the `known` phases. Others lie within a phase,
-    which continues."""
+    """Return a listener of `phase` that calls `heed` at each change to one of the `known` phases. Others lie within a
+    phase, which continues."""
     phases, last = {*known}, ""
 
     def hear(name: str) -> None:
@@ -153,7 +153,7 @@ def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str],
 
 
 class Profile:
-    """(all ranks) `--profile`: after a few steps so many are timed on all ranks, and then some traced on rank 0."""
+    """(all ranks) `--profile`: after a few steps time so many on all ranks, then trace some on rank 0."""
 
     def __init__(self, run: Any, folder: Path, say: Any):
         self.run, self.path, self.say = run, folder / "trace.json", say
@@ -186,7 +186,7 @@ class Profile:
             phase.listeners.append(self.listener)
 
     def finish(self) -> None:
-        """At the end of the run, however short it was."""
+        """Finish at the end of the run, however short it was."""
         timed = self.taken - WARM_UP
         if timed <= 0:
             self.say(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
@@ -207,13 +207,13 @@ class Profile:
         if self.run.world.main:
             from torch.profiler import ProfilerActivity, profile
 
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would tell when it begins and ends
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would log when it begins and ends
             self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
             self.tracer.start()
             self._listen(self._name)
 
     def _name(self, phase: str) -> None:
-        """The phases as ranges of the trace, beside torch's operations."""
+        """Name the phases as ranges of the trace, beside torch's operations."""
         if self.range:
             self.range.__exit__(None, None, None)
         self.range = torch.profiler.record_function(phase) if phase else None

@@ -1,4 +1,4 @@
-"""One training: everything it is made of, and where it stands."""
+"""One training: its parts, and its progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def due(every: int, step: int, epoch_ended: bool) -> bool:
 
 @dataclass
 class Progress:
-    """Where a run stands. Plain numbers: every checkpoint holds them."""
+    """The progress of a run. Plain numbers: every checkpoint holds them."""
 
     step: int = 0  # optimizer steps taken
     epoch: int = 0  # the epoch that `position` is in, from 0
@@ -39,7 +39,7 @@ class Progress:
     samples: int = 0  # samples consumed since the start
     best: float | None = None  # best value of the task's monitor
     stale: int = 0  # evaluations since the best one
-    evaluation_due: bool = False  # this step is to be evaluated, and was not yet
+    evaluation_due: bool = False  # this step must be evaluated, and was not yet
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
 
@@ -60,7 +60,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything one training is made of. The functions of train.py take this one noun."""
+    """Hold everything one training is made of. The functions of train.py take this one noun."""
 
     cfg: Any
     world: World
@@ -113,7 +113,7 @@ class Run:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def begin_step(self) -> None:
-        """No gradients, and training mode on all ranks, whatever a task or an evaluation has set."""
+        """Clear the gradients, and set training mode on all ranks, whatever a task or an evaluation has set."""
         if not self.model.training:
             self.net.train()
         for p in self.trained:
@@ -141,7 +141,7 @@ class Run:
         return numbers
 
     def end_step(self, totals: Tensor, skipped: Tensor, consumed: int) -> None:
-        """Book a step: its buffers, the average of weights, totals and progress; read what became of it.
+        """Book a step: its buffers, the average of weights, totals and progress; read its outcome.
 
         totals    (3 + sums,) of all ranks, as `numbers` gives them
         skipped   1.0 if the optimizer has left the weights alone
@@ -184,17 +184,17 @@ class Run:
         return self.model if self.ema is None else self.ema.module
 
     def agree_to_stop(self) -> None:
-        """(all ranks) From here on the run is stopped, for the reason of the first rank that has one."""
+        """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
         self.stopped = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
 
     def isolated_rng(self) -> AbstractContextManager[Any]:
-        """Around what must not move the training's stream of random numbers."""
+        """Isolate code that must not change the training's stream of random numbers."""
         device = self.world.device
         gpus = list(self.plan.devices) or ([device.index] if device.type == "cuda" else [])
         return torch.random.fork_rng(devices=gpus)
 
     def steps(self) -> Iterator[Any]:
-        """(all ranks) Return what the loader has for each step that is left of the epoch."""
+        """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
         steps = iter(self.train_loader)
         steps = self.profile.follow(steps) if self.profile else steps

@@ -1,4 +1,4 @@
-"""What a step takes on more processes: the α-β model of a ring all-reduce beside a measured step.
+"""Predict a step on more processes: the α-β model of a ring all-reduce beside a measured step.
 
 A message of n bytes takes α + n/β: a latency in seconds, and a bandwidth in bytes per second. A ring over N processes
 sends 2 (N - 1) messages of n/N bytes one after the other, from each process at the same time, so that an all-reduce of
@@ -7,8 +7,8 @@ n bytes takes
     T(N, n) = 2 (N - 1) α + 2 (N - 1) / N · n / β
 
 (Patarasuk and Yuan, Journal of Parallel and Distributed Computing 69, 2009; α and β after Hockney). DDP sums gradients
-in buckets, one after the other, each as soon as its gradients are there, while the backward pass goes on; a step waits
-for what is left of that at its end.
+in buckets, one after the other, each as soon as its gradients are there, while the backward pass continues; a step
+waits for the rest at its end.
 
 What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, and a
 ring is not what every library takes for every size.
@@ -24,11 +24,11 @@ import numpy as np
 from engine.errors import LockstepError
 
 MIB = 1 << 20
-"""In which DDP counts. Its small first bucket it has only where nobody has said how large buckets are."""
+"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""
 
 
 class Link(NamedTuple):
-    """Between neighbours in the ring: alpha in seconds per message, beta in bytes per second."""
+    """A link between neighbours in the ring: alpha in seconds per message, beta in bytes per second."""
 
     alpha: float
     beta: float
@@ -42,15 +42,15 @@ class Step(NamedTuple):
 
 
 def all_reduce_s(link: Link, processes: int, num_bytes: float) -> float:
-    """T(N, n) of the model, in seconds."""
+    """Return T(N, n) of the model, in seconds."""
     messages = 2 * (processes - 1)
     return messages * link.alpha + messages / processes * num_bytes / link.beta
 
 
 def fit(processes: int, seconds: dict[int, float]) -> Link:
-    """α and β from measured all-reduces over so many processes (bytes -> seconds): the least sum of absolute relative
-    errors. Relative, for a large one must not drown the small ones; absolute, for a few that something else delayed
-    must not bend the line. The best line with two unknowns goes through two of the points: all pairs are tried."""
+    """Return α and β from measured all-reduces over so many processes (bytes -> seconds): the least sum of absolute
+    relative errors. Relative, so that a large one doesn't drown the small ones; absolute, so that a few delayed ones
+    don't bend the line. The best line with two unknowns goes through two of the points: all pairs are tried."""
     sizes, times = np.array([*seconds], dtype=float), np.array([*seconds.values()])
     messages = 2 * (processes - 1)
     columns = np.stack([np.full(len(sizes), messages), messages / processes * sizes], 1) / times[:, None]
@@ -62,14 +62,14 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
 
 
 def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
-    """The bytes of DDP's buckets, in the order in which they become ready."""
+    """Return the bytes of DDP's buckets, in the order in which they become ready."""
     full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
     return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
 
 
 def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int, link: Link) -> float:
-    """Seconds of a step on so many processes, each with the batch of `step`: the sum of a bucket begins when its share
-    of the backward pass is over and the sum before it is done."""
+    """Return the seconds of a step on so many processes, each with the batch of `step`: the sum of a bucket begins when
+    its share of the backward pass is over and the sum before it is done."""
     if processes == 1:
         return step.rest + step.backward
     ready = end = 0.0
@@ -80,7 +80,7 @@ def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int
 
 
 def parse_link(text: str) -> Link:
-    """`10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency."""
+    """Parse `10gbit`, `200mbit,50us`: a bandwidth in bits per second, perhaps a latency."""
     rate, _, latency = text.partition(",")
     units = {"gbit": 1e9 / 8, "mbit": 1e6 / 8}
     unit = next((unit for unit in units if rate.endswith(unit)), "")

@@ -9,13 +9,13 @@ _MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own `>>` drags the sign along."""
+    """Shift right logically: torch's own `>>` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -27,7 +27,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
-    """(B,) int64 seeds, a pure function of (seed, epoch, position in the global order): no rank, no worker."""
+    """Return (B,) int64 seeds, a pure function of (seed, epoch, position in the global order): no rank, no worker."""
     gamma = _signed(0x9E3779B97F4A7C15)
     start = mix(mix(torch.tensor(seed, device=positions.device) + gamma) + epoch)
     return mix(start + (positions + 1) * gamma)

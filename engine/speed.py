@@ -1,4 +1,4 @@
-"""What makes a run fast, and changes no promise: threads, cores, layouts, TF32, the allocator, torch.compile.
+"""Speed without changing results: threads, cores, layouts, TF32, the allocator, torch.compile.
 
 A script without these calls trains the same, more slowly.
 """
@@ -23,7 +23,7 @@ from engine.world import World
 
 
 def set_backends(cfg: Any) -> None:
-    """Choose torch's switches: speed, or the same bits every time."""
+    """Set torch's switches: for speed, or for the same bits every time."""
     torch.backends.cudnn.benchmark = not cfg.deterministic
     tf32 = cfg.amp != "off" and not cfg.deterministic  # amp=off is float32 to the last digit
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -94,7 +94,7 @@ def finish(run: Run) -> Plan:
     held = sum(
         set_.bytes for loader in (run.train_loader, run.val_loader) if isinstance(set_ := loader.dataset, CachedDataset)
     )
-    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # not before: what loading needed may go
+    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),

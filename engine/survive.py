@@ -1,4 +1,4 @@
-"""What a run does about failures: errors become one line and an exit code, hangs are found, signals stop in good order.
+"""Handle failures: errors become one line and an exit code, hangs are found, signals stop a run in good order.
 
 A script without these calls trains the same, as long as nothing goes wrong.
 """
@@ -52,7 +52,7 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
 
 @contextmanager
 def watch(world: World, stop: StopRequest, cfg: Any) -> Iterator[None]:
-    """Run a thread that notices ranks which fail, hang or are gone, and says who; it passes on reasons to stop."""
+    """Run a thread that notices ranks that fail, hang or are gone, and names them; it passes on reasons to stop."""
     with Watchdog(world, stop, cfg.ddp.timeout_s):
         yield
 
@@ -73,15 +73,15 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
 
 
 def check_all_reduced(net: nn.Module) -> None:
-    """After the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
-    gradients are there: a rank that lacks one would answer the others' all-reduce with the next thing it sums."""
+    """Check after the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
+    gradients are there: a rank that lacks one would answer the others' all-reduce with its next sum."""
     if isinstance(net, DistributedDataParallel):
         net._check_reducer_finalized()
 
 
 def check_outcome(run: Run) -> None:
-    """(all ranks) Read what became of the last step, on a GPU of the one before: votes to stop; steps that were skipped
-    are logged with the samples behind them. Raises LockstepError where the training has diverged."""
+    """(all ranks) Read the outcome of the last step, on a GPU of the one before: votes to stop; skipped steps are
+    logged with the samples behind them. Raises LockstepError where the training has diverged."""
     progress, asked, skipped_now = run.progress, False, False
     for (votes, skipped), (step, passes) in run.news:
         asked = asked or votes > 0
@@ -105,7 +105,7 @@ def check_outcome(run: Run) -> None:
 
 
 def _hopeless(run: Run) -> str:
-    """Return why it makes no sense to go on; empty while it does."""
+    """Return why the run cannot continue; empty while it can."""
     progress, limit = run.progress, run.cfg.max_skipped_steps
     if limit and progress.skipped_in_a_row >= limit:
         return f"{limit} steps in a row had a gradient that is not finite"

@@ -27,7 +27,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Rank 0: the only one that writes files and prints."""
+        """Return whether this is rank 0, the only one that writes files and prints."""
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> None:

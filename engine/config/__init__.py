@@ -1,4 +1,4 @@
-"""The config: `schema.py` says what can be set, `parse.py` how text becomes it."""
+"""The config: `schema.py` declares its keys, `parse.py` reads text into it."""
 
 from engine.config.parse import Answered as Answered
 from engine.config.parse import Args as Args

@@ -1,4 +1,4 @@
-"""How text becomes a config: files and command lines are deltas over the schema, and every problem is found first.
+"""Parse text into a config: files and command lines are deltas over the schema, and every problem is found first.
 
 Values arrive as text, from YAML too (PyYAML would read `1e-4` as a string and `no` as False), and are coerced by the
 type that the field declares. All problems are reported together.
@@ -29,7 +29,7 @@ from engine.errors import LockstepError
 
 
 class Args(NamedTuple):
-    """What the command line says: the resolved config and the switches that are about this call, not about the run."""
+    """Hold what the command line gives: the resolved config and the switches that concern this call, not the run."""
 
     cfg: Any
     help: bool
@@ -38,7 +38,7 @@ class Args(NamedTuple):
     debug: bool
     force: bool
     profile: bool
-    notes: tuple[str, ...] = ()  # what was accepted, and sets nothing
+    notes: tuple[str, ...] = ()  # what was accepted, but sets nothing
 
 
 class Setting(NamedTuple):
@@ -89,7 +89,7 @@ def parse(
 
 
 class _Frozen:
-    """Mixed into a config once it is parsed: what was asked for stays apart from what is decided, see `Plan`."""
+    """Mixed into a config once it is parsed: keeps what was asked for apart from what is decided, see `Plan`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"the config is not changed after parsing: see config.changed ({name})")
@@ -101,7 +101,7 @@ def _frozen_kind(kind: Any) -> Any:
 
 
 def frozen(cfg: Any) -> Any:
-    """Make a tree of settings one that cannot be changed, and return it."""
+    """Make a tree of settings immutable, and return it."""
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
         if dataclasses.is_dataclass(value):
@@ -113,7 +113,7 @@ def frozen(cfg: Any) -> Any:
 
 
 class Answered(Exception):
-    """The command line asked a question, such as --help, and it was answered: there is nothing to run."""
+    """Raised when the command line asked a question, such as --help, and it was answered: there is nothing to run."""
 
 
 def _aliases(task: Task | type[Task]) -> dict[str, str]:
@@ -133,12 +133,12 @@ def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:
 
 
 def schema_of(task: type[Task]) -> type:
-    """The dataclass that holds the common config and the task's own sections."""
+    """Return the dataclass that holds the common config and the task's own sections."""
     return dataclass(type("Config", (task.Settings, Config), {"__doc__": Config.__doc__}))
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:
-    """The resolved tree as plain values, in the order of the schema: what config.yaml and the checkpoints hold."""
+    """Return the resolved tree as plain values, in the schema's order, as config.yaml and checkpoints hold it."""
     return dataclasses.asdict(cfg)
 
 
@@ -151,7 +151,7 @@ def changed(cfg: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def defaults(cfg: Any) -> dict[str, Any]:
-    """{key: its default} of all keys that `cfg` has, whatever a task or a choice within it starts from."""
+    """Return {key: default} of all keys that `cfg` has, whatever a task or a choice within it starts from."""
     fields = {key: each for key, (_, each) in _fields(cfg).items()}
     missing = dataclasses.MISSING
     return {
@@ -170,7 +170,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def task_in(path: str) -> str:
-    """The task that a YAML names; nothing of it is run."""
+    """Return the task that a YAML names; nothing of it is run."""
     named = (str(setting.value) for setting in _read_yaml(path, []) if setting.key == "task")
     return _at_home(next(named, Config.task))
 
@@ -180,8 +180,8 @@ def to_yaml(cfg: Any) -> str:
 
 
 def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
-    """The text of --help: every everyday flag with the default that it has for this task."""
-    aliases = ALIASES | task.aliases  # the foreign ones are accepted, and not listed
+    """Return the text of --help: every everyday flag with the default that it has for this task."""
+    aliases = ALIASES | task.aliases  # the foreign ones are accepted, but not listed
     flat, fields = flatten(to_dict(cfg)), _fields(cfg)
     lines = [
         f"usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]",
@@ -215,8 +215,8 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
 
 
 def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """The command line piece by piece: (the name that is set, None for a word by itself; its value, None without one;
-    the words that say so)."""
+    """Yield the command line piece by piece: (the name that is set, None for a positional word; its value, None without
+    one; the words themselves)."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -232,7 +232,7 @@ def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]
 
 
 def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], list[Setting]]:
-    """The command line as (switches, config files, settings)."""
+    """Return the command line as (switches, config files, settings)."""
     switches: set[str] = set()
     files: list[str] = []
     settings: list[Setting] = []
@@ -258,8 +258,8 @@ def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], 
 
 
 def to_go_on(argv: list[str], task: Task | type[Task], folder: str) -> list[str]:
-    """The words of a command line `argv` that goes on with its run in `folder`, from the run's own last checkpoint,
-    wherever it once started."""
+    """Return the words of a command line `argv` that resumes its run in `folder` from the run's own last checkpoint,
+    whatever it was once started from."""
     aliases = _aliases(task)
     words: list[str] = []
     found: set[str] = set()
@@ -278,7 +278,7 @@ def to_go_on(argv: list[str], task: Task | type[Task], folder: str) -> list[str]
 
 
 def _takes_a_value(name: str, rest: list[str]) -> bool:
-    """Whether the word after --name is its value; a yes/no flag takes one only if it is a yes or a no."""
+    """Return whether the word after --name is its value; a yes/no flag takes one only if it is a yes or a no."""
     if not rest or rest[0].startswith("--"):
         return False
     key = ALIASES.get(name, name)
@@ -293,7 +293,7 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 
 
 def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
-    """The leaves of a YAML file, as text, each with its file and line."""
+    """Return the leaves of a YAML file, as text, each with its file and line."""
     try:
         with open(_at_home(path), "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -329,7 +329,7 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
 
 
 def _as_python(path: str, text: str) -> LockstepError | None:
-    """What to say of a line such as `a.b = c` in what is no YAML."""
+    """Return the error for a line such as `a.b = c` in a file that is not YAML."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):
             key, value = found.groups()
@@ -350,7 +350,7 @@ def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
 
 
 def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:
-    """The settings below `node`, problems as text, and "" for each section and list item: whoever reads them counts."""
+    """Yield the settings below `node`, problems as text, and "" per section and list item, to be counted."""
     sections: set[str] = set()
     for key_node, value in node.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
@@ -373,12 +373,12 @@ def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Itera
 
 
 def _text(node: yaml.Node) -> str:
-    """A scalar as it is written; anything else has no text (and its repr may be of any length)."""
+    """Return a scalar as it is written; anything else has no text (and its repr may be of any length)."""
     return node.value if isinstance(node, yaml.ScalarNode) else "?"
 
 
 def _shown(text: str) -> str:
-    """As it can stand in a message of one line."""
+    """Return the text as it can stand in a message of one line."""
     plain = text if text.isprintable() else text.encode("unicode_escape").decode()
     return plain if len(plain) <= 80 else plain[:77] + "..."
 
@@ -387,7 +387,7 @@ def _shown(text: str) -> str:
 
 
 def _fields(cfg: Any, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
-    """Dotted key -> (type, field) of every leaf of the schema."""
+    """Map dotted key -> (type, field) for every leaf of the schema."""
     hints = typing.get_type_hints(type(cfg))
     found: dict[str, tuple[Any, dataclasses.Field[Any]]] = {}
     for f in dataclasses.fields(cfg):
@@ -433,7 +433,7 @@ def _apply(
             _assign(cfg, key, value)
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
         if one in said and other not in said and getattr(cfg, one):
-            _assign(cfg, other, 0)  # the one that is asked for, not the default of the other
+            _assign(cfg, other, 0)  # the one that was chosen, not the default of the other
 
 
 def _given(setting: Setting) -> str:
@@ -474,7 +474,7 @@ def _name_another_task(
     load_task: Callable[[str], type[Task]],
     others: Iterable[str],
 ) -> None:
-    """Keys of another task become one problem, which names it: the task that knows most of them."""
+    """Merge the keys of another task into one problem, which names it: the task that knows most of them."""
     theirs: dict[str, list[int]] = {}
     for name in others if unknown else ():
         with contextlib.suppress(LockstepError):
@@ -513,7 +513,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 
 def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
-    """Text to the declared type; ValueError in words."""
+    """Convert text to the declared type; raises ValueError with an explanation."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
@@ -561,7 +561,7 @@ def _coerce(raw: str | list[str] | None, kind: Any) -> Any:
 
 
 def _at_home(text: str) -> str:
-    """~/x as a shell means it: of key=~/x or --key=~/x no shell expands it, and nobody does in a YAML."""
+    """Expand ~/x as a shell does: no shell expands it in key=~/x or --key=~/x, and nothing does in a YAML."""
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
@@ -582,7 +582,7 @@ def _check_range(value: Any, limits: typing.Mapping[str, Any]) -> None:
 
 
 def _contradictions(cfg: Config) -> list[str]:
-    """What no single field can know."""
+    """Return the contradictions between fields."""
     problems = []
     if not cfg.epochs and not cfg.steps:
         problems.append("epochs=0 and steps=0 (config): the run would never end; give one of them")

@@ -1,4 +1,4 @@
-"""What can be set: a tree of dataclasses with the defaults in one place. A task adds its own sections.
+"""The schema of the config: a tree of dataclasses with the defaults in one place. A task adds its own sections.
 
 YAML is a delta over it, the command line another; see parse.py.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal
 def option(
     default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
-    """A config field: its default, its line of help, and its range (`low`, `high` inclusive, `above` exclusive)."""
+    """Declare a config field: default, line of help, and range (`low`, `high` inclusive, `above` exclusive)."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -20,12 +20,12 @@ def option(
 
 
 def section(cls: type) -> Any:
-    """A config field that is itself a dataclass of options."""
+    """Declare a config field that is itself a dataclass of options."""
     return field(default_factory=cls)
 
 
 def choice(default: str, classes: dict[str, type]) -> Any:
-    """A config field that is one of several such dataclasses: the key `type` in it says which. A class may have
+    """Declare a config field that is one of several such dataclasses, chosen by its key `type`. A class may have
     `defaults`, as a task has: keys of the common config that this choice starts from."""
     return field(default_factory=classes[default], metadata={"classes": classes})
 
@@ -93,7 +93,7 @@ class Wandb:
 
 @dataclass
 class Config:
-    """What every task has. A task's `Settings` adds its own sections (`dataset`, `model`, ...)."""
+    """The sections of every task. A task's `Settings` adds its own (`dataset`, `model`, ...)."""
 
     task: str = option("har", "a name in tasks/, or the path of a .py file with a class Task")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**31 - 1)
@@ -179,20 +179,20 @@ ALIASES = {
     "use_amp": "amp",
     "max_time": "max_time_s",
 }
-"""Everyday spellings, the guides' among them."""
+"""Short spellings, the guides' among them."""
 
 SETS_NOTHING: dict[str, tuple[Any, str]] = {
     "torch.backends.cudnn.benchmark": (True, "cuDNN tries its kernels; deterministic=true ends that"),
     "torch.backends.cuda.matmul.allow_tf32": (True, "TF32 is on; amp=off ends that"),
     "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
 }
-"""What the guides advise and is so already: {key: (the only value that it may have, None for any; why)}."""
+"""Settings that the guides advise and that always hold: {key: (the only value it may have, None for any; why)}."""
 
 EVERYDAY = (
     "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
     "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
 ).split()
-"""What --help lists, in this order; --print-config shows the rest."""
+"""Keys that --help lists, in this order; --print-config shows the rest."""
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")

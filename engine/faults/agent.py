@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""torchrun, with what it keeps to itself: the exit code of the run, and one line about a process that was killed.
+"""torchrun, plus what it hides: the exit code of the run, and one line about a process that was killed.
 
     python engine/faults/agent.py [options of torchrun] train.py [arguments]
 
@@ -22,22 +22,22 @@ import tempfile
 from typing import Any
 
 SCRATCH = "LOCKSTEP_SCRATCH"
-"""Environment variable: a folder that ends with this process, for all temporary files of the run's processes, and for
-EXIT_CODE. Where this process is killed, they remove it."""
+"""Environment variable: a folder that this process removes at its end, for all temporary files of the run's processes
+and for EXIT_CODE. If this process is killed, they remove it."""
 
 EXIT_CODE = "exit_code"
 """File in it: the exit code that the processes agreed on."""
 
 COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: what stands before the training's own arguments in the person's shell."""
+"""Environment variable: what stands before the training's own arguments in the user's shell."""
 
 STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 """Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
 
 
 def main(argv: list[str]) -> int:
-    # Torch reads it as it is loaded. Here an address where nobody is has forty lines of stack, before ours; for the
-    # processes, warnings of a store whose server is gone have one each, and errors are shown.
+    # Torch reads it when it is loaded. Here an address that nobody listens on would log a stack of forty lines before
+    # our message; the processes get one warning each of a store whose server is gone, but still show errors.
     unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would listen to it all the same
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
             handled = args.signals_to_handle.split(",")
             args.signals_to_handle = ",".join(name for name in handled if name != "SIGHUP")
-        else:  # an older one cannot be told: then its processes listen, too
+        else:  # an older one has no such option: then its processes handle it, too
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if args.rdzv_backend == "static" and not args.standalone:
         os.environ[STATIC] = "1"
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         except ChildFailedError as error:
             return _failed(error.failures, _said(path))
         except Exception as error:  # of the agent: the rendezvous, mostly
-            said = _said(path)  # then a process has said why, too
+            said = _said(path)  # then a process has reported its reason, too
             return _not_started(error, args) if said is None else said
         finally:  # torch's handlers would raise an error from whatever is left to do
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def temporary_folder() -> str:
-    """Where temporary files go, here and in the processes to come. Where nothing else can be written, as in
-    `docker run --read-only`, that is shared memory. Raises FileNotFoundError where that cannot, either."""
+    """Return the folder for temporary files, here and in the processes to come: shared memory where nothing else can be
+    written, as in `docker run --read-only`. Raises FileNotFoundError where that cannot be written, either."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -101,9 +101,9 @@ def temporary_folder() -> str:
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """(this machine's own address, its network interface) on the way to `host`, by its routes: nothing is sent.
+    """Return (this machine's own address, its network interface) for reaching `host`, by its routes: sends nothing.
 
-    Empty where there is no way, or no name. A machine's own name leads to 127.0.0.1 on many.
+    Empty where there is no route or no such name. On many machines their own name stands for 127.0.0.1.
     """
     with contextlib.suppress(OSError):
         family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -115,7 +115,7 @@ def way_to(host: str) -> tuple[str, str]:
 
 
 def _interface_of(address: str, probe: socket.socket) -> str:
-    """Linux only; elsewhere, and for an address that is not its interface's first, empty."""
+    """Return the interface of `address`, Linux only; elsewhere, and unless it is the interface's first, return ""."""
     packed = ipaddress.ip_address(address).packed
     with contextlib.suppress(OSError):
         if len(packed) == 16:
@@ -134,8 +134,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _arrange_c10d(args: Any) -> None:
-    """What torchrun needs for a dynamic rendezvous of several machines, and leaves to the person: which of them keeps
-    the store (it asks this machine's name, which may stand for 127.0.0.1), and by which address the others find it."""
+    """Set what torchrun needs for a dynamic rendezvous of several machines, and leaves to the user: which machine holds
+    the store (torchrun asks this machine's name, perhaps 127.0.0.1), and at which address the others find it."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
@@ -144,7 +144,7 @@ def _arrange_c10d(args: Any) -> None:
     if "is_host" not in args.rdzv_conf:
         args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), f"is_host={int(hosts)}"])
     args.local_addr = args.local_addr or (host if hosts else here) or None
-    # Else the store's part of one attempt is read by the next, see CONTRIBUTING.md.
+    # Otherwise the store's part of one attempt is read by the next, see CONTRIBUTING.md.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -152,12 +152,12 @@ def _said(path: str) -> int | None:
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read())
-    except (OSError, ValueError):  # nobody came so far
+    except (OSError, ValueError):  # nobody has joined so far
         return None
 
 
 def _failed(failures: dict[int, Any], said: int | None) -> int:
-    """Name the processes that a signal ended; the others have said themselves what was wrong."""
+    """Name the processes that a signal ended; the others have reported their errors themselves."""
     for rank, failure in sorted(failures.items()):
         who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
@@ -176,7 +176,7 @@ def _not_started(error: BaseException, args: object) -> int:
     while error.__cause__ is not None:  # the outer one says "see inner exception"
         error = error.__cause__
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if text == "RendezvousTimeoutError":  # it has no words
+    if text == "RendezvousTimeoutError":  # it has no message
         text = "not all nodes have come in time"
     port = getattr(args, "master_port", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -196,5 +196,5 @@ if __name__ == "__main__":
     from engine.faults import terminal
 
     terminal.outlive()
-    del sys.path[0]  # the scripts' own modules are not for everybody
+    del sys.path[0]  # the scripts' own modules must not be importable by everything
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What went wrong, in one line: every exception becomes `error: what (where): what to do` and an exit code."""
+"""Explain failures: every exception becomes one line, `error: what (where): what to do`, and an exit code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HERE = Path(__file__).resolve().parents[2]
 
 
 def end(error: BaseException, debug: bool) -> int:
-    """Say what happened, once for all ranks, and return the exit code; with a launcher, or DDP, it doesn't return.
+    """Print what happened, once for all ranks, and return the exit code; with a launcher, or DDP, don't return.
 
-    An interpreter that winds down with gloo's threads alive may hang or abort, and the exit code would be lost.
+    An interpreter that shuts down while gloo's threads live may hang or abort, and the exit code would be lost.
     """
     world = _joined()
     alone = world is None or not (launch.environment().launched or launch.meeting.wrapped)
     if not alone:
-        # torchrun sends it as soon as one rank is dead, and before the first step it would end this one unheard.
+        # torchrun sends it as soon as one rank is dead; before the first step it would end this one before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
     mine = explain(error, world)
@@ -47,7 +47,7 @@ def end(error: BaseException, debug: bool) -> int:
             watchdog.say_error(str(mine))
         return code
     if not status.current.ended.acquire(blocking=False):
-        time.sleep(60)  # the watch is ending this process
+        time.sleep(60)  # the watchdog is ending this process
     if mine.everywhere or world.size == 1:
         cause, claimed = watchdog.Failure(0, str(mine), mine.exit_code, details, again), world.main
     else:
@@ -59,7 +59,7 @@ def end(error: BaseException, debug: bool) -> int:
     if claimed:
         watchdog.announce(world, cause)
     if alone and not cause.again:
-        sys.unraisablehook = lambda about: None  # loaders that are half made complain as they go
+        sys.unraisablehook = lambda about: None  # half-built loaders complain when they are destroyed
         leave_nothing()  # or torch waits five seconds and more for a loader process that hangs
         dist.destroy_process_group()
         return status.leave_code(cause.exit_code)
@@ -68,14 +68,14 @@ def end(error: BaseException, debug: bool) -> int:
 
 
 def _joined() -> World | None:
-    """The world of this process, if it has come that far."""
+    """Return the world of this process, if it has joined one."""
     if not dist.is_initialized():
         return None
     return World(dist.get_rank(), launch.environment().local_rank, dist.get_world_size(), torch.device("cpu"))
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another has failed: gloo's and NCCL's errors have no class of their own."""
+    """Return whether a rank sees this error when another has failed: gloo's and NCCL's have no class of their own."""
     if isinstance(error, torch.distributed.DistError):
         return True
     # torchrun sends SIGTERM to a failing job's loader processes too; one that has just begun doesn't ignore it yet.
@@ -84,7 +84,7 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, world: World | None) -> LockstepError:
-    """The same in words. Exit code 1 where it is an error in the code, or memory has run out."""
+    """Return the error as one for the user. Exit code 1 where it is an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
     place = [_frame(error)]
@@ -148,7 +148,7 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
 
 
 def _frame(error: BaseException) -> str:
-    """The innermost line that is not a library's: file:line in function."""
+    """Return the innermost line that is not a library's: file:line in function."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(torch.__file__).parent), sys.base_prefix + os.sep, os.sep + "site-packages" + os.sep)
     own = [f for f in frames if not any(part in f.filename for part in libraries)]
@@ -160,7 +160,7 @@ def _frame(error: BaseException) -> str:
 
 
 def _unused(text: str) -> str:
-    """The names of the parameters that DDP gives by number, as in its own list: those that are trained."""
+    """Return the names of the parameters that DDP gives by index, in its own list: those that are trained."""
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     names = status.current.parameter_names
     return ", ".join(names[int(index)] for index in found[1].split()) if found else "torch does not say which"

@@ -1,4 +1,4 @@
-"""Memory that ran out: known as such, and the way on, with a smaller batch that takes the same steps."""
+"""Detect that memory ran out, and start again with a smaller batch that takes the same steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 AGAIN = "LOCKSTEP_AGAIN"
-"""Environment variable: JSON of the settings that this process was started again with; they go before all others."""
+"""Environment variable: JSON of the settings that this process was restarted with; they precede all others."""
 
 TIMES = "LOCKSTEP_TIMES_AGAIN"
 """Environment variable: how often that has happened."""
@@ -25,34 +25,34 @@ _BEGAN = time.monotonic()
 
 
 def began() -> float:
-    """time.monotonic() of the start of this process, or of the first of those that it was."""
+    """Return time.monotonic() of the first start of this process, before any restart."""
     return float(os.environ.get(BEGAN, _BEGAN))
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says that memory of the GPU or of the host has run out; torch has a class for its own allocator's."""
+    """Return whether memory of the GPU or of the host has run out; torch has a class only for its allocator's."""
     signs = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "2 'out of memory'"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def settings() -> dict[str, Any]:
-    """What this process was started again with."""
+    """Return the settings that this process was restarted with."""
     return json.loads(os.environ.get(AGAIN, "{}"))
 
 
 def times() -> int:
-    """How often the ranks have started again, all together, within one attempt of the launcher's."""
+    """Return how often the ranks have restarted, all together, within one attempt of the launcher's."""
     return int(os.environ.get(TIMES, "0"))
 
 
 def start_again(more: dict[str, Any]) -> None:
-    """Become a new process of the same number, with the same command and these settings: nothing of the old one's
-    memory stays, and the launcher notices nothing. Doesn't return; may be called from any thread."""
+    """Replace this process by a new one of the same pid, with the same command and these settings: none of the old
+    one's memory stays, and the launcher notices nothing. Doesn't return; may be called from any thread."""
     os.environ.setdefault(BEGAN, str(_BEGAN))
     os.environ[AGAIN], os.environ[TIMES] = json.dumps(settings() | more), str(times() + 1)
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open
         try:
             os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)
-        except OSError:  # the one that lists them
+        except OSError:  # the descriptor that lists them
             continue
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,4 +1,4 @@
-"""Reasons to end a run early, in good order: after the step that it is in, with a checkpoint."""
+"""Stop a run early, in good order: after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 
 
 class StopRequest:
-    """Whether this process wants to stop, and why. The ranks vote in the all-reduce of every step."""
+    """Hold whether this process wants to stop, and why. The ranks vote in the all-reduce of every step."""
 
     def __init__(self, max_time_s: float = 0.0):
         self.reason = ""
@@ -40,12 +40,12 @@ class StopRequest:
         return bool(self.reason)
 
     def install_handlers(self) -> None:
-        """From here on a signal only asks; a second Ctrl-C quits at once. Installs handlers even where a shell started
-        this process with SIGINT ignored, as it does after `&`. They stay to the end of the process: torchrun sends
-        SIGTERM as soon as one rank has ended, and the others still have something to write or to say.
+        """Make signals only request a stop from here on; a second Ctrl-C quits at once. Installs handlers even where a
+        shell started this process with SIGINT ignored, as after `&`. They stay to the end of the process: torchrun
+        sends SIGTERM as soon as one rank has ended, and the others still have something to write or report.
 
-        `nohup` ignores SIGHUP, and so does the run; not under plain torchrun, which listens to it all the same, and
-        kills whoever it has passed it on to without being obeyed."""
+        `nohup` ignores SIGHUP, and so does the run; but not under plain torchrun, which handles it nevertheless, and
+        kills the processes that don't obey when it passes it on."""
         plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and agent.SCRATCH not in os.environ
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN or plain_torchrun:
@@ -54,7 +54,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT:
-            # Whoever signals all processes of a run reaches a rank twice: itself, and a moment later through torchrun.
+            # A signal to all processes of a run reaches a rank twice: directly, and a moment later through torchrun.
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
@@ -65,7 +65,7 @@ class StopRequest:
 
 
 def quit_at_once(exit_code: int, why: str) -> None:
-    """Leave without another line of Python: from a signal handler, or a thread."""
+    """Leave without running more Python: from a signal handler, or a thread."""
     leave_nothing()
     if launch.speaks():
         terminal.shout(f"{why}\n")
@@ -73,8 +73,8 @@ def quit_at_once(exit_code: int, why: str) -> None:
 
 
 def own_scratch() -> None:
-    """Before the first loader process: it would make a folder of its own for its sockets, which is left behind where it
-    is killed. It inherits this process's; under the launcher that lies in the agent's."""
+    """Set a scratch folder before the first loader process, which would make one of its own for its sockets and leave
+    it behind if killed. It inherits this process's folder, which under the launcher lies in the agent's."""
     if not _scratch:
         try:
             place = os.environ.get(agent.SCRATCH) or agent.temporary_folder()
@@ -86,12 +86,12 @@ def own_scratch() -> None:
                 todo="mount one (docker run --tmpfs /tmp), or num_workers=0",
             ) from error
         atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
-        # What multiprocessing.util.get_temp_dir() looks up; its own folder complains where it is gone at the end.
+        # what multiprocessing.util.get_temp_dir() reads; its own folder raises errors if it is gone at the end
         getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """From here on the kernel sends this process a signal when the one that started it ends (Linux only)."""
+    """Have the kernel send this process a signal when the one that started it ends (Linux only)."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -102,8 +102,8 @@ _parent = os.getppid()
 
 
 def leave_nothing() -> None:
-    """Before the end of this process: its loader processes, which would end by themselves only after seconds, and a
-    hung one never; its temporary files, and those of an agent that was killed."""
+    """Clean up before this process ends: its loader processes, which would end only after seconds, a hung one never;
+    its temporary files, and those of an agent that was killed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():

@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 lost: list[str] = []
-"""What can no longer be shown, and why, in words. The first is for the log."""
+"""Outputs that can no longer be shown, with the reason. The first entry goes to the log."""
 
 
 def fill() -> None:
-    """Before anything is opened: closed descriptors 0 to 2 lead to /dev/null, or the next file opened would become
+    """Call before anything is opened: lead closed descriptors 0 to 2 to /dev/null, or the next file opened would become
     stderr and get its text. Children find them closed again, and note it themselves."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -28,7 +28,7 @@ def fill() -> None:
 
 
 def outlive() -> None:
-    """From here on no print fails: neither of a stdout or stderr that is gone, nor of a letter that it has not."""
+    """Make every print succeed from here on, even if stdout or stderr is gone or cannot encode a character."""
     fill()
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream: Any = getattr(sys, name)
@@ -66,7 +66,7 @@ COLOURS = {"error:": "1;31", "warning:": "33", "✓": "32"}  # bold red, yellow,
 
 
 def _paint(text: str) -> str:
-    """The marks at the beginnings of lines."""
+    """Colour the marks at the beginnings of lines."""
     marks = "|".join(COLOURS)
     return re.sub(rf"(?m)^(\s*)({marks})", lambda found: f"{found[1]}\x1b[{COLOURS[found[2]]}m{found[2]}\x1b[0m", text)
 
@@ -78,15 +78,15 @@ class _Painted(io.TextIOWrapper):
 
 
 def unread() -> bool:
-    """Whether something of stdout was lost: a failure for whoever was asked to print."""
+    """Return whether some of stdout was lost: a failure for a program whose purpose is to print."""
     return any(words.startswith("stdout") for words in lost)
 
 
 def shout(text: str) -> None:
-    """To stderr in one write, so that the lines of several processes don't mix; from signal handlers, too."""
+    """Write to stderr at once, so that the lines of several processes don't mix; works in signal handlers, too."""
     try:
         if os.isatty(2) and os.environ.get("TERM") != "dumb":
-            text = "\r\x1b[J" + (_paint(text) if _in_colour(2) else text)  # over a bar that was under way
+            text = "\r\x1b[J" + (_paint(text) if _in_colour(2) else text)  # over a progress bar
         os.write(2, text.encode(errors="replace"))
     except OSError as error:
         _note("stderr", error)

@@ -1,4 +1,4 @@
-"""Blocks of work that may fail on one rank: all ranks stop, with its message."""
+"""Run blocks of work that may fail on one rank: all ranks stop, with its message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
-    """(all ranks) Around a block without collectives: where it raises LockstepError on one rank, all raise the first.
+    """(all ranks) Wrap a block without collectives: if it raises LockstepError on one rank, all raise the first.
 
     Other exceptions end the run at once, with their traceback: the other ranks learn of them from the watchdog.
     """

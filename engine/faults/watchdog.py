@@ -1,7 +1,7 @@
-"""A thread beside the training: this rank's heartbeat, an eye on the others, and a way out where none is left.
+"""A thread beside the training: sends this rank's heartbeat, checks the others, and ends a process that is stuck.
 
 The main thread may be stuck in a collective, in a disk or in user code; this thread is not. Once a second it tells the
-store what the main thread is doing. When a wait gets long it reads what all ranks do, and says who is to blame.
+store what the main thread is doing. When a wait gets long it reads what all ranks do, and names the one to blame.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MACHINE = machine()
 
 @dataclass
 class Failure:
-    """The first thing that went wrong, as all ranks agree on it."""
+    """The first failure, as all ranks agree on it."""
 
-    rank: int  # whose failure it is
+    rank: int  # the rank that failed
     text: str
     exit_code: int
     details: str = ""  # a traceback, or stacks
-    again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks start again by themselves
+    again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
 
 
 class Watchdog:
@@ -65,13 +65,13 @@ class Watchdog:
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.orphaned = self.heard = self.lost = self.bereft = 0.0
         self.beats = 0
-        self.said, self.dumped = 0.0, -1  # the wait that was warned of, by its begin; the step whose stacks were given
+        self.said, self.dumped = 0.0, -1  # the wait that was warned of, by its begin; the step whose stacks were dumped
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self.world.size > 1:
-            self._beat()  # whoever dies in the first second was there
+            self._beat()  # a rank that dies in the first second has been seen
         self.thread.start()
         return self
 
@@ -112,7 +112,7 @@ class Watchdog:
             self.notes.put(f"stacks{self.world.rank}", stacks())
 
     def _share_stop(self) -> None:
-        """A stop asked of one rank is known to all within a beat; the step it happens after is voted on in the loop."""
+        """Tell all ranks within a beat of a stop requested on one; the loop votes on the step it happens after."""
         if self.stop.requested:
             self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
         elif note := self.notes.get_first("stop"):
@@ -130,7 +130,7 @@ class Watchdog:
             self._end(Failure(self.world.rank, "torchrun is gone, and this run could not stop by itself", 6))
 
     def _check_failure(self) -> None:
-        """Another rank has failed: the main thread meets that in its next collective, unless it never gets there."""
+        """End this process if another rank has failed and the main thread does not meet that in its next collective."""
         cause = self.notes.root_cause()
         if cause is None:
             return
@@ -139,7 +139,7 @@ class Watchdog:
             self._end(cause)
 
     def _check_store(self) -> None:
-        """Without it nobody knows of anybody. Its server is in rank 0 or in torchrun: one of them is gone."""
+        """End this process if the store, which rank 0 or torchrun serves, is gone: ranks then lose each other."""
         if self.notes.store is not None or self.orphaned:
             return
         self.lost = self.lost or time.monotonic()
@@ -151,7 +151,7 @@ class Watchdog:
             self._end(cause, claimed=True)
 
     def _check_peers(self) -> None:
-        """A rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
+        """Find a rank of this machine whose process is gone: gloo tells the main thread, NCCL may not."""
         cause = _dead_peer(self.notes, self.world)
         self.bereft = (self.bereft or time.monotonic()) if cause else 0.0
         if cause and time.monotonic() - self.bereft > self.grace_s:
@@ -174,7 +174,7 @@ class Watchdog:
             if self.notes.put_first(f"dump{phase.step}", True):
                 self.notes.put("dump", phase.step)
                 _, text, _ = self._diagnose()
-                if phase.now[2] == since and self.notes.store is not None:  # else it went on meanwhile
+                if phase.now[2] == since and self.notes.store is not None:  # otherwise it has moved on meanwhile
                     self._say(text, self._stacks_of_all())
         if took > max(self.timeout_s - 3 * self.beat_s, self.timeout_s / 2):
             blamed, text, silent = self._diagnose()
@@ -190,16 +190,16 @@ class Watchdog:
             claimed = self.notes.claim_root_cause(cause)
             if claimed:
                 announce(self.world, cause)
-                for beat in silent:  # a frozen process hears nothing, and torchrun would wait half a minute for it
+                for beat in silent:  # a frozen process ignores signals, and torchrun would wait half a minute for it
                     if beat["machine"] == MACHINE:
                         with contextlib.suppress(OSError):
                             os.kill(beat["pid"], signal.SIGKILL)
             self._end(self.notes.root_cause() or cause, claimed)
 
     def _diagnose(self) -> tuple[int, str, list[dict[str, Any]]]:
-        """(the rank to blame, one line about what all ranks do, the last beats of those that no longer beat)."""
+        """Return (the rank to blame, one line about what all ranks do, the last beats of those that no longer beat)."""
         before = self.notes.beats()
-        for _ in range(3):  # a heart that doesn't beat meanwhile has stopped
+        for _ in range(3):  # a rank that doesn't beat meanwhile has stopped
             time.sleep(self.beat_s)
             self._beat()
         now = self.notes.beats()
@@ -215,7 +215,7 @@ class Watchdog:
         return found
 
     def _say(self, text: str, dumps: dict[int, str]) -> None:
-        """A warning, and what every rank was executing in a file beside the log."""
+        """Log a warning, and write what every rank was executing to a file beside the log."""
         folder = status.current.folder
         if folder is not None:
             with contextlib.suppress(OSError):
@@ -225,13 +225,13 @@ class Watchdog:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _end(self, cause: Failure, claimed: bool = False) -> None:
-        """Leave from this thread: the main one may never come back."""
-        if status.current.ended.acquire(blocking=False):  # else the main thread is at it
+        """End the process from this thread: the main one may never return."""
+        if status.current.ended.acquire(blocking=False):  # otherwise the main thread is ending it
             leave(self.world, cause, claimed)
 
 
 def diagnose(before: dict[int, Any], now: dict[int, Any], size: int) -> tuple[int, str]:
-    """(the rank to blame, a sentence) from two looks at the heartbeats, some beats apart."""
+    """Return (the rank to blame, a sentence) from two looks at the heartbeats, some beats apart."""
     silent = [
         rank for rank in range(size) if rank not in now or now[rank]["beats"] == before.get(rank, now[rank])["beats"]
     ]
@@ -260,7 +260,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def stacks() -> str:
-    """What every thread of this process is executing."""
+    """Return the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
@@ -276,9 +276,9 @@ _known: list[Failure] = []
 
 
 class _Notes:
-    """What the ranks leave for each other in the store; a store that is gone answers nothing.
+    """Notes that the ranks leave for each other in the store; a store that is gone answers nothing.
 
-    patience_s  after which a store that doesn't answer is taken for gone
+    patience_s  time after which a store that doesn't answer counts as gone
     """
 
     def __init__(self, world: World, patience_s: float, store: Any = None):
@@ -286,8 +286,8 @@ class _Notes:
         self.asking = ThreadPoolExecutor(1, "notes")
 
     def _ask(self, operation: str, *words: Any) -> Any:
-        """None where there is no answer. From a thread of its own: where the machine of the store has lost its power or
-        its cable, the kernel waits a quarter of an hour for it."""
+        """Return the store's answer, or None. Uses its own thread, because after a power or cable failure of the
+        store's machine the kernel waits a quarter of an hour for an answer."""
         if self.store is None:
             return None
         try:
@@ -314,8 +314,8 @@ class _Notes:
         self._ask("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> bool:
-        """Whether this call was the first for this key on any rank; `get_first` gives its value. In one message to the
-        store: whoever comes second reads it at once."""
+        """Return whether this call was the first for this key on any rank; `get_first` gives its value. One message to
+        the store, so that a second caller reads the value at once."""
         mine = json.dumps([self.world.rank, value])
         there = self._ask("compare_set", key, "", mine)
         return there is not None and there.decode() == mine
@@ -329,28 +329,26 @@ class _Notes:
         return {rank: beat for rank, beat in found.items() if beat}
 
     def claim_root_cause(self, cause: Failure) -> bool:
-        """Whether this is the first cause; without a store everyone speaks for himself."""
+        """Return whether this is the first cause; without a store every rank reports its own."""
         first = self.put_first("failure", cause.__dict__)
         return first or self.store is None
 
     def root_cause(self) -> Failure | None:
-        """The first one; once read, it is known here even if the store is gone."""
+        """Return the first cause; once read, it is known here even if the store is gone."""
         if not _known and (note := self.get_first("failure")):
             _known.append(Failure(**note))
         return _known[0] if _known else None
 
 
 def root_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, bool]:
-    """(what ended the run, whether this rank is the one to say so).
+    """Return (what ended the run, whether this rank is the one to report it).
 
-    secondary  this rank only lost its connection: somebody else's failure is the cause, or somebody was killed
+    secondary  this rank only lost its connection: the cause is another rank's failure, or one was killed
     """
     notes = _Notes(world, 20.0)
     if secondary:
         before = notes.beats()
-        for _ in range(
-            30
-        ):  # a peer that fails has said so, or is about to; one that was killed is gone from the machine
+        for _ in range(30):  # a failing peer has reported it, or is about to; a killed one is gone from the machine
             if known := notes.root_cause():
                 return known, False
             if dead := _dead_peer(notes, world):
@@ -365,7 +363,7 @@ def root_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
 
 
 def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Failure | None:
-    """One on another machine whose heart has stopped: nobody here can ask whether its process is there."""
+    """Return a failure of a rank on another machine that no longer beats: its process cannot be checked from here."""
     now = notes.beats()
     if notes.store is None:
         return Failure(0, STORE_GONE, status.DISTRIBUTED)
@@ -412,7 +410,7 @@ def say_error(text: str) -> None:
 
 
 def say(cause: Failure) -> None:
-    """Why the run ends; a warning where it goes on by itself."""
+    """Print why the run ends; a warning if it resumes by itself."""
     if cause.again:
         terminal.shout(f"warning: {cause.text}\n")
     else:
@@ -420,14 +418,14 @@ def say(cause: Failure) -> None:
 
 
 def announce(world: World, cause: Failure) -> None:
-    """(the rank that claimed it) In this order: the terminal may be gone, or this process be killed meanwhile."""
+    """(the rank that claimed it) In this order, because the terminal may be gone, or this process be killed."""
     record(world, cause, claimed=True)
     say(cause)
 
 
 def record(world: World, cause: Failure, claimed: bool) -> None:
-    """What programs and people read afterwards. Rank 0 keeps the run's status; if it is the dead one, then the rank
-    that has noticed. A second time changes nothing."""
+    """Write what programs and people read afterwards. Rank 0 keeps the run's status; if it is dead, the rank that
+    noticed does. A second call changes nothing."""
     if cause.again:
         return
     status.leave_code(cause.exit_code)
@@ -444,7 +442,7 @@ def record(world: World, cause: Failure, claimed: bool) -> None:
 def leave(world: World, cause: Failure, claimed: bool) -> None:
     """Record the cause and end this process at once."""
     record(world, cause, claimed)
-    status.current.settle(60)  # a checkpoint that is nearly there is worth the wait
+    status.current.settle(60)  # a checkpoint that is nearly written is worth the wait
     leave_nothing()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -459,8 +457,8 @@ def leave(world: World, cause: Failure, claimed: bool) -> None:
 
 
 def _see_the_store_go(world: World) -> None:
-    """Before starting again: where the store lives in rank 0, a rank that is sooner would join the one that is about to
-    go. Under torchrun's own store there is nothing to wait for."""
+    """Wait, before a restart, until the store in rank 0 is gone: a faster rank would join the one that is about to end.
+    Under torchrun's own store there is nothing to wait for."""
     notes, deadline = _Notes(world, 5.0), time.monotonic() + 60
     if not world.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         while notes.store is not None and time.monotonic() < deadline:

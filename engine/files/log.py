@@ -1,4 +1,4 @@
-"""What a run leaves to read: the terminal, metrics.jsonl, TensorBoard, wandb. Rank 0 alone: others are `Silent`."""
+"""The run's log: the terminal, metrics.jsonl, TensorBoard, wandb. Only rank 0 writes; the others hold a `Silent`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "S
 
 
 class Silent:
-    """What every rank but the main one holds: says and writes nothing."""
+    """The log of every rank but the main one: prints and writes nothing."""
 
     def say(self, text: str = "") -> None: ...
     def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
@@ -56,7 +56,7 @@ class Silent:
 
 
 class Log(Silent):
-    """Rank 0's. `start` is the step that the run goes on from: what a dead run logged beyond it is taken back."""
+    """Rank 0's log. `start` is the step that the run resumes from: a dead run's later lines are dropped."""
 
     def __init__(self, folder: Path, run: Run):
         self.folder, self.began = folder, time.perf_counter()
@@ -64,7 +64,7 @@ class Log(Silent):
         self.config = run.cfg
         self.lost: set[str] = set()  # what can no longer be written
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
-        self.blind = False  # it has been said that the terminal is gone
+        self.blind = False  # the loss of the terminal has been logged
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
         show_bars(self.bars)
@@ -76,12 +76,12 @@ class Log(Silent):
         (folder / "logs").mkdir(exist_ok=True)
         self.wandb = _start_wandb(run.cfg, folder) if run.cfg.wandb.enable else None
         self.purge_step = start + 1 if taken_back is None else start
-        if taken_back is not None:  # TensorBoard forgets whole steps: the training's numbers of this one come back
+        if taken_back is not None:  # TensorBoard forgets whole steps: write the training's numbers of this one again
             self._scalars("train", run, taken_back)
 
     @functools.cached_property
     def writer(self) -> Any:
-        """TensorBoard's, at the first log point: to import it takes longer than the rest of the program but torch."""
+        """Return TensorBoard's writer, made at the first log point: only torch's import takes longer than its."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.folder / "logs"), purge_step=self.purge_step)
@@ -113,7 +113,7 @@ class Log(Silent):
         self.epochs.update()
 
     def end_bars(self, run: Run) -> None:
-        """What is said from here on stands below the bar, which is full unless the run was stopped."""
+        """Close the bar, which is full unless the run was stopped: later lines stand below it."""
         if not run.stopped:
             self.epochs.update(run.progress.epoch + 1 - self.epochs.n)
         self.epochs.close()
@@ -136,8 +136,8 @@ class Log(Silent):
             self._add_scalars({_tag(group, k): v for k, v in values.items() if isinstance(v, (int, float))}, run)
 
     def _add_scalars(self, values: dict[str, float], run: Run) -> None:
-        """As one event: SummaryWriter would write one for each."""
-        writer = self.writer.file_writer  # first, for what comes next is loaded with it
+        """Add them as one event: SummaryWriter would write one for each."""
+        writer = self.writer.file_writer  # first, because what follows is loaded with it
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -164,7 +164,7 @@ class Log(Silent):
         self._check_terminal(run)
 
     def _check_terminal(self, run: Run) -> None:
-        """One that is gone doesn't end the training; whoever looks for its output finds here why there is none."""
+        """Log why there is no output if the terminal is gone; that doesn't end the training."""
         if terminal.lost and not self.blind:
             self.blind = True
             warning = f"{terminal.lost[0]}: the training goes on"
@@ -199,7 +199,7 @@ class Log(Silent):
         )
 
     def sync(self) -> None:
-        """A run that goes on from a checkpoint takes the log to be complete up to it: on the disk, before it."""
+        """Flush the log to the disk before a checkpoint: a resumed run takes it to be complete up to there."""
         with self._no_matter("metrics.jsonl"):
             os.fsync(self.lines.fileno())
         with self._no_matter("TensorBoard"):
@@ -207,16 +207,16 @@ class Log(Silent):
 
     @contextlib.contextmanager
     def _no_matter(self, what: str) -> Iterator[None]:
-        """A log that cannot be written costs one warning, and not the training."""
+        """Turn a failure to write a log into one warning, so that the training continues."""
         try:
             yield
-        except Exception as error:  # TensorBoard hands on whatever its own thread has met
+        except Exception as error:  # TensorBoard passes on whatever its own thread raised
             if what not in self.lost:
                 self.lost.add(what)
                 print(f"warning: {what} cannot be written ({self.folder}): {error}: training goes on", file=sys.stderr)
 
     def _thread_failed(self, about: Any) -> None:
-        """TensorBoard writes in a thread of its own, which would end with a traceback."""
+        """Handle the failure of TensorBoard's own thread, which would end with a traceback."""
         if not type(about.thread).__module__.startswith("tensorboard"):
             self.excepthook(about)
             return
@@ -234,7 +234,7 @@ class Log(Silent):
                 self.writer.add_image(name, picture, run.progress.step, dataformats=layout)
 
     def _add_gif(self, name: str, clip: np.ndarray, step: int) -> None:
-        """A clip (T, H, W[, 3]) as a GIF in an image summary: `add_video` needs moviepy and drops it silently."""
+        """Write a clip (T, H, W[, 3]) as a GIF in an image summary: `add_video` needs moviepy and drops it silently."""
         from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -256,24 +256,24 @@ class Log(Silent):
 
 
 def _tag(group: str, name: str) -> str:
-    """TensorBoard groups by what stands before the first slash: `val/f1/walk` of each class would bury `val/loss`."""
+    """Return a TensorBoard tag. Text before the first slash groups: `val/f1/walk` per class would bury `val/loss`."""
     kind, slash, rest = name.partition("/")
     return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 
 
 def start(folder: Path, run: Run) -> Log:
-    """(rank 0) Open the log, or say in words why not."""
+    """(rank 0) Open the log, or raise an error that says why not."""
     try:
         return Log(folder, run)
     except LockstepError:
         raise
-    except Exception as error:  # wandb and TensorBoard have many kinds of their own
+    except Exception as error:  # wandb and TensorBoard raise many kinds of their own
         what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise LockstepError(what, where=str(folder), todo="fix it, or give another save_dir", exit_code=3) from error
 
 
 def add_hparams(log: Log, run: Run, metrics: dict[str, float]) -> None:
-    """The config beside the final metrics, for TensorBoard's HPARAMS tab; in the same folder, not in a sub-run."""
+    """Write the config and the final metrics for TensorBoard's HPARAMS tab; in the same folder, not in a sub-run."""
     with log._no_matter("TensorBoard"):
         _add_hparams(log, run, metrics)
 
@@ -292,7 +292,7 @@ NO_WANDB = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require_wandb(cfg: Any) -> None:
-    """Before anything is loaded: refuse where the package is missing, or where nobody has logged in. Sends nothing."""
+    """Refuse, before anything is loaded, if the package is missing or nobody has logged in. Sends nothing."""
     if not find_spec("wandb"):
         raise LockstepError("the package wandb is not installed", where="wandb.enable", todo="pip install wandb")
     if cfg.wandb.mode != "auto":
@@ -306,7 +306,7 @@ def require_wandb(cfg: Any) -> None:
             known = wandb.login(prompt=False, verify=False)
         except TypeError:  # an older version, which would ask
             known = bool(wandb.api.api_key)
-    except Exception as error:  # of a key that cannot be one
+    except Exception as error:  # of a key that cannot be valid
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise LockstepError(f"wandb: {why}", where="wandb.enable", todo=NO_WANDB) from None
     if not known:
@@ -334,7 +334,7 @@ def _few(samples: list[int]) -> str:
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    """The guides' short names and formats of the metrics that have one."""
+    """Return the metrics that have a short name in the guides, in the guides' formats."""
     return {
         short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
         for name, short in SHORT.items()
@@ -343,7 +343,7 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
 
 
 def _memory_mb(run: Run) -> float:
-    """Peak memory: the GPU's, or this process's on the CPU."""
+    """Return the peak memory: the GPU's, or this process's on the CPU."""
     import resource
 
     import torch
@@ -354,13 +354,13 @@ def _memory_mb(run: Run) -> float:
 
 
 def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any] | None]:
-    """Drop the lines beyond step `start`, those that nobody can read, and the evaluation of that step if it is made
-    again. Returns (time_s of the last line kept, the training's numbers of that step if its evaluation was dropped)."""
+    """Drop the lines beyond step `start`, illegible ones, and the evaluation of that step if it is to be repeated.
+    Returns (time_s of the last line kept, the training's numbers of that step if its evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
     dropped = False
     there = path.read_bytes() if path.exists() else b""
-    *lines, torn = there.split(b"\n")  # the last one is empty, unless a write was broken off
+    *lines, torn = there.split(b"\n")  # the last one is empty, unless a write was interrupted
     for line in filter(None, [*lines, torn]):
         try:
             record = json.loads(line)
@@ -377,7 +377,7 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         print(f"warning: {what}: training goes on", file=sys.stderr)
-    # Where there is none, too: what is appended to would follow a link that was planted here.
+    # Even where there is none: the append would follow a link that was planted here.
     storage.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
     return time_s, numbers if dropped else None

@@ -1,4 +1,4 @@
-"""The life of a run's folder: opened before the first step, closed after the last, with what a person is told then."""
+"""Open a run's folder before the first step, close it after the last, and print how the run ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.run import Run
 
 
 def already_complete(run: Run) -> bool:
-    """Return whether there is nothing to train; (rank 0) say so, and how to train on."""
+    """Return whether there is nothing to train; (rank 0) print so, and how to train further."""
     p = run.progress
     if not run.finished or p.evaluation_due:
         return False
@@ -32,7 +32,7 @@ def already_complete(run: Run) -> bool:
 @contextmanager
 def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
-    last checkpoint and say how the run ended. From here on a signal asks for a stop in good order."""
+    last checkpoint and print how the run ended. From here on a signal requests a stop in good order."""
     world, progress = run.world, run.progress
     made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed))
     path = world.broadcast(made[0] if made else Path())

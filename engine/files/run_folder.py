@@ -1,4 +1,4 @@
-"""The run's folder: its name, and the record of what was run, with what, where."""
+"""The run's folder: its name, and the record of code, config and machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.world import World
 
 
 def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
-    """(rank 0) Before anything is loaded or written: can the run's folder be used, and which checkpoint is there to
-    go on from? Returns (its path or None, warnings)."""
+    """(rank 0) Check, before anything is loaded or written, whether the run's folder can be used and which checkpoint
+    there can be resumed. Returns (its path or None, warnings)."""
     folder = Path(cfg.save_dir or "checkpoints")
     there = next(path for path in [folder, *folder.absolute().parents] if path.exists() or path.is_symlink())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -60,7 +60,7 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, sto
         else:
             folder = new_folder(Path("checkpoints"), f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
         _owned.append(storage.lock(folder))
-        for torn in folder.glob(".*.tmp"):  # what a process that was killed in the middle of a write left
+        for torn in folder.glob(".*.tmp"):  # left by a process that was killed in the middle of a write
             torn.unlink()
         storage.write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
         storage.write_json(folder / "environment.json", environment(world))
@@ -79,11 +79,11 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, sto
 
 
 _owned: list[Any] = []
-"""The lock files of this process, open until it ends."""
+"""Lock files of this process, open until it ends."""
 
 
 def new_folder(parent: Path, stem: str) -> Path:
-    """Made, not only named: two runs may start in the same second."""
+    """Make a new folder, not only its name: two runs may start in the same second."""
     for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
         folder = parent / (stem + suffix)
         try:
@@ -95,7 +95,7 @@ def new_folder(parent: Path, stem: str) -> Path:
 
 
 def environment(world: World) -> dict[str, Any]:
-    """What a later reader needs to know about the machine and the code."""
+    """Return what a later reader needs to know about the machine and the code."""
     cuda = world.device.type == "cuda"
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

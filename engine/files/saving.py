@@ -1,4 +1,4 @@
-"""(rank 0) Saves while the training goes on: what is written, what is said of it, and what is kept when a run ends."""
+"""(rank 0) Save while the training continues: write checkpoints, log them, and settle them when a run ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.phases import phase
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one at a time, and reports them in the log.
 
-    unsaved  a state that is saved if the evaluation under way fails, or never ends
+    unsaved  a state that is saved if the current evaluation fails, or never ends
     """
 
     def __init__(self, checkpoints: storage.Checkpoints, log: Silent, monitor: str):
         self.writer, self.log, self.monitor = storage.Writer(checkpoints), log, monitor
-        self.said: deque[str] = deque()  # by the thread that writes, to be passed on
+        self.said: deque[str] = deque()  # messages of the writing thread, to be passed on
         self.unsaved: dict[str, Any] | None = None
         status.current.settle = self._settle_before_end
 
@@ -39,21 +39,21 @@ class CheckpointWriter:
             self.said.append(f"  ✓ Saved best model: {path.name} ({score})")
 
     def _settle_before_end(self, seconds: float) -> None:
-        """Before this process ends, from whatever thread ends it."""
+        """Wait for the checkpoint before this process ends, from whichever thread ends it."""
         if self.unsaved:
             self.write(self.unsaved)
         self.writer.wait(seconds)
 
     def report(self) -> None:
-        """Say what has become of the checkpoints meanwhile."""
+        """Log the checkpoints that have been written, or have failed, since."""
         for problem in self.writer.problems():
             self.log.say(f"warning: {problem}")
         while self.said:
             self.log.say(self.said.popleft())
 
     def settle(self) -> None:
-        """Wait for the save under way and say what has become of it; raises LockstepError if the newest checkpoint is
-        not on the disk."""
+        """Wait for the save in flight and log its outcome; raises LockstepError if the newest checkpoint is not on the
+        disk."""
         self.report()
         with phase.during("writing the checkpoint"):
             self.writer.settle()

@@ -1,4 +1,4 @@
-"""How a run stands and how it ended, for programs: status.json in its folder, and the exit code torchrun would hide."""
+"""The state and outcome of a run, for programs: status.json in its folder, and the exit code torchrun would hide."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.faults.agent import COMMAND, EXIT_CODE, SCRATCH
 from engine.files import storage
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
-"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command goes on."""
+"""Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command resumes."""
 
 
 class Status:
-    """The state of the run that this process takes part in. Every rank has one, rank 0's is written."""
+    """Hold the state of the run that this process takes part in. Every rank has one, rank 0's is written."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -31,37 +31,37 @@ class Status:
         self.resume_command = ""
         self.settle: Callable[[float], None] = lambda seconds: None  # waits for the checkpoint in flight
         self.smaller: Callable[[bool], tuple[int, dict[str, int]]] | None = None  # see `plan.smaller`
-        self.shrinks = False  # whether to go on with them
+        self.shrinks = False  # whether to resume with them
         self.parameter_names: list[str] = []  # in DDP's order; its errors name parameters by index
         self.writing = threading.Lock()  # the checkpoint thread writes, too
-        self.ended = threading.Lock()  # taken by the one who ends this process: its main thread, or its watch
+        self.ended = threading.Lock()  # taken by the thread that ends this process: the main one, or the watchdog
 
     def begin(self, folder: Path, step: int, checkpoint: Path | None, words: list[str]) -> None:
         """(all ranks) The run's folder exists: from here on status.json can be written.
 
-        words  arguments of the training script that go on with this run
+        words  arguments of the training script that resume this run
         """
         self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
         self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(words)}"
 
     def note(self, **about: Any) -> None:
-        """What an error of this run is explained by."""
+        """Keep the facts that explain an error of this run."""
         vars(self).update(about)
 
     def adopt(self) -> None:
-        """(another rank, when rank 0 is dead) What rank 0 wrote last."""
-        if self.folder is None:  # it died before there was one
+        """(another rank, when rank 0 is dead) Take over what rank 0 wrote last."""
+        if self.folder is None:  # it died before a folder was made
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
             before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
             self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
-        """Say where the run stands."""
+        """Write the state of the run."""
         self.update(state=state, exit_code=exit_code, reason=reason, **more)
 
     def update(self, **fields: Any) -> None:
-        """Change these fields alone. Failing to write them is a warning: the training matters more."""
+        """Change only these fields. Failing to write them is a warning: the training matters more."""
         if self.folder is None:
             return
         process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -78,11 +78,11 @@ current = Status()
 
 
 def leave_code(exit_code: int, everywhere: bool = True) -> int:
-    """Tell the launcher, if there is one that asks, and return the code to exit with.
+    """Pass the exit code to the launcher, if there is one that asks, and return the code to exit with.
 
-    torchrun restarts whatever does not exit with 0, and flattens every code to 1. Where starting again would end the
-    same way, or where somebody wanted the run to stop, the process says 0 to torchrun and the truth to the launcher;
-    but not where it is the only one (`everywhere` false), for then torchrun must end the others.
+    torchrun restarts whatever does not exit with 0, and flattens every code to 1. Where a restart would end the same
+    way, or somebody wanted the run to stop, the process exits with 0 for torchrun and gives the launcher the true code;
+    but not where it is the only one (`everywhere` false), because then torchrun must end the others.
     """
     scratch = os.environ.get(SCRATCH)
     if not scratch:
@@ -95,7 +95,7 @@ def leave_code(exit_code: int, everywhere: bool = True) -> int:
 
 
 def typed() -> str:
-    """What stands before the training's own arguments in a shell, as far as this process knows it."""
+    """Return what stands before the training's own arguments in a shell, as far as this process knows it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]

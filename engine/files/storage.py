@@ -1,7 +1,7 @@
 """A run's files on disk: each is whole or not there, the folder has one owner, and the manifest says what counts.
 
 A checkpoint is written beside its place, flushed, read back, renamed, and then entered into `manifest.json` with its
-SHA-256. That entry is the commit: until it stands, the run goes on from the checkpoint before.
+SHA-256. That entry is the commit: until it is written, the run resumes from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
 
 class _Hashing:
-    """A file that is only written to, with the SHA-256 of what it was given."""
+    """A file that is only written to, with the SHA-256 of its contents."""
 
     def __init__(self, file: Any):
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
@@ -54,7 +54,7 @@ class _Hashing:
 
 
 def write_atomically(path: Path, fill: Callable[[Any], None]) -> tuple[str, int]:
-    """Let `fill` write a file beside `path`, see it safely on the disk and rename it: a reader, or a crash, meets the
+    """Let `fill` write a file beside `path`, flush it to the disk and rename it: a reader, or a crash, finds either the
     old file or the new one. Returns (SHA-256, bytes). Raises OSError, with the old file as it was."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -102,11 +102,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metrics.jsonl", "error.txt", "stacks.txt")
-"""What a run writes into its folder beside checkpoints and `logs/`."""
+"""Files that a run writes into its folder, beside checkpoints and `logs/`."""
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder in which something else has the name of one of the run's files: to open a pipe waits for ever."""
+    """Refuse a folder where something else has the name of one of the run's files: opening a pipe waits for ever."""
     for name in FILES:
         path = folder / name
         if path.exists() and not path.is_file():
@@ -122,7 +122,7 @@ def check_files(folder: Path) -> None:
 
 
 def lock(folder: Path, only_look: bool = False) -> Any:
-    """Own the run folder for as long as the returned file is open, or say who does; `only_look` doesn't keep it.
+    """Own the run folder while the returned file is open, or raise naming the owner; `only_look` doesn't keep it.
 
     A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
     it, and it holds over NFS. It also drops it as soon as this process closes any other handle of the file: what this
@@ -177,7 +177,7 @@ _held: dict[str, tuple[int, Any]] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest knows of one checkpoint."""
+    """The manifest's entry for one checkpoint."""
 
     file: str
     step: int
@@ -191,7 +191,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
-        self.forgotten: set[str] = set()  # of the manifest on the disk, but not of this run
+        self.forgotten: set[str] = set()  # in the manifest on the disk, but not of this run
         self.warnings: list[str] = []
 
     @property
@@ -199,7 +199,7 @@ class Checkpoints:
         return self.folder / self.entries[-1].file if self.entries else None
 
     def forget_after(self, path: Path) -> None:
-        """Go on from `path`: what was written after it is damaged, and counts no more."""
+        """Resume from `path`: later checkpoints are damaged, and no longer count."""
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
@@ -243,17 +243,17 @@ class Checkpoints:
                 exit_code=3,
             ) from error
         self.forgotten = set()
-        # What no manifest vouches for may be somebody's own file.
+        # A file that is in no manifest may be somebody's own.
         dropped = [e.file for e in entries if e not in kept and e.sha256]
         self.entries, self.best = kept, chosen
         self._tidy(file, dropped)
         return self.folder / file
 
     def _undo(self, file: str, manifest: bytes | None) -> None:
-        """Take back a commit that failed: the manifest first, so that it never names a file that is gone."""
+        """Undo a commit that failed: the manifest first, so that it never names a file that is gone."""
         path = self.folder / MANIFEST
         with contextlib.suppress(OSError):
-            if _bytes_of(path) != manifest:  # renamed, but nobody knows whether that will survive a crash
+            if _bytes_of(path) != manifest:  # renamed, but it may not survive a crash
                 if manifest is None:
                     os.unlink(path)
                 else:
@@ -261,7 +261,7 @@ class Checkpoints:
             os.unlink(self.folder / file)
 
     def _tidy(self, last: str, dropped: list[str]) -> None:
-        """Conveniences after the commit: failing here costs a warning."""
+        """Finish up after the commit; a failure here is only a warning."""
         beside = self.folder / f".{LAST}.tmp"
         try:
             os.symlink(last, beside)
@@ -288,13 +288,13 @@ def _tensor_bytes(state: Any) -> int:
 def _free(folder: Path) -> str:
     try:
         free = os.statvfs(folder)
-    except OSError:  # the disk that failed us
+    except OSError:  # the disk that failed
         return "an unknown number of"
     return f"{free.f_bavail * free.f_frsize / 1e6:.1f}"
 
 
 def _reason(error: Exception) -> str:
-    """One line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
+    """Return one line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     said = str(error).splitlines() if isinstance(error, ValueError) else []
@@ -317,9 +317,9 @@ def _write_manifest(folder: Path, entries: list[Entry], best: str) -> None:
 
 
 def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
-    """(entries oldest first, the best one's file, warnings). Without a legible manifest: the .pt files there, by age,
-    which then answer for themselves with the CRC-32 of their archive. Raises LockstepError (exit code 3) rather than
-    take a folder that cannot be listed for an empty one."""
+    """Return (entries oldest first, the best one's file, warnings). Without a legible manifest: the .pt files there, by
+    age, which are then checked by the CRC-32 of their archive. Raises LockstepError (exit code 3) rather than take a
+    folder that cannot be listed for an empty one."""
     try:
         manifest = json.loads((_bytes_of(folder / MANIFEST) or b"").decode())
         entries = [
@@ -348,7 +348,7 @@ def _unreadable(path: Path, error: OSError) -> LockstepError:
 
 
 def find(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """(the checkpoint to go on from, warnings). `auto`: the newest in `folder` that is whole, if the folder has any;
+    """Return (the checkpoint to resume, warnings). `auto`: the newest in `folder` that is whole, if the folder has any;
     `never`: none; else the path of a file, or of a run folder. Raises LockstepError: 2 = not there, 3 = damaged."""
     try:
         if resume not in ("auto", "never"):
@@ -400,7 +400,7 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
 
 
 def damage(path: Path, sha256: str) -> str:
-    """What is wrong with a checkpoint file, in words; empty if nothing. Reads it all, runs nothing in it."""
+    """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in it."""
     if path.exists() and not path.is_file():
         return "it is no file"
     try:
@@ -413,7 +413,7 @@ def damage(path: Path, sha256: str) -> str:
             return f"{bad} does not match its CRC-32" if bad else ""
     except FileNotFoundError:
         return "the file is gone"
-    except Exception as error:  # zipfile has no common base for what a broken archive provokes
+    except Exception as error:  # zipfile has no common base class for the errors of a broken archive
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no archive'}"
 
 
@@ -422,17 +422,17 @@ PLAIN = frozenset(
     "builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter "
     "torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
 )
-"""What a checkpoint may name besides storages and dtypes: all of it means plain values to `weights_only=True`."""
+"""Globals allowed in a checkpoint beside storages and dtypes: plain values to `weights_only=True`."""
 
 
 BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
 BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
-"""Of one element, by the name of its storage; torch's own classes warn when they are asked."""
+"""Bytes of an element, by the name of its storage; torch's own classes warn when they are asked."""
 
 
 class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo takes any memory that the file asks for
-    """Goes through a checkpoint's pickle without anything happening, and compares the storages it names with what the
-    archive holds: some versions of torch would read past the end of a shorter one."""
+    """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
+    some versions of torch would read past the end of a shorter one."""
 
     def __init__(self, file: Any, sizes: dict[str, int], top: str):
         super().__init__(file)
@@ -456,7 +456,7 @@ class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo 
 
 def _inspect(path: Path) -> None:
     """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
-    Reads little of it; whether the contents are as written, `damage` says."""
+    Reads little of it; `damage` checks that the contents are as written."""
     with zipfile.ZipFile(path) as archive:
         contents = archive.infolist()
         sizes = {item.filename: item.file_size for item in contents}
@@ -479,8 +479,8 @@ def _inspect(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running anything that may be hidden in it and without taking more
-    memory than the file is long."""
+    """Load a checkpoint onto the CPU, without running any code hidden in it and without taking more memory than the
+    file is long."""
     try:
         _inspect(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -506,7 +506,7 @@ class Writer:
         self.checkpoints = checkpoints
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
-        self.failed: LockstepError | None = None  # of the newest checkpoint; a later one that succeeds makes up for it
+        self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
         self.unsaid: list[str] = []
 
     def submit(
@@ -538,7 +538,7 @@ class Writer:
         after(self.checkpoints.commit(state, file, best), state["progress"]["step"])
 
     def problems(self) -> list[str]:
-        """What went wrong since the last call, in words; doesn't wait."""
+        """Return the failures since the last call; doesn't wait."""
         self._collect(wait=False)
         said, self.unsaid = self.unsaid, []
         return said
@@ -550,12 +550,12 @@ class Writer:
             raise self.failed
 
     def wait(self, seconds: float) -> None:
-        """Give what is in flight so long: for whoever is about to end this process."""
+        """Wait at most so long for the commit in flight, before this process is ended."""
         if self.pending is not None:
             futures.wait([self.pending], timeout=seconds)
 
     def close(self) -> None:
-        """Wait, whatever comes of it: the run is over."""
+        """Wait, whether it succeeds or not: the run is over."""
         self.pool.shutdown(wait=True)
 
     def _collect(self, wait: bool) -> None:

@@ -1,4 +1,4 @@
-"""torch's compiler: where it is asked for; and not even loaded otherwise, for that takes as long as torch itself."""
+"""torch's compiler, where it is asked for; otherwise not even loaded, because that takes as long as torch itself."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torch.utils import flop_counter
 from engine.errors import LockstepError
 
 PAYS_AFTER = 5000
-"""Steps of a run on a GPU from which on `compile=auto` compiles: half a minute is then a small part of it."""
+"""Steps of a run on a GPU from which `compile=auto` compiles: half a minute is then a small part of it."""
 
 
 def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) -> str:
-    """`auto` becomes default or off. By the length of the run and not by a stopwatch, so that all ranks, and a run that
-    goes on, come to the same. Never on a CPU: there compiling takes up to a minute, and what comes out may be slower.
+    """Resolve `auto` to default or off. By the length of the run, not by timing, so that all ranks, and a resumed run,
+    agree. Never on a CPU: there compiling takes up to a minute, and the result may be slower.
 
     copied  DataParallel copies the model, which a compiled one does not allow
     """
     if wanted != "auto":
         return wanted
-    # Triton compiles, too: what calls its kernels.
+    # Triton compiles, too: the code that calls its kernels.
     possible = (
         device.type == "cuda" and not copied and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
     )
@@ -39,7 +39,7 @@ def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) 
 
 
 def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
-    """`model` compiles itself when it is first called; its names, and so its checkpoints, stay what they are."""
+    """Make `model` compile itself at its first call; its names, and so its checkpoints, stay as they are."""
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
         raise LockstepError(what, where="compile", todo="install g++, name one in CXX, or use compile=off")
@@ -57,7 +57,7 @@ _SHIELDED = (
 
 
 def stay_unloaded() -> None:
-    """Before the first optimizer and the first DDP of a run that compiles nothing.
+    """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that compiles nothing.
 
     On their first call some of torch's functions load the compiler to ask it to leave them alone, and keep its answer
     in an attribute (torch/_compile.py). With nothing compiled the answer is the function itself. Should a version of
@@ -72,7 +72,7 @@ def stay_unloaded() -> None:
 
 @contextlib.contextmanager
 def unloaded() -> Iterator[None]:
-    """Around the making of a DDP, which asks the compiler for one setting."""
+    """Keep the compiler unloaded while a DDP is made, which asks it for one setting."""
     if "torch._dynamo" in sys.modules:
         yield
         return

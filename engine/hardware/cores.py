@@ -1,4 +1,4 @@
-"""Cores: how many a process may use, and does; whether others use them; which are beside its GPU (NUMA nodes)."""
+"""Cores: how many a process may use, and does; whether others use them; which are near its GPU (NUMA nodes)."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TASKS = Path("/proc/self/task")
 
 BY_RULE = "LOCKSTEP_THREADS"
-"""Environment variable: set where OMP_NUM_THREADS is what this process may take, and nobody has asked for it."""
+"""Environment variable: set where OMP_NUM_THREADS is this process's limit, and not a user's choice."""
 
 GFLOP_PER_THREAD = 5.0
-"""Of a forward pass. Threads wait for each other after every operation, spinning: where one of them has lost its core
-to another process, even for milliseconds, all of them stand still. With less work than this in each that makes a run
-on a busy machine 2 to 40 times as long, for a gain of some tenths on a quiet one (`benchmarks/threads.py`)."""
+"""GFLOP of a forward pass per thread. Threads spin for each other after every operation: if one loses its core to
+another process, even for milliseconds, all stand still. With less work per thread a run on a busy machine takes 2 to 40
+times as long, for a gain of some tenths on a quiet one (`benchmarks/threads.py`)."""
 
 LOOK_EVERY_S = 10.0
 
 CROWDED = 0.2
-"""Share of the time in which they could compute that threads wait for a core, from which on it is said."""
+"""Share of the time in which they could compute that threads wait for a core, above which a warning is logged."""
 
 
 def available() -> int:
-    """Cores that this process may use: fewer than there are, where it is bound, or in a container with a quota."""
+    """Return the number of cores that this process may use: fewer if it is bound, or in a container with a quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_QUOTA.read_text().split()
-        count = min(count, max(1, int(quota) // int(period)))  # `max` is no number
+        count = min(count, max(1, int(quota) // int(period)))  # `max` is not a number
     return count
 
 
 @functools.cache
 def _given() -> int:
-    """Threads that torch has started with, or `bind` has left."""
+    """Return the threads that torch has started with, or `bind` has left."""
     return torch.get_num_threads()
 
 
 def threads_at_most(number: int) -> dict[str, str]:
-    """The environment of new processes that may compute in so many threads each, unless somebody has set another."""
+    """Return the environment that limits new processes to so many threads each, unless one is set."""
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(number), BY_RULE: "by_rule"}
 
 
@@ -60,8 +60,8 @@ def bound_to() -> str:
 
 
 def hold_back(asked: int, processes: int, bound: bool) -> int:
-    """Compute in one thread until there is a model to judge by; returns how many there may be then. Where somebody has
-    asked for a number, by `asked` or OMP_NUM_THREADS, it is that one throughout.
+    """Compute in one thread until there is a model to judge by; returns how many there may be then. A number that
+    somebody has asked for, by `asked` or OMP_NUM_THREADS, holds throughout.
 
     processes  on this machine
     bound      `bind` has given this process its share of the cores
@@ -74,7 +74,7 @@ def hold_back(asked: int, processes: int, bound: bool) -> int:
 
 
 def spread(asked: int, gflop: float, allowed: int) -> str:
-    """Compute in a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; returns why, in words."""
+    """Compute in a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; returns the reason."""
     number, by = _asked_for(asked)
     if number:
         return f"as {by} says"
@@ -83,7 +83,7 @@ def spread(asked: int, gflop: float, allowed: int) -> str:
 
 
 def _asked_for(asked: int) -> tuple[int, str]:
-    """(the number of threads that somebody wants, by what), or nothing."""
+    """Return (the number of threads that somebody wants, the setting that says so), or nothing."""
     if asked:
         return asked, "threads"
     if "OMP_NUM_THREADS" in os.environ and BY_RULE not in os.environ:
@@ -92,13 +92,13 @@ def _asked_for(asked: int) -> tuple[int, str]:
 
 
 class Crowd:
-    """How much of the time other processes take the cores that this one's threads could use."""
+    """Measure how much of the time other processes take the cores that this one's threads could use."""
 
     def __init__(self) -> None:
         self.before, self.began, self.told = self._now(), time.monotonic(), False
 
     def warning(self) -> str:
-        """What is to be said at a log point: once, of LOOK_EVERY_S at least."""
+        """Return a warning for a log point: once, and from at least LOOK_EVERY_S."""
         if self.told or time.monotonic() - self.began < LOOK_EVERY_S:
             return ""
         self.began, words = time.monotonic(), crowded(self.share())
@@ -106,8 +106,8 @@ class Crowd:
         return words
 
     def share(self) -> float:
-        """Since the last call: of the time in which the threads could compute, what they waited for a core; NaN where
-        the system doesn't say, or they had nothing to do."""
+        """Return the share of the time since the last call that runnable threads waited for a core; NaN where the
+        system doesn't say, or they had nothing to do."""
         now = self._now()
         ran, waited = (max(0.0, b - a) for a, b in zip(self.before, now, strict=True))
         self.before = now
@@ -115,7 +115,7 @@ class Crowd:
 
     @staticmethod
     def _now() -> tuple[float, float]:
-        """(ran, waited), summed over the threads."""
+        """Return (ran, waited), summed over the threads."""
         ran = waited = 0.0
         for path in TASKS.glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError):  # a thread that has just ended
@@ -125,8 +125,8 @@ class Crowd:
 
 
 def crowded(share: float) -> str:
-    """In words, that other processes take the cores, from a `Crowd.share()` or, where that is NaN, from the load; empty
-    where they don't."""
+    """Return a text if other processes take the cores, by a `Crowd.share()` or, where that is NaN, by the load; empty
+    if they don't."""
     load, count = os.getloadavg()[0], available()
     if not (share > CROWDED if share == share else load > 1.5 * count):
         return ""
@@ -135,12 +135,12 @@ def crowded(share: float) -> str:
 
 
 def bind(device: torch.device, local_rank: int, local_size: int) -> str:
-    """Keep this process, and what it starts from now on, on one NUMA node; returns where, in words.
+    """Keep this process, and what it starts from now on, on one NUMA node; returns a text that names it.
 
-    That is the node of its GPU, if the processes' GPUs are spread over all nodes; CPU processes are shared out among
-    the nodes, if that comes out even: in no other case would all cores have work. Nothing is done, and nothing
-    returned, where there is one node, or where the process may not use all cores: then somebody has chosen already
-    (taskset, Slurm, torchrun --numa-binding).
+    That is the node of its GPU, if the processes' GPUs are spread over all nodes; CPU processes are split among the
+    nodes, if that divides evenly: in no other case would all cores have work. With one node, or where the process may
+    not use all cores, nothing is done and nothing returned: somebody has chosen already (taskset, Slurm, torchrun
+    --numa-binding).
 
     local_size  processes on this machine, 0 if that is not known
     """
@@ -166,19 +166,19 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
 
 
 def _nodes() -> dict[int, set[int]]:
-    """The cores of each node; some have memory only."""
+    """Return the cores of each node; some have memory only."""
     lists = {int(path.parent.name[4:]): path.read_text() for path in SYS.glob("devices/system/node/node*/cpulist")}
     return {node: cores for node, text in lists.items() if (cores := _numbers(text))}
 
 
 def _numbers(text: str) -> set[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}"""
+    """Parse `0-3,8` -> {0, 1, 2, 3, 8}."""
     spans = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
     return {number for first, last in spans for number in range(first, last + 1)}
 
 
 def _node_of(gpu: torch.device) -> int:
-    """-1 where the system doesn't say, or this version of torch doesn't tell which card it is."""
+    """Return the node of a GPU; -1 where the system doesn't say, or this version of torch can't identify the card."""
     about = torch.cuda.get_device_properties(gpu)
     try:
         place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"  # type: ignore[attr-defined]

@@ -15,10 +15,10 @@ from engine.contract import Batch
 from engine.errors import LockstepError, amount
 
 SHARE = 1 / 3
-"""Of the memory that is free before there is a model: what `cache=auto` takes of a GPU at most."""
+"""Share of the free memory, before there is a model, that `cache=auto` takes of a GPU at most."""
 
 CHUNK = 64 << 20
-"""Bytes that are fetched at once."""
+"""Bytes fetched at once."""
 
 
 class CachedDataset:
@@ -34,7 +34,7 @@ class CachedDataset:
                 if name not in self.columns:
                     self.columns[name] = torch.empty((length, *values.shape[1:]), dtype=values.dtype, device=device)
                 place = self.columns[name][first : first + len(values)]
-                if place.shape != values.shape:  # copying would repeat a single value without a word
+                if place.shape != values.shape:  # copying would repeat a single value silently
                     raise LockstepError(
                         f"samples {first} to {first + len(values) - 1} have another shape of {name!r} than the first",
                         where="cache",
@@ -101,12 +101,12 @@ def cache_datasets(
 
 
 def _same(together: Batch, k: int, alone: Batch) -> bool:
-    """Whether the k-th sample of a batch is what it is alone."""
+    """Return whether the k-th sample of a batch equals the sample fetched alone."""
     return all(same_bits(values[k], alone[name][0]) for name, values in together.items())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is like NaN."""
+    """Compare bit by bit; NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 

@@ -1,4 +1,4 @@
-"""Memory: an allocator that keeps what is freed, and the layout that convolutions like best."""
+"""Memory: an allocator that keeps freed blocks, and the layout that is fastest for convolutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; whether there is glibc, and it agreed.
+    """Make glibc keep freed memory for the next step; returns whether there is glibc, and it agreed.
 
     By default a large block goes back to the system as soon as it is free, and the next step pays for every page of it
     again: a tenth to a half of the time of a convolutional network on the CPU.
@@ -29,8 +29,8 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux":
         return False
     mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    # It returns 1 if it agrees. An older glibc takes no threshold above 32 MB; and without that one the other does
-    # harm, for it ends the adaptation of the first.
+    # It returns 1 if it agrees. An older glibc takes no threshold above 32 MB; without that one the other does harm,
+    # because it ends the adaptation of the first.
     return bool(mallopt) and bool(
         (mallopt(_M_MMAP_THRESHOLD, _LARGE) or mallopt(_M_MMAP_THRESHOLD, 1 << 25))
         and mallopt(_M_TRIM_THRESHOLD, _LARGE)
@@ -38,16 +38,16 @@ def keep_freed_memory() -> bool:
 
 
 ORDERS = {"channels_last": "channels-last", "contiguous": "the usual"}
-"""Of the numbers of a convolution, by their names in the config, and in words."""
+"""Memory formats of a convolution: name in the config -> name in messages."""
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """The 2-D and 3-D ones, which have a choice."""
+    """Return the 2-D and 3-D ones, which have a choice."""
     return [module for module in model.modules() if type(module) in _FORMATS]
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
-    """Which of ORDERS. A rule and not a stopwatch, so that all ranks, and a run on another day, come to the same.
+    """Choose one of ORDERS. By rule, not by timing, so that all ranks, and a run on another day, agree.
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
     (`benchmarks/precision.py`): more than the convolutions gain. On GPUs cuDNN's fast float32 kernels are those of the
@@ -61,8 +61,8 @@ def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
 
 
 def set_memory_format(model: nn.Module, order: str) -> nn.Module:
-    """Put the kernels of 2-D and 3-D convolutions into `order`. The numbers stay the same, and so does what a
-    checkpoint holds."""
+    """Put the kernels of 2-D and 3-D convolutions into `order`. The numbers stay the same, and so do the contents of a
+    checkpoint."""
     for module in convolutions(model):
         layout = _FORMATS[type(module)] if order == "channels_last" else torch.contiguous_format
         for p in module.parameters(recurse=False):

@@ -36,18 +36,17 @@ from torch.futures import Future
 from engine.errors import LockstepError
 
 PIECE = 1 << 20
-"""Bytes of a rank that are exchanged at once: they stay in the cache until the others have read them."""
+"""Bytes of a rank exchanged at once: they stay in the cache until the others have read them."""
 
 LINE = 64
-"""Bytes of a cache line: no two ranks write into the same one."""
+"""Bytes of a cache line: no two ranks write to the same one."""
 
 SPINS = 2000
-"""How often a rank looks again before it sleeps: a millisecond or two. To wake a sleeping process takes longer than
-most sums do."""
+"""Polls of a rank before it sleeps: a millisecond or two. Waking a sleeping process takes longer than most sums."""
 
 
 def in_use(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the sums of this group, or of the default one, go through shared memory."""
+    """Return whether the sums of this group, or of the default one, go through shared memory."""
     return getattr(group or dist.group.WORLD, "channel", None) is not None
 
 
@@ -95,7 +94,7 @@ class Channel:
         return size * (LINE + 2 * PIECE)
 
     def begin(self, tensor: Tensor) -> int:
-        """(all ranks) Post `tensor`; returns what `finish` needs. All pieces but the last are added at once."""
+        """(all ranks) Post `tensor`; returns the argument of `finish`. All pieces but the last are added at once."""
         self.finish(self.turn)
         tensor = tensor.detach()
         flat = tensor.contiguous().view(-1)  # a copy, where it is not contiguous
@@ -150,17 +149,17 @@ class Channel:
         while True:
             waited = time.monotonic() - began
             problem = self._trouble(waited)
-            if self.posted[rank, 0] >= self.turn:  # asked after it: who has posted may have ended since
+            if self.posted[rank, 0] >= self.turn:  # checked after it: a rank that has posted may have ended since
                 return
             if problem:
                 raise dist.DistBackendError(problem)
             time.sleep(min(2e-3, 5e-5 + waited / 10))
 
     def _trouble(self, waited_s: float) -> str:
-        """Why waiting makes no sense any more; empty while it does."""
+        """Return why waiting is useless; empty while it is not."""
         if self.ended.poll(0):
             return "Connection closed by peer: a process of this machine has ended"
-        if waited_s > self.timeout_s:  # a backstop: watch.py notices first, and knows whom to name
+        if waited_s > self.timeout_s:  # a backstop: the watchdog notices first, and knows which rank to name
             return f"Timed out waiting {waited_s:.0f} s for another process of this machine"
         return ""
 
@@ -182,7 +181,7 @@ class Sum(dist.Work):
         return self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A completed one: DDP waits for it in C++, where nothing could finish the sum."""
+        """Return a completed future: DDP waits for it in C++, where nothing could finish the sum."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result([self.tensor])
@@ -202,8 +201,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @functools.cached_property
     def gloo(self) -> dist.ProcessGroup:
-        """The same ranks, for everything but sums. In a world of one nothing may ever ask for it; it would need threads
-        and a network interface."""
+        """Return gloo for the same ranks, for everything but sums. In a world of one nothing may ever need it, and it
+        would take threads and a network interface."""
         store, rank, size, timeout = self.about
         gloo = dist.ProcessGroup(store, rank, size)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -238,8 +237,8 @@ for _name, _method in vars(dist.ProcessGroup).items():
 
 
 def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
-    """(all ranks) None where they don't all run on one machine, or where it isn't an x86 under Linux: on others what a
-    rank writes may be seen out of order, and Python has no fence."""
+    """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes of a rank may be seen
+    out of order, and Python has no fence."""
 
     def gather(value: Any) -> list[Any]:
         values = [None] * group.size()
@@ -266,7 +265,7 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
 
 
 def machine() -> str:
-    """What tells this machine, and this container on it, from others of the same name."""
+    """Return a text that tells this machine, and this container on it, from others of the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")
@@ -275,7 +274,7 @@ def machine() -> str:
 
 
 def _reserve(count: int) -> int | None:
-    """A file in memory, without a name: nothing is ever left over."""
+    """Return a file in memory, without a name, so that none is ever left over."""
     try:
         file = os.memfd_create("lockstep")
     except OSError:  # forbidden, or too many open files
