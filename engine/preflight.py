@@ -113,7 +113,7 @@ def compare_weights(run: Run) -> None:
 def code(task: Task) -> str:
     """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
     digest = hashlib.sha256()
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")])
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")])
     paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
     for cls in type(task).__mro__:  # it may extend another's
         if file := getattr(sys.modules[cls.__module__], "__file__", None):

@@ -7,7 +7,7 @@ import sys
 from conftest import ROOT
 
 ROOMS = ("", "engine/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
-SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}*.py"))
+SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}**/*.py" if room else "*.py"))
 
 
 def test_amounts_are_written_out():
