@@ -1,6 +1,8 @@
 """`go on with`: the command that a run leaves behind, fed back to a shell, goes on with that run."""
 
 import json
+import multiprocessing.util
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch.distributed import run as torchrun
 
 import tasks
 from engine import config
-from engine.faults import agent
+from engine.faults import agent, signals
 from engine.files import status
 
 FOLDER = "checkpoints/a run's  own"
@@ -106,3 +108,13 @@ def test_the_printed_command_goes_on_in_a_shell(launch, tmp_path, started):
     assert command.startswith("srun --nodes=1 ") == (started == "launcher under Slurm")
     again = succeed(launch("bash", "-c", command, **env))
     assert f"Resuming {run}/" in again.out and json.loads((run / "status.json").read_text())["step"] == 6
+
+
+def test_a_second_training_in_a_process_has_a_folder_for_its_loaders(monkeypatch):
+    """The first one's is removed at its end; where it stayed the place for sockets, no batch ever came."""
+    monkeypatch.setattr(signals, "_scratch", [])
+    for _ in range(2):
+        signals.own_scratch()
+        assert os.path.isdir(multiprocessing.util.get_temp_dir())
+        signals.leave_nothing()
+    assert os.path.isdir(multiprocessing.util.get_temp_dir())

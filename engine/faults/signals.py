@@ -111,3 +111,6 @@ def leave_nothing() -> None:
     orphaned = agent.SCRATCH in os.environ and os.getppid() != _parent
     for folder in _scratch + ([os.environ[agent.SCRATCH]] if orphaned else []):
         shutil.rmtree(folder, ignore_errors=True)
+    if _scratch:  # a second training in this process makes a new one, or its loader processes would never deliver
+        _scratch.clear()
+        getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)

@@ -41,7 +41,10 @@ UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank .,
 
 FAILURES = {
     # fault: (exit code, what the one error line says, further settings)
-    "kill": (6, r"rank 1 is gone without a word \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside"),
+    "kill": (
+        6,
+        r"rank 1 is gone without a word \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside",
+    ),
     "leave": (6, r"rank 1 is gone without a word"),
     "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1"),
     "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
