@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def _read(path: Path, world: World) -> dict[str, Any]:
     """Load a checkpoint that rank 0 has found: a rank that doesn't see it sees another folder."""
     if not path.exists():
         raise LockstepError(
-            f"{platform.node()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
+            f"{socket.gethostname()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
             where=str(path),
             todo="give a save_dir that all machines share",
         )

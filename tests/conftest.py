@@ -120,25 +120,30 @@ class Launcher:
         return self.start(*command, **how).wait(timeout)
 
     def start(
-        self, *command: str, ignored: tuple[int, ...] = (), cwd: Path | None = None, **env: str | None
+        self, *command: str, ignored: tuple[int, ...] = (), cwd: Path | None = None, host: Any = None, **env: str | None
     ) -> Running:
+        """Start a command, on this machine or on a `host` of hosts.py."""
         if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
             self.may_stay.append("torchelastic_")  # torchrun leaves its own
         files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        process = self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored)
+        process = self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored, host)
         self.started.add(process.pid)
         return Running(process, files)
 
-    def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple) -> Any:
+    def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple, host: Any) -> Any:
         env = {"PYTHON": sys.executable} | self.environment(**changes)
         how = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stdout": files[0], "stderr": files[1]}
-        descriptors = [file.fileno() for file in files]
+        entering, namespaces = (host.enter, host.namespaces) if host else ([], [])
+
+        def fork(words: list[str], env: dict[str, str]) -> Forked:
+            return self.zygote.fork(words, env, cwd, *(file.fileno() for file in files), ignored, namespaces)
+
         if self.zygote and command[0] == sys.executable and can_be_warm(command[1:], changes):
-            return self.zygote.fork(command[1:], env, cwd, *descriptors, ignored)
+            return fork(command[1:], env)
         if self.zygote and Path(command[0]).name == "train_multigpu.sh" and "--print" not in command:
             with tempfile.TemporaryDirectory() as folder:
                 warm = {"PYTHON": str(ROOT / "tests" / "warm_python"), "WARM_FOLDER": folder}
-                script = subprocess.Popen(command, env=env | warm | {"WARM_PYTHON": sys.executable}, **how)
+                script = subprocess.Popen([*entering, *command], env=env | warm | {"WARM_PYTHON": sys.executable}, **how)
                 script.wait()
                 if not (Path(folder) / "words").exists():
                     return script  # it had nothing to start
@@ -146,13 +151,13 @@ class Launcher:
                 lines = (Path(folder) / "environment").read_text().split("\0")[:-1]
             env = dict(line.split("=", 1) for line in lines if not line.startswith("WARM_"))
             env["PYTHON"] = sys.executable
-            return self.zygote.fork(words, env, cwd, *descriptors, ignored)
+            return fork(words, env)
 
         def begin() -> None:
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
 
-        return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin, **how)
+        return subprocess.Popen([*entering, *command], env=env, start_new_session=True, preexec_fn=begin, **how)
 
     def popen(self, command: list[str], *, cwd: Path, env: dict[str, str], stdout: Any, **how) -> Any:
         """subprocess.Popen for code of ours that starts Python itself; `stdout` takes the errors, too."""

@@ -1,7 +1,7 @@
 """Two hosts on one machine, joined by a cable, out of Linux namespaces.
 
     with two_hosts(rate="100mbit") as (one, two):
-        launch.start(*one.enter, "./train_multigpu.sh", "1", "har", ...)
+        launch.start("./train_multigpu.sh", "1", "har", ..., host=one)
 
 Each has a network, process ids, a name and a table of names of its own, so that what runs there takes the other for
 another machine; files and cores they share. Nothing of it has a name outside, and it ends with this process, however
@@ -33,6 +33,7 @@ class Host:
     """
     name, address  as the other one knows it
     enter          the words before a command that let it run there, in this folder
+    namespaces     what they enter
     """
 
     def __init__(self, name: str, address: str, user: list[str]):
@@ -54,6 +55,8 @@ class Host:
         self.inside_user = ["nsenter", *as_user]
         self.inside_network = [*self.inside_user, f"--net={spaces}/net"]
         everything = [f"--uts={spaces}/uts", f"--mount={spaces}/mnt", f"--pid={spaces}/pid_for_children"]
+        first = ["user"] if as_user else []
+        self.namespaces = [f"{spaces}/{each}" for each in (*first, "net", "uts", "mnt", "pid_for_children")]
         self.enter = [*self.inside_network, *everything, "env", f"--chdir={Path.cwd()}"]
 
     def run(self, *command: str) -> str:

@@ -85,10 +85,17 @@ class Zygote:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
 
     def fork(
-        self, words: list[str], env: dict[str, str], cwd: Path, out: int, err: int, ignored: tuple[int, ...] = ()
+        self,
+        words: list[str],
+        env: dict[str, str],
+        cwd: Path,
+        out: int,
+        err: int,
+        ignored: tuple[int, ...] = (),
+        namespaces: tuple[str, ...] = (),
     ) -> Forked:
-        """A process that does what `python *words` would do, a child of this one."""
-        request = {"words": words, "env": env, "cwd": str(cwd), "ignored": list(ignored)}
+        """A process that does what `python *words` would do, a child of this one, within Linux `namespaces`."""
+        request = {"words": words, "env": env, "cwd": str(cwd), "ignored": ignored, "namespaces": namespaces}
         socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
         answer = self.socket.recv(64)
         assert answer, f"the warm server has ended with {self.process.wait()}"
@@ -128,6 +135,7 @@ def serve(descriptor: int) -> None:
             if not (pid := os.fork()):
                 while os.getppid() == middle:
                     time.sleep(0.0005)
+                enter(request["namespaces"])
                 become(request["words"], request["env"], request["cwd"], descriptors, request["ignored"])
             os.write(theirs, str(pid).encode())
             os._exit(0)
@@ -136,6 +144,24 @@ def serve(descriptor: int) -> None:
         requests.send(os.read(answer, 64))
         for each in (answer, *descriptors):
             os.close(each)
+
+
+def enter(namespaces: list[str]) -> None:
+    """Become a process within these files of /proc/PID/ns. Process ids are those of a new child: this process waits for
+    it, and ends as it does, which is what nsenter does."""
+    if not namespaces:
+        return
+    for descriptor in [os.open(path, os.O_RDONLY) for path in namespaces]:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+            os.write(2, f"setns: {os.strerror(ctypes.get_errno())}\n".encode())
+            os._exit(70)
+    if not (pid := os.fork()):
+        return
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def preload() -> None:
@@ -217,6 +243,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
 
     import engine.faults.oom
     import engine.faults.signals
+    import engine.faults.watchdog
 
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -245,6 +272,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     random.seed(), numpy.random.seed(), torch.seed()
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.faults.signals._parent, engine.faults.oom._BEGAN = os.getppid(), time.monotonic()
+    engine.faults.watchdog.MACHINE = engine.faults.watchdog.machine()
     subprocess.Popen = WarmPopen
 
 

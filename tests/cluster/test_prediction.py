@@ -22,7 +22,7 @@ def measured(launch, out, hosts=()):
     meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
     agent = [sys.executable, str(ROOT / "engine" / "faults" / "agent.py"), *meet]
     runs = [
-        launch.start(*host.enter, *agent, f"--node_rank={node}", *probe, CUDA_VISIBLE_DEVICES="")
+        launch.start(*agent, f"--node_rank={node}", *probe, host=host, CUDA_VISIBLE_DEVICES="")
         for node, host in enumerate(hosts)
     ] or [launch.start(sys.executable, *probe, CUDA_VISIBLE_DEVICES="")]
     for run in runs:

@@ -76,11 +76,11 @@ class Slurm:
 
     def start(self, host, *daemon):
         (self.folder / f"spool.{host.name}").mkdir(exist_ok=True)
-        return self.launch.start(*host.enter, *daemon, **self.env)
+        return self.launch.start(*daemon, host=host, **self.env)
 
     def __call__(self, *command):
         """What one of Slurm's commands says."""
-        done = self.launch(*self.one.enter, *command, **self.env)
+        done = self.launch(*command, host=self.one, **self.env)
         return done.out + done.err
 
     def wait(self, true, what, seconds=60):
