@@ -143,7 +143,8 @@ class Launcher:
         if self.zygote and Path(command[0]).name == "train_multigpu.sh" and "--print" not in command:
             with tempfile.TemporaryDirectory() as folder:
                 warm = {"PYTHON": str(ROOT / "tests" / "warm_python"), "WARM_FOLDER": folder}
-                script = subprocess.Popen([*entering, *command], env=env | warm | {"WARM_PYTHON": sys.executable}, **how)
+                warm["WARM_PYTHON"] = sys.executable
+                script = subprocess.Popen([*entering, *command], env=env | warm, **how)
                 script.wait()
                 if not (Path(folder) / "words").exists():
                     return script  # it had nothing to start

@@ -46,12 +46,15 @@ class StopRequest:
 
         `nohup` ignores SIGHUP, and so does the run; but not under plain torchrun, which handles it nevertheless, and
         kills the processes that don't obey when it passes it on."""
+        self.process = os.getpid()
         plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and agent.SCRATCH not in os.environ
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN or plain_torchrun:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:  # a loader process that has just been forked, and has no handlers of its own yet
+            return
         now = time.monotonic()
         if number == signal.SIGINT:
             # A signal to all processes of a run reaches a rank twice: directly, and a moment later through torchrun.

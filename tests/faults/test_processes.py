@@ -338,6 +338,25 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     assert again.wait(40).code == 75
 
 
+def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch, tmp_path):
+    """It holds its rank's handlers until it sets its own."""
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, signal\n"
+        "from engine.faults.signals import StopRequest\n"
+        "stop = StopRequest()\n"
+        "stop.install_handlers()\n"
+        "if not (loader := os.fork()):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os._exit(0)\n"
+        "print(os.waitpid(loader, 0)[1])\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print(stop.reason)\n"
+    )
+    done = succeed(launch.python(str(script)))
+    assert done.out == "0\nSIGINT\n" and done.err.count("stopping after this step") == 1
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path):
     """Rank 1 gets it in its first batch of very many: rank 0 must not go through its own to the end."""
