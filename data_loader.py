@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -183,20 +184,25 @@ class TrainLoader:
         return self._told(batch, micro, *self._numbers())
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
-        """Yield the passes of each optimizer step that is left of the epoch."""
-        passes = self.passes()
-        for first in passes:
-            yield _of_one_step(first, passes)
-
-    def passes(self) -> Iterator[tuple[Batch, Micro]]:
-        """Yield `(batch on the device, Micro)` for each forward pass that is left of the epoch."""
+        """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
         numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
         micros, batches = self.sampler.micro_batches(), _batches(self.dataset, self.sampler, self.loader, self.world)
-        phase("data loading")
-        for micro, batch in zip(micros, batches, strict=True):
-            yield self._told(batch, micro, *numbers), micro
+
+        def one_step() -> Iterator[tuple[Batch, Micro]]:
+            for micro, batch in zip(micros, batches, strict=True):
+                yield self._told(batch, micro, *numbers), micro
+                if micro.closes_step:
+                    return
+                phase("data loading")
+
+        for _ in range(len(self)):
             phase("data loading")
+            yield one_step()
+
+    def passes(self) -> Iterator[tuple[Batch, Micro]]:
+        """Yield the passes of all steps."""
+        return itertools.chain.from_iterable(self)
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return index, position and seed of the whole epoch: batch by batch that would be fifty operations a step."""
@@ -211,13 +217,6 @@ class TrainLoader:
             shape = (len(micro.indices),)
             told["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
         return batch | told
-
-
-def _of_one_step(first: tuple[Batch, Micro], rest: Iterator[tuple[Batch, Micro]]) -> Iterator[tuple[Batch, Micro]]:
-    yield first
-    while not first[1].closes_step:
-        first = next(rest)
-        yield first
 
 
 class EvalLoader:
@@ -239,7 +238,8 @@ class EvalLoader:
 def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: World) -> Iterator[Batch]:
     """Yield the batches of `sampler` on the device."""
     if loader is None:
-        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in _announced(dataset, sampler))
+        order = _announced(dataset, sampler) if hasattr(dataset, "prefetch") else sampler
+        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in order)
     else:
         with _starting_processes():
             fetched = iter(loader)
@@ -253,12 +253,10 @@ class _PrefetchError(LockstepError):
 
 def _announced(dataset: Any, sampler: Any) -> Iterator[list[int]]:
     """Yield the sampler's batches; tell the dataset of each while the one before it is worked on."""
-    prefetch = getattr(dataset, "prefetch", None)
     next_one: list[int] | None = None
     for indices in sampler:
         try:
-            if prefetch is not None:
-                prefetch(indices)
+            dataset.prefetch(indices)
         except Exception as error:
             samples = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
             what = f"`prefetch` of samples {samples} has failed: {type(error).__name__}: {error}"

@@ -1,9 +1,8 @@
-"""The optimizer, the learning rate as a pure function of the step, and the step itself."""
+"""The optimizer, the average of weights, and the step itself."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from engine.config import Optim, Schedule
+from engine.config import Optim
 from engine.errors import LockstepError
 from engine.phases import phase
 from engine.world import World
@@ -265,26 +264,6 @@ class Buffers:
         for key, buffer in self().items():
             if buffer.shape == copies[key].shape:
                 buffer.copy_(torch.where(skipped > 0, copies[key], buffer))
-
-
-def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
-    """Return the peak rate: `lr` times the global batch's growth (linear, Goyal et al. 2017), its root, or 1."""
-    if rule == "none":
-        return lr
-    growth = global_batch / base_batch_size
-    return lr * (growth if rule == "linear" else math.sqrt(growth))
-
-
-def lr_at(step: int, peak: float, warmup_steps: int, horizon: int, cfg: Schedule) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up to `peak`, then cosine, linear or constant
-    down to `final_share * peak` at `horizon`."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if cfg.kind == "constant":
-        return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, horizon - warmup_steps))
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.kind == "cosine" else 1 - progress
-    return peak * (cfg.final_share + (1 - cfg.final_share) * share)
 
 
 def step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,7 +10,6 @@ from torch import nn
 from engine.config import Config, Schedule
 from engine.errors import LockstepError, amount
 from engine.launch import data_parallel_devices
-from engine.optim import lr_at, scaled_lr
 from engine.precision import Precision
 from engine.world import World
 
@@ -54,7 +54,16 @@ class Plan:
         return -(-self.total_steps // self.steps_per_epoch)
 
     def lr(self, step: int) -> float:
-        return lr_at(step, self.peak_lr, self.warmup_steps, self.horizon, self.schedule)
+        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear
+        or constant down to `final_share` of it at the horizon."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        kind, final = self.schedule.kind, self.schedule.final_share
+        if kind == "constant":
+            return self.peak_lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.horizon - self.warmup_steps))
+        share = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
+        return self.peak_lr * (final + (1 - final) * share)
 
 
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
@@ -95,6 +104,14 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         schedule=s,
         devices=devices,
     )
+
+
+def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> float:
+    """Return the peak rate: `lr` times the global batch's growth (linear, Goyal et al. 2017), its root, or 1."""
+    if rule == "none":
+        return lr
+    growth = global_batch / base_batch_size
+    return lr * (growth if rule == "linear" else math.sqrt(growth))
 
 
 def _cut(cfg: Config, parts: int) -> tuple[int, int]:

@@ -1,13 +1,14 @@
 """The step itself, as functions: groups, schedule, normalising, clipping, skipping, averaging."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from engine import optim
+from engine import optim, plan
 from engine.config import Optim, Schedule
 from engine.hardware import memory
 
@@ -94,18 +95,21 @@ def test_a_global_batch_without_weight_is_skipped(dtype):
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_the_learning_rate_is_a_function_of_the_step(kind):
     cfg = Schedule(kind=kind, final_share=0.1)
-    lrs = [optim.lr_at(step, 2.0, 10, 110, cfg) for step in range(130)]
+    sizes = dict.fromkeys("num_samples micro_batch processes accumulation global_batch steps_per_epoch".split(), 1)
+    the_plan = plan.Plan(**sizes, dropped=0, total_steps=0, warmup_steps=10, horizon=110, peak_lr=2.0, schedule=cfg)
+    lrs = [the_plan.lr(step) for step in range(130)]
     assert lrs[0] == pytest.approx(0.2) and lrs[9] == lrs[10] == 2.0
     assert lrs[9:] == sorted(lrs[9:], reverse=True)
     middle, last = {"cosine": (1.1, 0.2), "linear": (1.1, 0.2), "constant": (2.0, 2.0)}[kind]
     assert lrs[60] == pytest.approx(middle) and lrs[110] == lrs[129] == pytest.approx(last)
-    assert [optim.lr_at(step, 2.0, 5, 5, cfg) for step in (5, 6)] == [2.0, pytest.approx(last)], "all of it warm-up"
+    short = dataclasses.replace(the_plan, warmup_steps=5, horizon=5)
+    assert [short.lr(step) for step in (5, 6)] == [2.0, pytest.approx(last)], "all of it warm-up"
 
 
 def test_learning_rates_scale_as_asked():
-    assert optim.scaled_lr(1e-3, "linear", 128, 32) == pytest.approx(4e-3)  # guide 001: four GPUs, four times
-    assert optim.scaled_lr(1e-3, "sqrt", 128, 32) == pytest.approx(2e-3)
-    assert optim.scaled_lr(1e-3, "none", 128, 32) == 1e-3
+    assert plan.scaled_lr(1e-3, "linear", 128, 32) == pytest.approx(4e-3)  # guide 001: four GPUs, four times
+    assert plan.scaled_lr(1e-3, "sqrt", 128, 32) == pytest.approx(2e-3)
+    assert plan.scaled_lr(1e-3, "none", 128, 32) == 1e-3
 
 
 def test_the_average_is_torchs_own():
