@@ -53,7 +53,7 @@ class StopRequest:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process:  # a loader process that has just been forked, and has no handlers of its own yet
+        if os.getpid() != self.process:  # a loader process, just forked, that has no handlers of its own yet
             return
         now = time.monotonic()
         if number == signal.SIGINT:
