@@ -17,6 +17,7 @@ from engine import optim
 from engine.contract import Loss, Task, check_loss
 from engine.faults.signals import StopRequest
 from engine.files.log import Silent
+from engine.hardware.adamw import AdamW
 from engine.metrics import DeferredRead, GpuClock, Meter
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -69,7 +70,7 @@ class Run:
     precision: Precision
     model: nn.Module  # the bare network
     net: Any  # the nn.Module that the loss calls: `model`, perhaps wrapped
-    optimizer: optim.AdamW
+    optimizer: AdamW
     scaler: torch.amp.GradScaler
     ema: AveragedModel | None
     train_loader: Any

@@ -1,0 +1,89 @@
+"""AdamW by torch's fused kernel (private: `torch._fused_adamw_` and `_init_group`, read in torch 2.13)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's own, with its fused kernel called directly: the same state and the same bits. What torch's `step` does
+    around the kernel takes longer than the kernel where a model is small, and loads torch's compiler.
+
+    The parameters of a group that have taken the same steps share a counter; torch would keep, and move, one for each.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        # The kernel leaves everything alone where found_inf is 1; so do the counters.
+        taken = 1.0 if found_inf is None else 1 - found_inf
+        for group in self.param_groups:
+            known = len(self.state)
+            params, grads, first, second, none, counts = self._gathered(group)
+            if not params:
+                continue
+            if len(params) < len(group["params"]):  # the counters of those without a gradient stay where they are
+                waiting = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
+                for p in params:
+                    if id(self.state[p]["step"]) in waiting:
+                        self.state[p]["step"] = self.state[p]["step"].clone()
+                counts = [self.state[p]["step"] for p in params]
+            elif len(self.state) > known:
+                self._share_counters()
+                counts = [self.state[p]["step"] for p in params]
+            counters = [*{id(count): count for count in counts}.values()]
+            torch._foreach_add_(counters, taken)
+            torch._fused_adamw_(
+                params, grads, first, second, none, counts,
+                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+                eps=group["eps"], amsgrad=False, maximize=False,
+                grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
+            )  # fmt: skip
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
+
+    def _gathered(self, group: dict[str, Any]) -> list[list[Tensor]]:
+        """Return those with a gradient: parameters, gradients, both moments, nothing, counters."""
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)
+        return lists
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():  # the kernel walks through memory: moments need the layout of their weights
+            for name in MOMENTS:
+                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
+        self._share_counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with a counter for each parameter: another optimizer would advance a shared one for each."""
+        whole = super().state_dict()
+        states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
+        return whole | {"state": states}
+
+    def whole_state(self) -> dict[str, Any]:
+        """(all ranks) Return a checkpoint's state, on rank 0 at least; a copy gives each its own counter."""
+        return super().state_dict()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Return the parameters whose moments this process keeps."""
+        return self._parameters()
+
+    def _parameters(self) -> list[Tensor]:
+        """Return all of them, by their number in a state dict."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _share_counters(self) -> None:
+        """Share the counters. Reads them on the host: at the beginning only."""
+        for group in self.param_groups:
+            shared: dict[float, Tensor] = {}
+            for p in group["params"]:
+                if "step" in (state := self.state.get(p, {})):
+                    state["step"] = shared.setdefault(float(state["step"]), state["step"])
