@@ -61,7 +61,7 @@ def test_few_files_know_the_ranks():
     }
     assert reading == {"engine/launch.py"}
     calling = {name.removeprefix("engine/") for name, tree in trees.items() if calls_collectives(tree)}
-    assert calling == {"train.py", "world.py", "launch.py", "optim.py", "hardware/shm_backend.py", "tools/probe.py"}, (
+    assert calling == {"train.py", "world.py", "launch.py", "zero.py", "hardware/shm_backend.py", "tools/probe.py"}, (
         "the step, what ranks tell each other, their end, the shares of ZeRO, the backend, and what times a sum"
     )
     importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
