@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim
 from engine.errors import LockstepError
+from engine.hardware import private
 from engine.hardware.adamw import AdamW
 from engine.world import World
 from engine.zero import Zero
@@ -84,7 +85,7 @@ class Buffers:
             (f"{path}.{name}" if path else name, module, name)
             for path, module in model.named_modules()
             for name, _ in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
+            if name not in private.non_persistent_buffers(module)
         ]
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
@@ -92,7 +93,7 @@ class Buffers:
         return {
             key: getattr(module, name)
             for key, module, name in self.places
-            if of_norms in (None, isinstance(module, nn.modules.batchnorm._NormBase))
+            if of_norms in (None, isinstance(module, private.NORM_WITH_STATISTICS))
         }
 
     def copies(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.config import Config, Schedule
 from engine.errors import LockstepError, amount
+from engine.hardware import private
 from engine.launch import data_parallel_devices
 from engine.precision import Precision
 from engine.world import World
@@ -203,17 +204,17 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, private.DROPOUT):
             dropout = module.p
-        hooks = [*module._forward_pre_hooks.values(), module]
+        hooks = [*private.forward_pre_hooks(module), module]
         kinds = {
             "dropout": isinstance(dropout, float) and dropout > 0 and module.training,
             # One for all ranks, but not for all passes of a step.
             "SyncBatchNorm": isinstance(module, nn.SyncBatchNorm) and module.training and accumulation > 1,
-            "BatchNorm": isinstance(module, nn.modules.batchnorm._BatchNorm)
+            "BatchNorm": isinstance(module, private.BATCH_NORM)
             and not isinstance(module, nn.SyncBatchNorm)
             and module.training,
-            "InstanceNorm's running statistics": isinstance(module, nn.modules.instancenorm._InstanceNorm)
+            "InstanceNorm's running statistics": isinstance(module, private.INSTANCE_NORM)
             and module.track_running_stats
             and module.training,
             # An iteration more for each forward pass.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.errors import LockstepError
 from engine.faults.together import sync_errors
+from engine.hardware.private import cpu_has_bf16
 from engine.world import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,21 +91,10 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
             name = "bf16" if has_bf16 else "fp16"
             return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")
     elif amp == "auto":
-        if _cpu_has_bf16():
+        if cpu_has_bf16():
             return Precision("bf16", device, "the CPU has bf16 instructions; attention in fp32, which is faster")
         return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")
     return Precision(amp, device, "as amp asks")
-
-
-def _cpu_has_bf16() -> bool:
-    """Return whether torch and oneDNN use such instructions: they are there, and no variable hides them."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
-    return (
-        torch.cpu._is_avx512_bf16_supported()
-        and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # which is true also where it would only emulate them
-        and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
-    )
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -20,6 +20,7 @@ from engine.contract import Sums, Task
 from engine.errors import LockstepError, amount
 from engine.faults.together import on_rank0
 from engine.files import log, status
+from engine.hardware import private
 from engine.phases import phase
 from engine.run import Run
 from engine.scaling import buckets
@@ -80,8 +81,8 @@ def describe(run: Run, strict: bool) -> None:
 
 
 def _describe_ddp(net: Any, cfg: Any) -> str:
-    """Return what DDP will do in each step, from its own records (private, read in torch 2.13)."""
-    about = net._get_ddp_logging_data()
+    """Return what DDP will do in each step, from its own records."""
+    about = private.ddp_record(net)
     count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
     return (
         f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "

@@ -22,6 +22,7 @@ from engine.faults.signals import StopRequest, leave_nothing
 from engine.faults.together import sync_errors
 from engine.faults.watchdog import Watchdog
 from engine.files import status
+from engine.hardware import private
 from engine.metrics import Skipped
 from engine.run import Run
 from engine.world import World
@@ -76,7 +77,7 @@ def check_all_reduced(net: nn.Module) -> None:
     """Check after the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
     gradients are there: a rank that lacks one would answer the others' all-reduce with its next sum."""
     if isinstance(net, DistributedDataParallel):
-        net._check_reducer_finalized()
+        private.check_all_gradients_reduced(net)
 
 
 def check_outcome(run: Run) -> None:

@@ -105,7 +105,7 @@ def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
 @pytest.mark.parametrize("elsewhere", ["bf16", "off"])
 def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     cfg = SimpleNamespace(amp="auto")
-    monkeypatch.setattr("engine.precision._cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("engine.precision.cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
     world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
     assert choose_together(cfg, world, None).name == elsewhere

@@ -1,0 +1,69 @@
+"""Private names of torch: fenced in, and still there. Where one is gone, its docstring says what it was for."""
+
+import ast
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.hardware import private
+from engine.hardware.adamw import AdamW
+
+OF_OTHERS = {"_exit", "_current_frames", "_replace", "_asdict", "_Unpickler", "_foreach_div_", "_foreach_norm"}
+OF_OTHERS |= {"_foreach_lerp_"}
+"""Of Python, and torch's documented functions over lists."""
+
+
+def test_they_are_used_behind_one_fence():
+    used = {
+        (str(path.relative_to(ROOT)), node.attr)
+        for path in [ROOT / "train.py", ROOT / "data_loader.py", *ROOT.glob("engine/**/*.py")]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "log"))
+    }
+    assert len(used) > 15
+    assert {each for each in used if each[1] not in OF_OTHERS and "engine/hardware" not in each[0]} == set()
+
+
+@pytest.fixture
+def net():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_tells_what_it_is_made_of_and_what_it_waits_for(net):
+    record = private.ddp_record(net)
+    assert record["backend_name"] == "gloo" and record["num_parameter_tensors"] == 4
+    assert record["total_parameter_size_bytes"] == 48
+    net.module.forward = lambda x: net.module[0](x)  # the other layer has no gradient
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        private.check_all_gradients_reduced(net)
+
+
+def test_layers_and_what_hangs_on_them():
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("cache", torch.zeros(1), persistent=False)
+    norm.register_forward_pre_hook(print)
+    assert private.non_persistent_buffers(norm) == {"cache"} and private.forward_pre_hooks(norm) == [print]
+    assert isinstance(norm, private.BATCH_NORM) and isinstance(nn.InstanceNorm2d(2), private.INSTANCE_NORM)
+    assert isinstance(norm, private.NORM_WITH_STATISTICS) and isinstance(nn.Dropout(), private.DROPOUT)
+
+
+def test_bf16_of_the_cpu_can_be_hidden(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert private.cpu_has_bf16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core")
+    assert not private.cpu_has_bf16()
+
+
+def test_the_optimizer_has_its_kernel():
+    optimizer = AdamW([weight := torch.ones(3, requires_grad=True)], fused=True)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1 and (weight < 1).all()
