@@ -38,7 +38,8 @@ import train
 from engine import checkpoint, config, console, launch
 from engine.faults.together import on_rank0
 from engine.faults.watchdog import BEAT_S, Watchdog
-from engine.files import log, storage
+from engine.files import log
+from engine.files.checkpoints import Checkpoints
 from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, find_slow
 from engine.phases import Phases, phase
@@ -230,7 +231,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
 def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[float]]:
     """Return seconds of steps, of blocking saves, of stalls for background saves, and of the steps after these."""
     times: dict[str, list[float]] = {"step": [], "blocking": [], "stall": [], "after": []}
-    training, checkpoints = endless(run), storage.Checkpoints(folder)
+    training, checkpoints = endless(run), Checkpoints(folder)
     next(training)
 
     def blocking() -> None:

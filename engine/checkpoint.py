@@ -1,4 +1,4 @@
-"""The state of a run: find it, compare it with a config, restore it, capture it. storage.py keeps it on disk."""
+"""The state of a run: find it, compare it with a config, restore it, capture it; `files` keeps it on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from engine.contract import Task
 from engine.errors import LockstepError
 from engine.faults import oom
 from engine.faults.together import sync_errors
-from engine.files import run_folder, storage
+from engine.files import archive, run_folder
+from engine.files.checkpoints import find_checkpoint
 from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
@@ -49,7 +50,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
         found, warnings = None, list[str]()
         if world.main:
             folder = (launch.recall("folder") if restarted else "") or cfg.save_dir
-            again = folder and (restarted or oom.times()) and storage.find("auto", Path(folder))[0]
+            again = folder and (restarted or oom.times()) and find_checkpoint("auto", Path(folder))[0]
             cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
             found, warnings = run_folder.inspect_run_folder(cfg)
     folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))
@@ -69,7 +70,7 @@ def _read(path: Path, world: World) -> dict[str, Any]:
             where=str(path),
             todo="give a save_dir that all machines share",
         )
-    state = storage.read(path)
+    state = archive.read(path)
     check_format(state, path)
     return state
 

@@ -82,7 +82,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
     log: Silent = field(default_factory=Silent)  # what a person reads
-    checkpoints: Any = None  # (rank 0) what is saved, see storage.py
+    checkpoints: Any = None  # (rank 0) what is saved, see files/checkpoints.py
     profile: Any = None  # of --profile, see profiler.py
     sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
     gflop: float = 0.0  # of a sample's forward pass, where they are counted

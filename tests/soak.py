@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from conftest import ROOT, TOY, Launcher, Running
 
-from engine.files import storage
+from engine.files import archive
+from engine.files.checkpoints import find_checkpoint
 
 COMMON = [TOY, "model.double=true", "global_batch=12", "optim.ema_decay=0.99", "schedule.kind=constant", "lr=1e-3"]
 COMMON += ["epochs=1000000", "schedule.horizon=1000000", "save_every=7", "eval_every=50", "ddp.timeout_s=8"]
@@ -90,9 +91,9 @@ def main(minutes: float, seed: int) -> int:
             while launcher.left_behind():
                 assert time.monotonic() < deadline, f"{kind}: processes left behind"
                 time.sleep(0.1)
-            found, warnings = storage.find("auto", run_folder)
+            found, warnings = find_checkpoint("auto", run_folder)
             assert not warnings, warnings
-            step = storage.read(found)["progress"]["step"] if found else 0
+            step = archive.read(found)["progress"]["step"] if found else 0
             tally[kind] += 1
             counts[processes] += 1
             print(

@@ -31,7 +31,8 @@ from engine import config, preflight
 from engine.contract import Sums
 from engine.errors import LockstepError
 from engine.faults.signals import StopRequest
-from engine.files import status, storage
+from engine.files import status
+from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.metrics import evaluate_split
 from engine.world import World
 from tools.running import guarded, in_world
@@ -66,14 +67,14 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     folder = run if run.is_dir() else run.parent
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", where="the first word", todo="give the folder of a run")
-    storage.check_files(folder)
+    check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]  # a link in the folder is in the folder
     if task.endswith(".py") and folder.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
         raise LockstepError(what, where=str(folder / "config.yaml"), todo="read it, then give --trust to run it")
-    checkpoints = storage.Checkpoints(folder)
-    file = folder / (checkpoints.best or storage.LAST) if run.is_dir() else run
+    checkpoints = Checkpoints(folder)
+    file = folder / (checkpoints.best or LAST) if run.is_dir() else run
     return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}", "wandb.enable=false"]
 
 

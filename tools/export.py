@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from engine import config, preflight
 from engine.errors import LockstepError
-from engine.files import storage
+from engine.files.atomic import write_atomically
 from engine.hardware import memory
 from engine.world import World
 from tools.evaluate import TRUST, of_run
@@ -88,7 +88,7 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
         raise LockstepError(what, where=asked.format, todo=todo, exit_code=1)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        storage.write_atomically(out, lambda file: file.write(exported.data))
+        write_atomically(out, lambda file: file.write(exported.data))
     except OSError as error:
         raise LockstepError(f"cannot write: {error.strerror}", where=str(out), todo="give another --out") from None
     path = about.pop("path")

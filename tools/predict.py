@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
 from engine import checkpoint, config, precision, speed
 from engine.errors import LockstepError
-from engine.files import run_folder, status, storage
+from engine.files import run_folder, status
+from engine.files.atomic import write_atomically
 from engine.hardware import memory
 from engine.world import World
 from formats import videos
@@ -356,7 +357,7 @@ class Ethograms:
         path = self.folder / f"{said.name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = video.draw_ethogram(said.probabilities, self.classes, said.fps or 0.0, said.name, said.truth)
-        storage.write_atomically(path, lambda file: file.write(_png(picture)))
+        write_atomically(path, lambda file: file.write(_png(picture)))
         return path
 
 
@@ -390,7 +391,7 @@ def _write(
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        storage.write_atomically(out, fill)
+        write_atomically(out, fill)
     except OSError as error:
         what = f"cannot write: {error.strerror or error}"
         raise LockstepError(what, where=str(error.filename or out), todo="give another --out") from None

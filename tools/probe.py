@@ -35,7 +35,8 @@ from engine import config, launch, preflight, survive
 from engine.errors import LockstepError
 from engine.faults import agent, oom
 from engine.faults.signals import StopRequest, end_with_parent
-from engine.files import run_folder, status, storage
+from engine.files import run_folder, status
+from engine.files.atomic import write_json
 from engine.hardware.cores import Crowd, threads_at_most
 from engine.metrics import training_metrics
 from engine.phases import phase
@@ -73,7 +74,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
                 out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
             raise
         if world.main:
-            storage.write_json(out, found)
+            write_json(out, found)
 
     in_world(args.cfg, work)
     return status.leave_code(status.DONE)

@@ -22,7 +22,7 @@ from typing import Any
 from engine.errors import LockstepError
 from engine.faults import oom, terminal
 from engine.faults.signals import StopRequest, leave_nothing
-from engine.files import status, storage
+from engine.files import atomic, status
 from engine.hardware.shm_backend import machine
 from engine.launch import meeting, speaks
 from engine.phases import Phases, phase
@@ -220,7 +220,7 @@ class Watchdog:
         if folder is not None:
             with contextlib.suppress(OSError):
                 words = "".join(f"==== rank {rank}\n{dump}\n" for rank, dump in sorted(dumps.items()))
-                storage.write_atomically(folder / "stacks.txt", lambda file: file.write(words.encode()))
+                atomic.write_atomically(folder / "stacks.txt", lambda file: file.write(words.encode()))
                 text += f"; stacks: {folder / 'stacks.txt'}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -435,7 +435,7 @@ def record(world: World, cause: Failure, claimed: bool) -> None:
         if cause.details and status.current.folder:
             with contextlib.suppress(OSError):
                 text = cause.details.encode(errors="replace")
-                storage.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
+                atomic.write_atomically(status.current.folder / "error.txt", lambda file: file.write(text))
         status.current.write("failed", cause.exit_code, cause.text)
 
 

@@ -24,7 +24,7 @@ from engine.console import console, show_bars
 from engine.contract import Sums
 from engine.errors import LockstepError, amount
 from engine.faults import terminal
-from engine.files import status, storage
+from engine.files import atomic, status
 from engine.hardware import cores
 from engine.metrics import Skipped, Slow, means, pictures
 
@@ -378,6 +378,6 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         print(f"warning: {what}: training goes on", file=sys.stderr)
     # Even where there is none: the append would follow a link that was planted here.
-    storage.write_atomically(path, lambda file: file.write(b"".join(kept)))
+    atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
     return time_s, numbers if dropped else None

@@ -10,7 +10,8 @@ from pathlib import Path
 from engine import config, launch
 from engine.console import console
 from engine.faults.together import on_rank0, sync_errors
-from engine.files import log, run_folder, status, storage
+from engine.files import log, run_folder, status
+from engine.files.checkpoints import LAST
 from engine.files.saving import CheckpointWriter
 from engine.profiler import Profile
 from engine.run import Run
@@ -86,7 +87,7 @@ def _summary(run: Run, path: Path) -> str:
     best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
     return (
         f"\nDone: {p.step} steps, {p.samples} samples{best}\n"
-        f"  checkpoints  {path / storage.LAST}\n"
+        f"  checkpoints  {path / LAST}\n"
         f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
         f"  metrics      {path / 'metrics.jsonl'}"
     )

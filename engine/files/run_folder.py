@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +19,8 @@ import torch
 
 from engine import config
 from engine.errors import LockstepError
-from engine.files import storage
+from engine.files.atomic import write_atomically, write_json
+from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
 from engine.world import World
 
 
@@ -36,12 +40,12 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
                 where="--rdzv_backend=c10d",
                 todo="give save_dir, the same on every machine",
             )
-        return storage.find(cfg.resume, None)
-    storage.check_files(folder)
-    storage.lock(folder, only_look=True)
-    found, warnings = storage.find(cfg.resume, folder)
+        return find_checkpoint(cfg.resume, None)
+    check_files(folder)
+    lock(folder, only_look=True)
+    found, warnings = find_checkpoint(cfg.resume, folder)
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
-    if elsewhere and storage.find("auto", folder)[0]:
+    if elsewhere and find_checkpoint("auto", folder)[0]:
         raise LockstepError(
             f"resume={cfg.resume} goes on from another folder, but this one holds a run",
             where=f"save_dir={folder}",
@@ -50,7 +54,7 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     return found, warnings
 
 
-def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, storage.Checkpoints]:
+def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Checkpoints]:
     """(rank 0) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this process, and write
     config.yaml and environment.json."""
     folder = Path(cfg.save_dir)
@@ -59,17 +63,17 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, sto
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = new_folder(Path("checkpoints"), f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
-        _owned.append(storage.lock(folder))
+        _owned.append(lock(folder))
         for torn in folder.glob(".*.tmp"):  # left by a process that was killed in the middle of a write
             torn.unlink()
-        storage.write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
-        storage.write_json(folder / "environment.json", environment(world))
+        write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
+        write_json(folder / "environment.json", environment(world))
     except OSError as error:
         raise LockstepError(
             f"the run's folder cannot be written: {error.strerror}", where=str(folder), todo="give another save_dir"
         ) from None
-    checkpoints = storage.Checkpoints(folder, cfg.keep_checkpoints)
-    if cfg.resume == "auto" and checkpoints.last and storage.find("auto", folder)[0] != resumed:
+    checkpoints = Checkpoints(folder, cfg.keep_checkpoints)
+    if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError(
             "another run has written here meanwhile", where=str(folder), todo="start the same command again"
         )
@@ -80,6 +84,57 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, sto
 
 _owned: list[Any] = []
 """Lock files of this process, open until it ends."""
+
+
+def lock(folder: Path, only_look: bool = False) -> Any:
+    """Own the run folder while the returned file is open, or raise naming the owner; `only_look` doesn't keep it.
+
+    A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
+    it, and it holds over NFS. It also drops it as soon as this process closes any other handle of the file: what this
+    process owns is not opened again.
+    """
+    path = folder / LOCK
+    name = os.path.realpath(path)
+    owner, file = _held.get(name, (0, None))
+    if owner == os.getpid() and not file.closed:
+        return None if only_look else file
+    try:
+        # A link planted here would have its target emptied.
+        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if only_look else os.O_CREAT)
+        file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if only_look:
+            return None
+        raise
+    except OSError as error:
+        raise LockstepError(
+            f"the lock cannot be opened: {error.strerror}", where=str(path), todo="give another save_dir"
+        ) from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = " ".join(file.read().split()) or "unknown"
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
+            return None
+        raise LockstepError(
+            f"another run owns this folder: {holder}",
+            where=str(folder),
+            todo="wait for it or stop it, or give another save_dir",
+        ) from None
+    if only_look:
+        file.close()
+        return None
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+    file.flush()
+    _held[name] = os.getpid(), file
+    return file
+
+
+_held: dict[str, tuple[int, Any]] = {}
+"""Real path of a lock -> (process, file). A forked child inherits the entry but not the lock, hence the process."""
 
 
 def new_folder(parent: Path, stem: str) -> Path:

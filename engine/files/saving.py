@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.files import status, storage
+from engine.files import status
+from engine.files.checkpoints import Checkpoints, Writer
 from engine.files.log import SHORT, Silent
 from engine.phases import phase
 
@@ -18,8 +19,8 @@ class CheckpointWriter:
     unsaved  a state that is saved if the current evaluation fails, or never ends
     """
 
-    def __init__(self, checkpoints: storage.Checkpoints, log: Silent, monitor: str):
-        self.writer, self.log, self.monitor = storage.Writer(checkpoints), log, monitor
+    def __init__(self, checkpoints: Checkpoints, log: Silent, monitor: str):
+        self.writer, self.log, self.monitor = Writer(checkpoints), log, monitor
         self.said: deque[str] = deque()  # messages of the writing thread, to be passed on
         self.unsaved: dict[str, Any] | None = None
         status.current.settle = self._settle_before_end

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.faults.agent import COMMAND, EXIT_CODE, SCRATCH
-from engine.files import storage
+from engine.files import atomic
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
 """Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command resumes."""
@@ -69,7 +69,7 @@ class Status:
             with self.writing:
                 self.fields |= fields
                 about = self.fields | {"resume_command": self.resume_command} | process
-                storage.write_json(self.folder / "status.json", about)
+                atomic.write_json(self.folder / "status.json", about)
         except OSError as error:
             print(f"warning: status.json was not written: {error.strerror}", file=sys.stderr)
 

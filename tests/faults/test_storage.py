@@ -1,6 +1,7 @@
 """A run's folder under the faults that can be provoked from outside: it holds the old state or the new, or says so.
 
-The I/O calls of storage.py are counted by stand-ins for what it imports; SIGKILL, limits and full disks are real.
+The I/O calls of atomic.py, archive.py and checkpoints.py are counted by stand-ins for what they import; SIGKILL,
+limits and full disks are real.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ import torch
 
 from engine import config
 from engine.contract import LockstepError
-from engine.files import log, status, storage
+from engine.files import archive, atomic, log, run_folder, status
+from engine.files.checkpoints import FILES, LAST, LOCK, MANIFEST, Checkpoints, Writer, find_checkpoint
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.files.saving import CheckpointWriter
-from engine.files.storage import Checkpoints
 from engine.run import Progress
 from tools import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS = sys.modules[Checkpoints.__module__]  # the name is taken in most tests
+MODULES = (atomic, archive, CHECKPOINTS)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def state(step: int, size: int = 64) -> dict:
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint that is what `state` made, to the last element."""
-    found = storage.read(path)
+    found = archive.read(path)
     step = found["progress"]["step"]
     assert set(found) == set(state(step)) and bool((found["model"]["w"] == float(step)).all())
     return step
@@ -70,7 +73,7 @@ def commit(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 
 
 
 def found(folder: Path) -> int | None:
-    path, _ = storage.find("auto", folder)
+    path, _ = find_checkpoint("auto", folder)
     return None if path is None else step_of(path)
 
 
@@ -115,7 +118,7 @@ def error_of(work) -> LockstepError:
 
 
 class Faults:
-    """Stands in for what storage.py does I/O with; the n-th call goes wrong.
+    """Stands in for what these files do I/O with; the n-th call goes wrong.
 
     error   fails with this errno; with `for_good`, so do all after it
     kill    SIGKILL before the call
@@ -199,11 +202,10 @@ class Faults:
         plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat", "statvfs")
         mine = {name: counted(os, name) for name in plain}
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
-        patch.setattr(storage, "os", Stand(os, mine))
-        patch.setattr(storage, "open", self.open, raising=False)
-        patch.setattr(log, "os", Stand(os, mine))
-        patch.setattr(log, "open", self.open, raising=False)
-        patch.setattr(storage, "torch", Stand(torch, {"load": counted(torch, "load")}))
+        for file in (*MODULES, log):
+            patch.setattr(file, "os", Stand(os, mine))
+            patch.setattr(file, "open", self.open, raising=False)
+        patch.setattr(archive, "torch", Stand(torch, {"load": counted(torch, "load")}))
         for name in ("is_dir", "is_file", "resolve"):
             patch.setattr(Path, name, counted(Path, name))
         faults = self
@@ -220,7 +222,7 @@ class Faults:
                 if self.raw:
                     self.raw.file.close()
 
-        patch.setattr(storage, "zipfile", Stand(zipfile, {"ZipFile": Zip}))
+        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": Zip}))
 
 
 class Stand:
@@ -305,14 +307,14 @@ def strike(folder: Path, scene: str, faults: Faults) -> LockstepError | None:
 
 def goes_on(folder: Path, scene: str) -> None:
     """What the next start does: it finds its place and saves, and nothing torn stays behind."""
-    path, _ = storage.find("auto", folder)
+    path, _ = find_checkpoint("auto", folder)
     checkpoints = Checkpoints(folder, SCENES[scene][1])
     if path:
         checkpoints.forget_after(path)
     commit(checkpoints, 9)
     assert found(folder) == 9 and checkpoints.warnings == []
     assert temporary(folder) == []
-    assert step_of(folder / storage.LAST) == 9
+    assert step_of(folder / LAST) == 9
 
 
 def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
@@ -406,7 +408,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
                 opened.writer = io.BytesIO()  # TensorBoard's is not asked
                 job.progress.step = 3
                 opened._record("train", job, {})
-                writer = storage.Writer(checkpoints)
+                writer = Writer(checkpoints)
                 writer.submit(state(3), "step_3.pt", False, opened.sync)
                 writer.settle()
                 writer.close()
@@ -429,7 +431,7 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(scenes / "retention", folder, symlinks=True)
     if not manifest:
-        (folder / storage.MANIFEST).unlink()
+        (folder / MANIFEST).unlink()
     asked = {"auto": "auto", "the file": str(folder / "step_2.pt"), "the folder": str(folder)}[resume]
     n = 0
     while True:
@@ -438,9 +440,9 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             faults.install(patch)
             try:
-                path, _ = storage.find(asked, folder)
+                path, _ = find_checkpoint(asked, folder)
                 assert path is not None, f"call {n}: {faults.calls[-1]}"
-                step = storage.read(path)["progress"]["step"]
+                step = archive.read(path)["progress"]["step"]
             except LockstepError as error:
                 assert error.exit_code == 3 or resume != "auto"
                 step = 2
@@ -575,26 +577,26 @@ def test_a_damaged_checkpoint(damage, manifest, run):
     newest = run / "step_2.pt"
     DAMAGE[damage](newest)
     if not manifest:
-        (run / storage.MANIFEST).unlink()
+        (run / MANIFEST).unlink()
     for resume in ("auto", str(run)):
-        path, warnings = storage.find(resume, run)
+        path, warnings = find_checkpoint(resume, run)
         assert path and step_of(path) == 1
         if manifest:
             assert str(newest) in "".join(warnings) and "going on from step_1.pt" in "".join(warnings)
         else:
-            assert storage.MANIFEST in "".join(warnings)
-    error = error_of(lambda: storage.find(str(newest), None))
+            assert MANIFEST in "".join(warnings)
+    error = error_of(lambda: find_checkpoint(str(newest), None))
     if newest.is_file():
         assert error.exit_code == 3 and str(run / "step_1.pt") in str(error)
     else:
         assert error.exit_code == 2
-    assert storage.find(str(run / "step_1.pt"), None) == (run / "step_1.pt", [])
+    assert find_checkpoint(str(run / "step_1.pt"), None) == (run / "step_1.pt", [])
     if newest.is_file() and damage != "one flipped bit":  # the archive's CRC is torch's own to check
-        assert error_of(lambda: storage.read(newest)).exit_code == 3
+        assert error_of(lambda: archive.read(newest)).exit_code == 3
 
     DAMAGE["truncated"](run / "step_1.pt")
-    assert error_of(lambda: storage.find("auto", run)).exit_code == 3
-    error = error_of(lambda: storage.find(str(run / "step_1.pt"), None))
+    assert error_of(lambda: find_checkpoint("auto", run)).exit_code == 3
+    error = error_of(lambda: find_checkpoint(str(run / "step_1.pt"), None))
     assert error.exit_code == 3 and "another file" in str(error)
 
 
@@ -614,7 +616,7 @@ def test_a_damaged_checkpoint(damage, manifest, run):
         b"\0" * 300,
         *(
             json.dumps({"best": "", "checkpoints": [{"file": file, "step": 1, "bytes": 1, "sha256": ""}]})
-            for file in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", storage.LOCK)
+            for file in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", LOCK)
         ),
     ],
 )
@@ -623,22 +625,22 @@ def test_a_damaged_manifest(text, run):
     victim = run.parent / "victim.pt"
     shutil.copy(run / "step_1.pt", victim)
     os.utime(run / "step_1.pt", ns=(0, 0))
-    path = run / storage.MANIFEST
+    path = run / MANIFEST
     path.unlink()
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    chosen, warnings = storage.find("auto", run)
-    assert chosen and chosen.parent == run and step_of(chosen) == 2 and storage.MANIFEST in "".join(warnings)
+    chosen, warnings = find_checkpoint("auto", run)
+    assert chosen and chosen.parent == run and step_of(chosen) == 2 and MANIFEST in "".join(warnings)
     checkpoints = Checkpoints(run, keep=0)
     commit(checkpoints, 3)
     assert found(run) == 3 and checkpoints.warnings == []
     assert victim.is_file() and (run / "step_1.pt").is_file() and (run / "step_2.pt").is_file()
-    assert storage.find("auto", run) == (run / "step_3.pt", [])
+    assert find_checkpoint("auto", run) == (run / "step_3.pt", [])
 
 
 def test_a_manifest_that_is_a_folder(run):
-    (run / storage.MANIFEST).unlink()
-    (run / storage.MANIFEST).mkdir()
+    (run / MANIFEST).unlink()
+    (run / MANIFEST).mkdir()
     assert found(run) == 2
     before = snapshot(run)
     assert error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
@@ -659,14 +661,14 @@ def patience():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("name", storage.FILES)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a pipe or a device"), (os.mkdir, "a folder")])
 def test_what_is_no_file_of_the_run_is_refused(name, make, kind, run, patience):
     """Each of them would be opened, and a pipe that nobody writes to is waited for."""
     (run / name).unlink(missing_ok=True)
     make(run / name)
     cfg = SimpleNamespace(save_dir=str(run), resume="auto")
-    asked = [lambda: look_into(cfg), lambda: storage.find(str(run), None)]
+    asked = [lambda: look_into(cfg), lambda: find_checkpoint(str(run), None)]
     if name != "config.yaml":
         (run / "config.yaml").touch()
         asked.append(lambda: evaluate.of_run(False, [str(run)]))
@@ -680,7 +682,7 @@ def test_a_checkpoint_that_is_a_pipe_is_passed_over(run, patience):
     newest = Checkpoints(run).last
     newest.unlink()
     os.mkfifo(newest)
-    path, warnings = storage.find("auto", run)
+    path, warnings = find_checkpoint("auto", run)
     assert path.name != newest.name and "it is no file" in warnings[0]
 
 
@@ -688,17 +690,17 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(run, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(storage, "os", Stand(os, {"listdir": refuse}))
-    (run / storage.MANIFEST).unlink()
-    assert error_of(lambda: storage.find("auto", run)).exit_code == 3
+    monkeypatch.setattr(CHECKPOINTS, "os", Stand(os, {"listdir": refuse}))
+    (run / MANIFEST).unlink()
+    assert error_of(lambda: find_checkpoint("auto", run)).exit_code == 3
     assert error_of(lambda: Checkpoints(run)).exit_code == 3
 
 
 def test_nothing_there_is_not_damage(tmp_path):
     for folder in (None, tmp_path, tmp_path / "absent"):
-        assert storage.find("auto", folder) == (None, []) == storage.find("never", folder)
+        assert find_checkpoint("auto", folder) == (None, []) == find_checkpoint("never", folder)
     for path in (tmp_path, tmp_path / "absent.pt", "a\0b"):
-        assert error_of(lambda: storage.find(str(path), None)).exit_code == 2  # noqa: B023
+        assert error_of(lambda: find_checkpoint(str(path), None)).exit_code == 2  # noqa: B023
 
 
 @pytest.mark.parametrize("last", ["a link to a victim", "read-only", "a folder", "a dangling link", "a copy"])
@@ -706,7 +708,7 @@ def test_what_stands_where_last_belongs(last, run):
     """It is replaced, never written through."""
     victim = run.parent / "victim"
     victim.write_text("mine")
-    path = run / storage.LAST
+    path = run / LAST
     path.unlink()
     if last == "a link to a victim":
         path.symlink_to(victim)
@@ -722,7 +724,7 @@ def test_what_stands_where_last_belongs(last, run):
     assert victim.read_text() == "mine" and not (run.parent / "absent").exists()
     assert found(run) == 3 and temporary(run) == []
     if last == "a folder":
-        assert storage.LAST in "".join(checkpoints.warnings)
+        assert LAST in "".join(checkpoints.warnings)
     else:
         assert os.readlink(path) == "step_3.pt" and checkpoints.warnings == []
 
@@ -755,7 +757,7 @@ def test_going_back_to_an_older_one(run):
                 checkpoints.commit(state(4), "step_3.pt", False)
 
         killed = os.WIFSIGNALED(in_child(save)[0])
-        path, warnings = storage.find("auto", folder)
+        path, warnings = find_checkpoint("auto", folder)
         assert path and warnings == [] and step_of(path) in (3, 1, 4)
         shutil.rmtree(folder)
         if not killed:
@@ -778,7 +780,7 @@ def test_a_relative_folder_and_an_absolute_path_are_the_same(run, monkeypatch):
     checkpoints = Checkpoints(Path("run"))
     checkpoints.forget_after(run / "step_1.pt")
     assert checkpoints.last == Path("run/step_1.pt")
-    assert storage.find("run", None)[0] == run / "step_2.pt"
+    assert find_checkpoint("run", None)[0] == run / "step_2.pt"
 
 
 # ---- what others hand us --------------------------------------------------------------------------------------------
@@ -842,7 +844,7 @@ def test_hidden_code_does_not_run(where, what, tmp_path):
     path, marker = tmp_path / "step_1.pt", tmp_path / "marker"
     bomb = Bomb(os.mkdir, str(marker)) if what == "mkdir" else Bomb(exec, f"import os; os.mkdir({str(marker)!r})")
     HIDDEN[where](path, bomb)
-    for look in (storage.read, lambda path: storage.find(str(path), None)):
+    for look in (archive.read, lambda path: find_checkpoint(str(path), None)):
         error = error_of(lambda: look(path))  # noqa: B023
         assert error.exit_code == 3 and str(path) in str(error)
         assert "weights_only" not in str(error) and "\n" not in str(error)
@@ -860,7 +862,7 @@ def test_a_real_torchscript_archive_is_refused(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still about
         torch.jit.save(torch.jit.trace(Plus(), torch.zeros(1)), str(path))
-    error = error_of(lambda: storage.read(path))
+    error = error_of(lambda: archive.read(path))
     assert error.exit_code == 3 and "TorchScript" in str(error)
 
 
@@ -934,7 +936,7 @@ def test_a_file_that_claims_more_than_it_holds(what, tmp_path):
     def limited():
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20),) * 2)
-        error = error_of(lambda: storage.read(path))
+        error = error_of(lambda: archive.read(path))
         return json.dumps([error.exit_code, str(error)])
 
     status, said = in_child(limited)
@@ -959,11 +961,11 @@ def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
     weights = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
     weights |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "view": torch.arange(8.0)[2:6:2]}
     path = Checkpoints(tmp_path).commit(state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}, "a.pt", True)
-    with zipfile.ZipFile(path) as archive:
-        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    with zipfile.ZipFile(path) as contents:
+        (pickled,) = (contents.read(name) for name in contents.namelist() if name.endswith("data.pkl"))
     names = [given for code, given, _ in pickletools.genops(pickled) if code.name in ("GLOBAL", "STACK_GLOBAL", "INST")]
     assert names and {name.split()[0] for name in names} <= {"collections", "torch", "torch._utils", "torch.storage"}
-    again = storage.read(path)["model"]
+    again = archive.read(path)["model"]
     assert all(
         again[name].dtype == tensor.dtype and torch.equal(again[name], tensor) for name, tensor in weights.items()
     )
@@ -999,7 +1001,7 @@ def test_the_only_whole_one_stays_when_a_save_fails(run):
     """keep=0 would drop both; the new one doesn't reach the disk as it was written."""
     DAMAGE["truncated"](run / "step_2.pt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "sha256_of", lambda path: "0" * 64)
+        patch.setattr(atomic, "sha256_of", lambda path: "0" * 64)
         error = error_of(lambda: commit(Checkpoints(run, 0), 3))
     assert error.exit_code == 3 and "read back" in str(error)
     assert found(run) == 1 and temporary(run) == []
@@ -1019,7 +1021,7 @@ def test_a_disk_that_writes_something_else(run, monkeypatch):
             return Lying(Faults(0, "none"), file, Path(path))
         return file
 
-    monkeypatch.setattr(storage, "open", lying, raising=False)
+    monkeypatch.setattr(atomic, "open", lying, raising=False)
     before = snapshot(run)
     assert error_of(lambda: commit(Checkpoints(run, 0), 3)).exit_code == 3
     assert snapshot(run) == before and found(run) == 2
@@ -1035,8 +1037,8 @@ def failing_unlink(name: str):
 
 
 def test_a_failed_removal_is_a_warning(run, monkeypatch):
-    monkeypatch.setattr(storage, "os", failing_unlink("step_1.pt"))
-    writer = storage.Writer(Checkpoints(run))
+    monkeypatch.setattr(CHECKPOINTS, "os", failing_unlink("step_1.pt"))
+    writer = Writer(Checkpoints(run))
     writer.submit(state(3), "step_3.pt", False)
     writer.settle()
     (said,) = writer.problems()
@@ -1067,7 +1069,7 @@ class Gated(Checkpoints):
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path):
     checkpoints = Gated(tmp_path)
-    writer = storage.Writer(checkpoints)
+    writer = Writer(checkpoints)
     saved: list[int] = []
     writer.submit(state(1), "step_1.pt", False, after=lambda path, step: saved.append(step))
     checkpoints.begun.acquire()
@@ -1094,7 +1096,7 @@ def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path
 
 def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_path):
     checkpoints = Gated(tmp_path)
-    writer = storage.Writer(checkpoints)
+    writer = Writer(checkpoints)
     for _ in range(4):
         checkpoints.gate.release()
 
@@ -1132,7 +1134,7 @@ def try_lock(folder: Path, only_look: bool = False) -> str:
 
     def attempt() -> str:
         try:
-            storage.lock(folder, only_look)
+            run_folder.lock(folder, only_look)
         except LockstepError as error:
             return str(error)
         return "free"
@@ -1149,7 +1151,7 @@ def test_the_lock_names_its_owner_and_ends_with_it(tmp_path):
     owner = os.fork()
     if owner == 0:
         os.close(leave)
-        held = storage.lock(tmp_path)
+        held = run_folder.lock(tmp_path)
         if os.fork() == 0:  # a loader's worker, say
             os.write(tell, b"%d" % os.getpid())
             os.read(stay, 1)
@@ -1172,16 +1174,16 @@ def test_the_lock_names_its_owner_and_ends_with_it(tmp_path):
 
 
 def test_looking_takes_nothing_and_drops_nothing(tmp_path):
-    assert storage.lock(tmp_path, only_look=True) is None and os.listdir(tmp_path) == []
-    assert storage.lock(tmp_path / "absent", only_look=True) is None
-    held = storage.lock(tmp_path)
-    assert storage.lock(tmp_path, only_look=True) is None
+    assert run_folder.lock(tmp_path, only_look=True) is None and os.listdir(tmp_path) == []
+    assert run_folder.lock(tmp_path / "absent", only_look=True) is None
+    held = run_folder.lock(tmp_path)
+    assert run_folder.lock(tmp_path, only_look=True) is None
     assert "another run" in try_lock(tmp_path) and "another run" in try_lock(tmp_path, only_look=True)
-    assert storage.lock(tmp_path / "." / "", only_look=False) is held
+    assert run_folder.lock(tmp_path / "." / "", only_look=False) is held
     assert "another run" in try_lock(tmp_path)
     held.close()
     assert try_lock(tmp_path) == "free" == try_lock(tmp_path, only_look=True)
-    again = storage.lock(tmp_path)
+    again = run_folder.lock(tmp_path)
     assert again is not held and "another run" in try_lock(tmp_path)
     again.close()
 
@@ -1189,10 +1191,10 @@ def test_looking_takes_nothing_and_drops_nothing(tmp_path):
 def test_a_lock_that_is_a_link_or_cannot_be_opened(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    (tmp_path / storage.LOCK).symlink_to(victim)
+    (tmp_path / LOCK).symlink_to(victim)
     for only_look in (True, False):
-        assert storage.LOCK in str(error_of(lambda: storage.lock(tmp_path, only_look)))  # noqa: B023
+        assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path, only_look)))  # noqa: B023
     assert victim.read_text() == "mine"
-    (tmp_path / storage.LOCK).unlink()
-    (tmp_path / storage.LOCK).mkdir()
-    assert storage.LOCK in str(error_of(lambda: storage.lock(tmp_path)))
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).mkdir()
+    assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path)))

@@ -1,23 +1,15 @@
-"""A run's files on disk: each is whole or not there, the folder has one owner, and the manifest says what counts.
+"""The checkpoints of a run's folder: the manifest says which count, and how many are kept.
 
-A checkpoint is written beside its place, flushed, read back, renamed, and then entered into `manifest.json` with its
-SHA-256. That entry is the commit: until it is written, the run resumes from the checkpoint before.
+A checkpoint is written whole (`atomic`), and then entered into `manifest.json` with its SHA-256. That entry is the
+commit: until it is written, the run resumes from the checkpoint before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import hashlib
 import json
 import os
-import pickle
-import socket
 import stat
-import time
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,78 +20,10 @@ from typing import Any
 import torch
 
 from engine.errors import LockstepError
+from engine.files.archive import damage, examine, reason
+from engine.files.atomic import write_atomically, write_json
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
-
-
-class _Hashing:
-    """A file that is only written to, with the SHA-256 of its contents."""
-
-    def __init__(self, file: Any):
-        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:  # torch.save would report it as an unexpected position in its archive
-            self.error = error
-            raise
-        self.sha256.update(data)
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def write_atomically(path: Path, fill: Callable[[Any], None]) -> tuple[str, int]:
-    """Let `fill` write a file beside `path`, flush it to the disk and rename it: a reader, or a crash, finds either the
-    old file or the new one. Returns (SHA-256, bytes). Raises OSError, with the old file as it was."""
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)
-        with open(beside, "xb") as raw:
-            file = _Hashing(raw)
-            try:
-                fill(file)
-            except RuntimeError as error:
-                raise file.error or error from None
-            raw.flush()
-            os.fsync(raw.fileno())
-        digest = file.sha256.hexdigest()
-        if sha256_of(beside) != digest:
-            raise OSError(errno.EIO, "what was read back is not what was written")
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
-    _sync_folder(path.parent)  # the rename itself
-    return digest, file.size
-
-
-def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
 
 FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metrics.jsonl", "error.txt", "stacks.txt")
 """Files that a run writes into its folder, beside checkpoints and `logs/`."""
@@ -116,63 +40,6 @@ def check_files(folder: Path) -> None:
                 where=str(folder),
                 todo="move it away, or give another save_dir",
             )
-
-
-# ---- one owner ------------------------------------------------------------------------------------------------------
-
-
-def lock(folder: Path, only_look: bool = False) -> Any:
-    """Own the run folder while the returned file is open, or raise naming the owner; `only_look` doesn't keep it.
-
-    A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
-    it, and it holds over NFS. It also drops it as soon as this process closes any other handle of the file: what this
-    process owns is not opened again.
-    """
-    path = folder / LOCK
-    name = os.path.realpath(path)
-    owner, file = _held.get(name, (0, None))
-    if owner == os.getpid() and not file.closed:
-        return None if only_look else file
-    try:
-        # A link planted here would have its target emptied.
-        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if only_look else os.O_CREAT)
-        file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        if only_look:
-            return None
-        raise
-    except OSError as error:
-        raise LockstepError(
-            f"the lock cannot be opened: {error.strerror}", where=str(path), todo="give another save_dir"
-        ) from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = " ".join(file.read().split()) or "unknown"
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
-            return None
-        raise LockstepError(
-            f"another run owns this folder: {holder}",
-            where=str(folder),
-            todo="wait for it or stop it, or give another save_dir",
-        ) from None
-    if only_look:
-        file.close()
-        return None
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-    file.flush()
-    _held[name] = os.getpid(), file
-    return file
-
-
-_held: dict[str, tuple[int, Any]] = {}
-"""Real path of a lock -> (process, file). A forked child inherits the entry but not the lock, hence the process."""
-
-
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,7 +92,7 @@ class Checkpoints:
             manifest = _bytes_of(self.folder / MANIFEST)
             try:
                 digest, size = write_atomically(self.folder / file, lambda out: torch.save(state, out))
-                _inspect(self.folder / file)  # what could not be read again must not take the place of what can
+                examine(self.folder / file)  # what could not be read again must not take the place of what can
                 entries = [*self.entries, Entry(file, step, size, digest)]
                 chosen = file if best else self.best
                 kept = [e for e in entries[:-1] if e.file == chosen] + entries[-1 - self.keep :]
@@ -236,7 +103,7 @@ class Checkpoints:
                 raise
         except Exception as error:  # torch.save raises what a task's own objects do
             raise LockstepError(
-                f"the checkpoint could not be written: {_reason(error)}",
+                f"the checkpoint could not be written: {reason(error)}",
                 where=str(self.folder / file),
                 todo=f"it needs {_tensor_bytes(state) / 1e6:.1f} MB, {_free(self.folder)} MB are free; "
                 "the checkpoint before is as it was",
@@ -293,14 +160,6 @@ def _free(folder: Path) -> str:
     return f"{free.f_bavail * free.f_frsize / 1e6:.1f}"
 
 
-def _reason(error: Exception) -> str:
-    """Return one line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    said = str(error).splitlines() if isinstance(error, ValueError) else []
-    return said[0] if said else type(error).__name__
-
-
 def _bytes_of(path: Path) -> bytes | None:
     try:
         with open(path, "rb") as file:
@@ -347,7 +206,7 @@ def _unreadable(path: Path, error: OSError) -> LockstepError:
     )
 
 
-def find(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
+def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
     """Return (the checkpoint to resume, warnings). `auto`: the newest in `folder` that is whole, if the folder has any;
     `never`: none; else the path of a file, or of a run folder. Raises LockstepError: 2 = not there, 3 = damaged."""
     try:
@@ -399,103 +258,6 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
     return LockstepError(f"the checkpoint is damaged: {problem}", where=str(path), todo=todo, exit_code=3)
 
 
-def damage(path: Path, sha256: str) -> str:
-    """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in it."""
-    if path.exists() and not path.is_file():
-        return "it is no file"
-    try:
-        if sha256:
-            actual = sha256_of(path)
-            return "" if actual == sha256 else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
-        _inspect(path)
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-            return f"{bad} does not match its CRC-32" if bad else ""
-    except FileNotFoundError:
-        return "the file is gone"
-    except Exception as error:  # zipfile has no common base class for the errors of a broken archive
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no archive'}"
-
-
-PLAIN = frozenset(
-    "collections.OrderedDict torch.Size torch.device _codecs.encode __builtin__.set __builtin__.complex builtins.set "
-    "builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter "
-    "torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
-)
-"""Globals allowed in a checkpoint beside storages and dtypes: plain values to `weights_only=True`."""
-
-
-BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
-BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
-"""Bytes of an element, by the name of its storage; torch's own classes warn when they are asked."""
-
-
-class _Rehearsal(pickle._Unpickler):  # the one in Python: the other one's memo takes any memory that the file asks for
-    """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
-    some versions of torch would read past the end of a shorter one."""
-
-    def __init__(self, file: Any, sizes: dict[str, int], top: str):
-        super().__init__(file)
-        self.sizes, self.top = sizes, top
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch", "torch.storage"):
-            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
-                return BYTES[name.removesuffix("Storage")]
-            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
-                return dtype
-        if f"{module}.{name}" not in PLAIN:
-            raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
-        return OrderedDict if name == "OrderedDict" else lambda *given: None
-
-    def persistent_load(self, pid: Any) -> Any:
-        _, bytes_each, key, _, count = pid
-        if self.sizes.get(f"{self.top}/data/{key}") != count * bytes_each:
-            raise ValueError("a tensor whose size is not that of its data")
-
-
-def _inspect(path: Path) -> None:
-    """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
-    Reads little of it; `damage` checks that the contents are as written."""
-    with zipfile.ZipFile(path) as archive:
-        contents = archive.infolist()
-        sizes = {item.filename: item.file_size for item in contents}
-        if any(name.endswith("/constants.pkl") for name in sizes):
-            raise ValueError("a TorchScript archive, which holds code")
-        if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
-            sum(item.file_size for item in contents) > os.stat(path).st_size
-        ):
-            raise ValueError("a compressed archive, which torch.save never writes")
-        top = min(sizes, default="").split("/")[0]
-        # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
-        if (
-            f"{top}/data.pkl" not in sizes
-            or min(item.header_offset for item in contents) != 0
-            or len({name.lower() for name in sizes if name.startswith(f"{top}/")}) != len(contents)
-        ):
-            raise ValueError("an archive that torch.save has not written")
-        with archive.open(f"{top}/data.pkl") as pickled:
-            _Rehearsal(pickled, sizes, top).load()
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running any code hidden in it and without taking more memory than the
-    file is long."""
-    try:
-        _inspect(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
-        raise LockstepError(
-            f"the checkpoint cannot be read ({_reason(error)})",
-            where=str(path),
-            todo="it is damaged or not Lockstep's; resume from another file",
-            exit_code=3,
-        ) from error
-    if not isinstance(state, dict) or "format" not in state:
-        raise LockstepError("not a Lockstep checkpoint", where=str(path), todo="give another file", exit_code=3)
-    return state
-
-
 class Writer:
     """(rank 0) Commits checkpoints in a thread of its own, at most one in flight.
 
@@ -530,7 +292,7 @@ class Writer:
             before()
         except OSError as error:
             raise LockstepError(
-                f"the log could not be written, so no checkpoint was: {_reason(error)}",
+                f"the log could not be written, so no checkpoint was: {reason(error)}",
                 where=str(self.checkpoints.folder),
                 todo="the checkpoint before is as it was",
                 exit_code=3,

@@ -1,0 +1,122 @@
+"""The archive that is a checkpoint's file: examined before torch reads it, and without running anything in it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import LockstepError
+from engine.files.atomic import sha256_of
+
+PLAIN = frozenset(
+    "collections.OrderedDict torch.Size torch.device _codecs.encode __builtin__.set __builtin__.complex builtins.set "
+    "builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter "
+    "torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
+)
+"""Globals allowed in a checkpoint beside storages and dtypes: plain values to `weights_only=True`."""
+
+
+BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
+BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+"""Bytes of an element, by the name of its storage; torch's own classes warn when they are asked."""
+
+
+class _DryUnpickler(pickle._Unpickler):
+    """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
+    some versions of torch would read past the end of a shorter one.
+
+    The unpickler is the one in Python, because the other one's memo takes any memory that the file asks for.
+    """
+
+    def __init__(self, file: Any, sizes: dict[str, int], top: str):
+        super().__init__(file)
+        self.sizes, self.top = sizes, top
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage"):
+            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
+                return BYTES[name.removesuffix("Storage")]
+            if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return dtype
+        if f"{module}.{name}" not in PLAIN:
+            raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
+        return OrderedDict if name == "OrderedDict" else lambda *given: None
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, bytes_each, key, _, count = pid
+        if self.sizes.get(f"{self.top}/data/{key}") != count * bytes_each:
+            raise ValueError("a tensor whose size is not that of its data")
+
+
+def examine(path: Path) -> None:
+    """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
+    Reads little of it; `damage` checks that the contents are as written."""
+    with zipfile.ZipFile(path) as archive:
+        contents = archive.infolist()
+        sizes = {item.filename: item.file_size for item in contents}
+        if any(name.endswith("/constants.pkl") for name in sizes):
+            raise ValueError("a TorchScript archive, which holds code")
+        if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
+            sum(item.file_size for item in contents) > os.stat(path).st_size
+        ):
+            raise ValueError("a compressed archive, which torch.save never writes")
+        top = min(sizes, default="").split("/")[0]
+        # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
+        if (
+            f"{top}/data.pkl" not in sizes
+            or min(item.header_offset for item in contents) != 0
+            or len({name.lower() for name in sizes if name.startswith(f"{top}/")}) != len(contents)
+        ):
+            raise ValueError("an archive that torch.save has not written")
+        with archive.open(f"{top}/data.pkl") as pickled:
+            _DryUnpickler(pickled, sizes, top).load()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU, without running any code hidden in it and without taking more memory than the
+    file is long."""
+    try:
+        examine(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
+        raise LockstepError(
+            f"the checkpoint cannot be read ({reason(error)})",
+            where=str(path),
+            todo="it is damaged or not Lockstep's; resume from another file",
+            exit_code=3,
+        ) from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise LockstepError("not a Lockstep checkpoint", where=str(path), todo="give another file", exit_code=3)
+    return state
+
+
+def damage(path: Path, sha256: str) -> str:
+    """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in it."""
+    if path.exists() and not path.is_file():
+        return "it is no file"
+    try:
+        if sha256:
+            actual = sha256_of(path)
+            return "" if actual == sha256 else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
+        examine(path)
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+            return f"{bad} does not match its CRC-32" if bad else ""
+    except FileNotFoundError:
+        return "the file is gone"
+    except Exception as error:  # zipfile has no common base class for the errors of a broken archive
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no archive'}"
+
+
+def reason(error: Exception) -> str:
+    """Return one line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = str(error).splitlines() if isinstance(error, ValueError) else []
+    return said[0] if said else type(error).__name__
