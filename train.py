@@ -25,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
-from engine import checkpoint, config, launch, optim, precision, preflight, speed, survive
+from engine import checkpoint, command_line, config, ddp, launch, optim, precision, preflight, speed, survive
 from engine.console import console
 from engine.faults.signals import StopRequest
 from engine.files.open_log import already_complete, open_log
@@ -108,7 +108,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     if world.size == 1 and not always:
         return model
     if cfg.sync_bn:
-        model = launch.sync_batch_norm(model, world)
+        model = ddp.sync_batch_norm(model, world)
     with speed.compiler_unloaded():
         net = DistributedDataParallel(
             model,
@@ -117,9 +117,9 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             gradient_as_bucket_view=cfg.gradient_as_bucket_view,
             find_unused_parameters=cfg.find_unused_parameters,
             static_graph=cfg.static_graph,
-            **launch.NO_BUFFER_SYNC,  # a broadcast per forward; buffers are averaged before they are used instead
+            **ddp.NO_BUFFER_SYNC,  # a broadcast per forward; buffers are averaged before they are used instead
         )
-    return launch.add_comm_hook(net, cfg.comm_hook)
+    return ddp.add_comm_hook(net, cfg.comm_hook)
 
 
 def train(run: Run) -> dict[str, float]:
@@ -213,8 +213,8 @@ def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> N
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
     """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would adapt."""
-    args = launch.read_command_line(argv, tasks)
-    launch.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
+    args = command_line.read(argv, tasks)
+    command_line.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
     launch.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)

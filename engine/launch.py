@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from engine import config
 from engine.config import Config
 from engine.console import console, set_up
 from engine.errors import LockstepError, amount
 from engine.faults import agent, oom
-from engine.files import status
-from engine.hardware import shm_backend
 from engine.network import choose_network
 from engine.phases import phase
 from engine.world import World
@@ -64,28 +56,6 @@ class Meeting:
 
 
 meeting = Meeting()
-
-
-def read_command_line(argv: list[str], tasks: Any) -> config.Args:
-    """Parse argv. Answers --help and --print-config, which raises Answered.
-
-    tasks  has `load(name)`, the class of a task, and `names()`
-    """
-    try:
-        args = config.parse(argv, tasks.load, oom.settings(), tasks.names())
-    except LockstepError as error:
-        error.everywhere = True  # every rank reads the same command line
-        raise
-    if args.help:
-        print(config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task)))
-        raise config.Answered
-    if args.print_config:
-        print(config.to_yaml(args.cfg), end="", flush=True)
-        raise config.Answered
-    if speaks():
-        for note in args.notes:
-            print(f"note: {note}", file=sys.stderr)
-    return args._replace(cfg=config.frozen(args.cfg))
 
 
 def environment() -> Environment:
@@ -247,45 +217,6 @@ def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta, ba
     return store
 
 
-def become_torchrun(cfg: Any, strict: bool) -> None:
-    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of what a
-    person may have meant to start; with `strict` refuse what train.py would adapt to."""
-    forgotten = forgotten_launch()
-    if strict and cfg.multi_gpu == "dp":
-        raise LockstepError(
-            "train_ddp.py has no DataParallel",
-            where="multi_gpu",
-            todo="use `python train.py --multi-gpu dp`, or drop it",
-        )
-    if strict and forgotten:
-        raise LockstepError(forgotten, where="environment", todo="or use train.py, which adapts")
-    if forgotten:
-        print(f"warning: {forgotten}", file=sys.stderr)
-    if strict or environment().launched:
-        return
-    gpus = torch.cuda.device_count()
-    several = len(cfg.gpu_ids or range(gpus)) > 1
-    if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and several):
-        _start_torchrun(cfg, gpus)
-    if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
-        print(f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
-    if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
-        print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
-
-
-def _start_torchrun(cfg: Any, gpus: int) -> None:
-    """Become torchrun with one process per GPU (one on the CPU)."""
-    count = (len(cfg.gpu_ids) if gpus else 0) or gpus or 1
-    if cfg.gpu_ids and gpus:
-        check_gpu_ids(cfg.gpu_ids, gpus)
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
-    os.environ[agent.COMMAND] = status.typed()
-    words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
-    print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
-    os.execv(sys.executable, [sys.executable, *words])
-
-
 def announce(world: World, cfg: Any, always: bool) -> None:
     """(rank 0) Log which processes these are. From here on only rank 0 logs."""
     set_up(world.main)
@@ -303,58 +234,6 @@ def announce(world: World, cfg: Any, always: bool) -> None:
     console.info(f"Using device: {world.device}")
     if oom.times():
         console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")
-
-
-NO_BUFFER_SYNC: dict[str, Any] = {
-    name: False
-    for name in ("forward_sync_buffers", "broadcast_buffers")  # torch 2.13 renamed it
-    if name in inspect.signature(DistributedDataParallel).parameters
-}
-if len(NO_BUFFER_SYNC) > 1:
-    del NO_BUFFER_SYNC["broadcast_buffers"]
-
-
-def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
-    if world.device.type == "cpu":
-        error = LockstepError(
-            "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
-            where="ddp.sync_bn",
-            todo="drop it, or use GroupNorm, which needs no synchronising",
-        )
-        error.everywhere = True
-        raise error
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-
-
-def add_comm_hook(net: DistributedDataParallel, kind: str) -> DistributedDataParallel:
-    """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing."""
-    meeting.wrapped = True
-    if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
-        console.info(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")
-        kind = "none"
-    if dist.get_world_size() == 1:
-        return net
-    if kind == "none":
-        if shm_backend.in_use():
-            net.register_comm_hook([], shm_backend.sum_then_divide)
-        return net
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    # Without memory between steps: it would not be in a checkpoint, and a gradient that is not finite would stay in it
-    # for ever.
-    low_rank: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-    low_rank |= {"use_error_feedback": False, "warm_start": False}
-    hooks: dict[str, Any] = {
-        "fp16": (None, default_hooks.fp16_compress_hook),
-        "bf16": (None, default_hooks.bf16_compress_hook),
-        "powersgd": (powerSGD_hook.PowerSGDState(None, **low_rank), powerSGD_hook.powerSGD_hook),
-    }
-    net.register_comm_hook(*hooks[kind])
-    return net
-
-
-def _backend() -> str:
-    return "gloo" if dist.get_backend() == "shm" else dist.get_backend()
 
 
 @contextlib.contextmanager

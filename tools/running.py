@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tasks
 import train
-from engine import config, launch, survive
+from engine import command_line, config, launch, survive
 from engine.errors import LockstepError
 from engine.faults import terminal
 from engine.faults.signals import StopRequest
@@ -27,7 +27,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
 
     @survive.guarded
     def main(words: list[str]) -> int:
-        code = work(launch.read_command_line(translate(words), tasks))
+        code = work(command_line.read(translate(words), tasks))
         sys.stdout.flush()
         for why in terminal.lost:  # a training goes on without a stdout, but its output is what a tool is for
             if why.startswith("stdout cannot be written"):

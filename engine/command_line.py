@@ -1,0 +1,76 @@
+"""The command line: the config that it asks for, and whether plain python becomes torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import config, launch
+from engine.errors import LockstepError
+from engine.faults import agent, oom
+from engine.files import status
+
+
+def read(argv: list[str], tasks: Any) -> config.Args:
+    """Parse argv. Answers --help and --print-config, which raises Answered.
+
+    tasks  has `load(name)`, the class of a task, and `names()`
+    """
+    try:
+        args = config.parse(argv, tasks.load, oom.settings(), tasks.names())
+    except LockstepError as error:
+        error.everywhere = True  # every rank reads the same command line
+        raise
+    if args.help:
+        print(config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task)))
+        raise config.Answered
+    if args.print_config:
+        print(config.to_yaml(args.cfg), end="", flush=True)
+        raise config.Answered
+    if launch.speaks():
+        for note in args.notes:
+            print(f"note: {note}", file=sys.stderr)
+    return args._replace(cfg=config.frozen(args.cfg))
+
+
+def become_torchrun(cfg: Any, strict: bool) -> None:
+    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of what a
+    person may have meant to start; with `strict` refuse what train.py would adapt to."""
+    forgotten = launch.forgotten_launch()
+    if strict and cfg.multi_gpu == "dp":
+        raise LockstepError(
+            "train_ddp.py has no DataParallel",
+            where="multi_gpu",
+            todo="use `python train.py --multi-gpu dp`, or drop it",
+        )
+    if strict and forgotten:
+        raise LockstepError(forgotten, where="environment", todo="or use train.py, which adapts")
+    if forgotten:
+        print(f"warning: {forgotten}", file=sys.stderr)
+    if strict or launch.environment().launched:
+        return
+    gpus = torch.cuda.device_count()
+    several = len(cfg.gpu_ids or range(gpus)) > 1
+    if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and several):
+        _start_torchrun(cfg, gpus)
+    if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
+        print(f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
+    if cfg.multi_gpu == "dp" and not torch.cuda.is_available():
+        print("warning: --multi-gpu dp, but no GPU is visible: training in one process on the CPU", file=sys.stderr)
+
+
+def _start_torchrun(cfg: Any, gpus: int) -> None:
+    """Become torchrun with one process per GPU (one on the CPU)."""
+    count = (len(cfg.gpu_ids) if gpus else 0) or gpus or 1
+    if cfg.gpu_ids and gpus:
+        launch.check_gpu_ids(cfg.gpu_ids, gpus)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
+    os.environ[agent.COMMAND] = status.typed()
+    words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
+    print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
+    os.execv(sys.executable, [sys.executable, *words])
