@@ -11,9 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine import launch
 from engine.console import console
-from engine.errors import LockstepError
-from engine.hardware import shm_backend
+from engine.errors import LockstepError, amount
+from engine.hardware import private, shm_backend
 from engine.world import World
+
+MIB = 1 << 20
+"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""
 
 NO_BUFFER_SYNC: dict[str, Any] = {
     name: False
@@ -65,3 +68,20 @@ def add_comm_hook(net: DistributedDataParallel, kind: str) -> DistributedDataPar
 
 def _backend() -> str:
     return "gloo" if dist.get_backend() == "shm" else dist.get_backend()
+
+
+def describe(net: Any, cfg: Any) -> str:
+    """Return what DDP will do in each step, from its own records."""
+    about = private.ddp_record(net)
+    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
+    return (
+        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
+        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
+        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {'sum' if cfg.comm_hook == 'none' else cfg.comm_hook}"
+    )
+
+
+def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
+    """Return the bytes of DDP's buckets, in the order in which they become ready."""
+    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
+    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, optim, plan
+from engine import config, ddp, optim, plan
 from engine.console import console
 from engine.contract import Sums, Task
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError
 from engine.faults.together import on_rank0
 from engine.files import log, status
-from engine.hardware import private
 from engine.phases import phase
 from engine.run import Run
-from engine.scaling import buckets
 from engine.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,18 +75,7 @@ def describe(run: Run, strict: bool) -> None:
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
         console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
-        console.info(_describe_ddp(run.net, run.cfg.ddp) + "\n")
-
-
-def _describe_ddp(net: Any, cfg: Any) -> str:
-    """Return what DDP will do in each step, from its own records."""
-    about = private.ddp_record(net)
-    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
-    return (
-        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
-        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
-        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {'sum' if cfg.comm_hook == 'none' else cfg.comm_hook}"
-    )
+        console.info(ddp.describe(run.net, run.cfg.ddp) + "\n")
 
 
 def print_plan(run: Run) -> None:

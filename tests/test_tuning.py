@@ -6,10 +6,10 @@ import pytest
 import yaml
 from conftest import FAULTY, TOY, succeed
 
-from engine import config, scaling
+from engine import config, ddp
 from engine.contract import LockstepError
-from engine.scaling import Link, Step
-from tools import benchmark, tune
+from tools import benchmark, scaling, tune
+from tools.scaling import Link, Step
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 
@@ -35,8 +35,8 @@ def test_a_fit_finds_the_link_that_made_the_times():
 
 
 def test_all_bytes_are_in_a_bucket():
-    assert scaling.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
-    assert scaling.buckets(0.4e6, 25) == [0.4e6] and scaling.buckets(50 << 20, 25) == [25 << 20] * 2
+    assert ddp.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
+    assert ddp.buckets(0.4e6, 25) == [0.4e6] and ddp.buckets(50 << 20, 25) == [25 << 20] * 2
 
 
 def test_sums_hide_behind_the_backward_pass_but_for_the_last():

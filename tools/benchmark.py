@@ -10,7 +10,7 @@ Options, before the arguments of a training:
   --scaling KIND        weak: each process keeps its batch; strong: the global batch stays; both (both)
   --rounds R            repetitions, interleaved (3)
   --seconds S           time of each measurement (4)
-  --predict N           predict the speed of N processes, by the model in engine/scaling.py
+  --predict N           predict the speed of N processes, by the model in tools/scaling.py
   --link RATE[,LATENCY] between them, such as 10gbit,50us (as measured between the processes here)
   --json                all measurements as JSON, instead of tables
 
@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from engine import config, scaling
+from engine import config
 from engine.errors import LockstepError, amount
 from engine.hardware.cores import available, crowded
+from tools import scaling
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 
@@ -216,7 +217,7 @@ def _machine(row: Row) -> str:
 
 def _sentence(one: Row) -> str:
     return (
-        f"Predicted for {one['processes']} processes (weak scaling; model in engine/scaling.py): "
+        f"Predicted for {one['processes']} processes (weak scaling; model in tools/scaling.py): "
         f"latency {one['alpha_us']:.1f} us, {one['beta_gbit']:.3g} Gbit/s; {one['gradients_mb']:.3g} MB of gradients "
         f"take {one['all_reduce_ms']:.3g} ms, a step {one['step_ms']:.4g} ms: {one['samples_per_s']:.4g} samples/s, "
         f"efficiency {100 * one['efficiency']:.0f}%"

@@ -7,8 +7,7 @@ import pytest
 from conftest import ROOT, succeed
 from hosts import two_hosts
 
-from engine import scaling
-from tools import benchmark
+from tools import benchmark, scaling
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.ddp import buckets
 from engine.errors import LockstepError
-
-MIB = 1 << 20
-"""The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""
 
 
 class Link(NamedTuple):
@@ -59,12 +57,6 @@ def fit(processes: int, seconds: dict[int, float]) -> Link:
     valid = [line for line in lines if line[0] >= 0 and line[1] > 0]
     alpha, inverse = min(valid, key=lambda line: np.abs(columns @ line - 1).sum())
     return Link(float(alpha), 1 / float(inverse))
-
-
-def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which they become ready."""
-    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
-    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
 
 
 def predict_s(step: Step, num_bytes: float, bucket_cap_mb: float, processes: int, link: Link) -> float:
