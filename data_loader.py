@@ -45,7 +45,7 @@ from engine.world import World
 class Micro(NamedTuple):
     """One forward pass of one rank: which samples, and what they mean for the step.
 
-    share        the places of these samples in the epoch's global order
+    slots        the positions of these samples in the epoch's global order
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
@@ -53,7 +53,7 @@ class Micro(NamedTuple):
     """
 
     indices: list[int]
-    share: slice
+    slots: slice
     closes_step: bool
     consumed: int
     filler: bool
@@ -100,11 +100,11 @@ class TrainSampler(DistributedSampler[Any]):
             for done in passes:
                 first = start + self.rank + done * plan.processes
                 filler = first >= stop
-                share = slice(first, min(first + plan.micro_batch * plan.processes, stop), plan.processes)
-                share = slice(start, start + 1) if filler else share
+                slots = slice(first, min(first + plan.micro_batch * plan.processes, stop), plan.processes)
+                slots = slice(start, start + 1) if filler else slots
                 yield Micro(
-                    indices=order[share].tolist(),
-                    share=share,
+                    indices=order[slots].tolist(),
+                    slots=slots,
                     closes_step=done == passes[-1],
                     consumed=stop,
                     filler=filler,
@@ -212,7 +212,7 @@ class TrainLoader:
 
     def _told(self, batch: Batch, micro: Micro, *numbers: Tensor) -> Batch:
         """Return the batch with the fields that the loader adds."""
-        told = dict(zip(("index", "position", "seed"), (whole[micro.share] for whole in numbers), strict=True))
+        told = dict(zip(("index", "position", "seed"), (whole[micro.slots] for whole in numbers), strict=True))
         if micro.mean_weight is not None:
             shape = (len(micro.indices),)
             told["mean_weight"] = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)

@@ -114,11 +114,11 @@ def _weights(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor again: the file holds it once."""
     copies: dict[Any, Any] = {}
     for value in state.values():
-        copies.setdefault(_place(value), _copy(value))
-    return {name: copies[_place(value)] for name, value in state.items()}
+        copies.setdefault(_identity(value), _copy(value))
+    return {name: copies[_identity(value)] for name, value in state.items()}
 
 
-def _place(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel():
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)

@@ -57,7 +57,7 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tens
     own; without torch's copies between host and device, which are sync points. Counters, such as BatchNorm's, are
     copied."""
     taken = 1 - skipped.double()
-    share = taken * torch.where(ema.n_averaged == 0, 1.0, taken.new_full((), 1 - decay))  # the first copies
+    weight = taken * torch.where(ema.n_averaged == 0, 1.0, taken.new_full((), 1 - decay))  # the first copies
     pairs = [
         (average, value.detach())
         for average, value in zip(
@@ -68,8 +68,8 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tens
         if average.shape == value.shape  # a cache that grows with the batch is each module's own
     ]
     lerped = [pair for pair in pairs if pair[0].is_floating_point()]
-    shares = {dtype: share.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
-    torch._foreach_lerp_([a for a, _ in lerped], [v for _, v in lerped], [shares[a.dtype] for a, _ in lerped])
+    weights = {dtype: weight.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
+    torch._foreach_lerp_([a for a, _ in lerped], [v for _, v in lerped], [weights[a.dtype] for a, _ in lerped])
     for average, value in pairs:
         if not average.is_floating_point():
             average.copy_(value)
@@ -81,7 +81,7 @@ class Buffers:
     modules' buffers that checkpoints hold. Found once, because a walk over all modules takes 0.1 ms."""
 
     def __init__(self, model: nn.Module):
-        self.places = [
+        self.owners = [
             (f"{path}.{name}" if path else name, module, name)
             for path, module in model.named_modules()
             for name, _ in module.named_buffers(recurse=False)
@@ -92,7 +92,7 @@ class Buffers:
         """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
         return {
             key: getattr(module, name)
-            for key, module, name in self.places
+            for key, module, name in self.owners
             if of_norms in (None, isinstance(module, private.NORM_WITH_STATISTICS))
         }
 

@@ -63,8 +63,8 @@ class Plan:
         if kind == "constant":
             return self.peak_lr
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.horizon - self.warmup_steps))
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
-        return self.peak_lr * (final + (1 - final) * share)
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
+        return self.peak_lr * (final + (1 - final) * factor)
 
 
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
@@ -119,26 +119,26 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     """Return (samples per part and forward pass, forward passes per step)."""
     if not cfg.global_batch:
         return cfg.batch_size, cfg.gradient_accumulation_steps or 1
-    share, rest = divmod(cfg.global_batch, parts)
+    each, rest = divmod(cfg.global_batch, parts)
     if rest:
         near = [n for n in range(1, cfg.global_batch + 1) if cfg.global_batch % n == 0 and abs(n - parts) <= parts]
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             where="global_batch",
-            todo=f"start {' or '.join(map(str, near[:6]))} processes, or use global_batch={max(1, share) * parts}",
+            todo=f"start {' or '.join(map(str, near[:6]))} processes, or use global_batch={max(1, each) * parts}",
         )
     if cfg.gradient_accumulation_steps:
-        if share % cfg.gradient_accumulation_steps:
+        if each % cfg.gradient_accumulation_steps:
             raise LockstepError(
                 f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
                 f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}",
                 where="gradient_accumulation_steps",
-                todo=f"leave it out, or choose a divisor of {share}",
+                todo=f"leave it out, or choose a divisor of {each}",
             )
-        return share // cfg.gradient_accumulation_steps, cfg.gradient_accumulation_steps
+        return each // cfg.gradient_accumulation_steps, cfg.gradient_accumulation_steps
     # The fewest forward passes whose batch is no larger than batch_size.
-    accumulation = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= cfg.batch_size)
-    return share // accumulation, accumulation
+    accumulation = next(n for n in range(1, each + 1) if each % n == 0 and each // n <= cfg.batch_size)
+    return each // accumulation, accumulation
 
 
 def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
@@ -150,8 +150,8 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
     parts = plan.processes * max(1, len(plan.devices))
     if cfg.ddp.static_graph and plan.processes > 1:  # which excludes accumulation
         return plan.micro_batch, {}
-    share, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
-    fits = [n for n in range(1, batch) if share % n == 0]
+    each, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
+    fits = [n for n in range(1, batch) if each % n == 0]
     cut = {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}
     return batch, cut
 

@@ -66,8 +66,8 @@ class Zero(AdamW):
         """Load a whole state, however it was kept."""
         kept = {id(p) for p in self.kept}
         numbers = {number for number, p in enumerate(self._parameters()) if id(p) in kept}
-        share = {number: state for number, state in state_dict["state"].items() if number in numbers}
-        super().load_state_dict(state_dict | {"state": share})
+        own = {number: state for number, state in state_dict["state"].items() if number in numbers}
+        super().load_state_dict(state_dict | {"state": own})
         self.zero.param_groups, self.zero.optim.state = self.param_groups, self.state  # both are new
 
 

@@ -60,7 +60,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["mean", "rank0"])
-def test_buffers_made_one_after_each_step_go_on_as_they_were(runs, way):
+def test_buffers_made_one_after_each_step_resume_as_they_were(runs, way):
     """Another tensor in a buffer's place, whole numbers, and the average, too: bit for bit."""
     straight, stopped = runs[way], runs[f"{way}_stopped"]
     for part in ("model", "ema"):

@@ -54,7 +54,7 @@ def provoke(monkeypatch, rehearse, **checks):
 
 
 @pytest.mark.slow
-def test_what_fails_is_reported_and_the_rest_goes_on(rehearse, monkeypatch, capsys):
+def test_what_fails_is_reported_and_the_rest_continues(rehearse, monkeypatch, capsys):
     def raises(lab, facts):
         lab.train({"good": gpu_check.plain(TOY, "steps=1"), "bad": gpu_check.plain(FAULTY, *fault, "fault.kind=raise")})
 

@@ -43,7 +43,7 @@ def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
 
 
 def places_of(micro):
-    return range(micro.share.start, micro.share.stop, micro.share.step or 1)
+    return range(micro.slots.start, micro.slots.stop, micro.slots.step or 1)
 
 
 def steps_of(ranks):

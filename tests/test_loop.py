@@ -214,7 +214,7 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
 
 
-def test_each_rank_draws_its_own_when_a_run_goes_on(steps):
+def test_each_rank_draws_its_own_when_a_run_is_resumed(steps):
     """As before where there are as many; else anew: another thing on each rank and after each step."""
     run, outcomes = steps()
     next(outcomes)

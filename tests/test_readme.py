@@ -40,7 +40,7 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
     "test_two_hosts_take_the_steps_of_one_process": [
         "RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har"
     ],
-    "test_a_job_whose_time_is_over_is_requeued_and_goes_on": ["sbatch tools/slurm.sbatch har --epochs 20"],
+    "test_a_job_whose_time_is_over_is_requeued_and_resumes": ["sbatch tools/slurm.sbatch har --epochs 20"],
     "test_two_processes_are_started_compared_and_timed": ["python tools/doctor.py --launch 2 har"],
     "test_the_largest_batch_and_a_delta_that_trains": [
         "python tools/tune.py har",

@@ -346,7 +346,7 @@ def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
     assert_same(load(new)["model"], load(finished)["model"])
 
 
-def test_force_goes_on_all_the_same(launch, finished):
+def test_force_resumes_all_the_same(launch, finished):
     done = succeed(launch.python("train.py", TOY, "epochs=2", "lr=0.005", "--force", f"save_dir={finished}"))
     assert "warning: --force: this is not the run of" in done.out and "optim.lr: 0.01 -> 0.005" in done.out
     assert load(finished)["progress"]["step"] == 12

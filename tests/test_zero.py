@@ -98,7 +98,7 @@ WAY = [
 
 
 @pytest.mark.slow
-def test_runs_change_their_processes_and_zero_and_go_on(launch, folder, tmp_path):
+def test_runs_resume_with_other_processes_and_zero(launch, folder, tmp_path):
     """Where kernels change their layout on the way, their moments do, too."""
     straight = {task: load(folder / task) for task in ("toy", "video")}
     last = {task: state["progress"]["step"] for task, state in straight.items()}

@@ -7,10 +7,10 @@ from engine.config.parse import defaults as defaults
 from engine.config.parse import flatten as flatten
 from engine.config.parse import frozen as frozen
 from engine.config.parse import parse as parse
+from engine.config.parse import resume_arguments as resume_arguments
 from engine.config.parse import schema_of as schema_of
 from engine.config.parse import task_in as task_in
 from engine.config.parse import to_dict as to_dict
-from engine.config.parse import to_go_on as to_go_on
 from engine.config.parse import to_yaml as to_yaml
 from engine.config.parse import usage as usage
 from engine.config.schema import ALIASES as ALIASES

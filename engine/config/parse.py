@@ -257,7 +257,7 @@ def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], 
     return switches, files, settings
 
 
-def to_go_on(argv: list[str], task: Task | type[Task], folder: str) -> list[str]:
+def resume_arguments(argv: list[str], task: Task | type[Task], folder: str) -> list[str]:
     """Return the words of a command line `argv` that resumes its run in `folder` from the run's own last checkpoint,
     whatever it was once started from."""
     aliases = _aliases(task)

@@ -37,7 +37,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     world, progress = run.world, run.progress
     made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed))
     path = world.broadcast(made[0] if made else Path())
-    words = config.to_go_on(sys.argv[1:], run.task, str(path))
+    words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, run.resumed, words)
     run.log = on_rank0(world, lambda: log.start(path, run)) or log.Silent()
     run.profile = Profile(run, path, run.log.say) if profile else None

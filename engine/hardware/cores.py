@@ -67,8 +67,8 @@ def hold_back(asked: int, processes: int, bound: bool) -> int:
     bound      `bind` has given this process its share of the cores
     """
     number, _ = _asked_for(asked)
-    share = available() if bound else max(1, available() // processes)
-    allowed = number or min(_given(), share)
+    most = available() if bound else max(1, available() // processes)
+    allowed = number or min(_given(), most)
     torch.set_num_threads(number or 1)
     return allowed
 
@@ -150,17 +150,17 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
             return ""
         ranks = range(local_size)
         if device.type == "cuda":
-            places = [_node_of(torch.device("cuda", rank)) for rank in ranks if rank < torch.cuda.device_count()]
+            numa_nodes = [_numa_node(torch.device("cuda", rank)) for rank in ranks if rank < torch.cuda.device_count()]
         else:
-            places = [sorted(nodes)[rank * len(nodes) // local_size] for rank in ranks]
-            places = places if local_size % len(nodes) == 0 else []
-        if set(places) != set(nodes) or not 0 <= local_rank < len(places):
+            numa_nodes = [sorted(nodes)[rank * len(nodes) // local_size] for rank in ranks]
+            numa_nodes = numa_nodes if local_size % len(nodes) == 0 else []
+        if set(numa_nodes) != set(nodes) or not 0 <= local_rank < len(numa_nodes):
             return ""
-        node = places[local_rank]
+        node = numa_nodes[local_rank]
         os.sched_setaffinity(0, nodes[node])
     except (AttributeError, OSError, ValueError):  # not Linux, or a sandbox that doesn't allow it
         return ""
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), len(nodes[node]) // places.count(node))))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), len(nodes[node]) // numa_nodes.count(node))))
     _bound[0] = f"NUMA node {node}" + (", beside the GPU" if device.type == "cuda" else "")
     return _bound[0]
 
@@ -177,11 +177,11 @@ def _numbers(text: str) -> set[int]:
     return {number for first, last in spans for number in range(first, last + 1)}
 
 
-def _node_of(gpu: torch.device) -> int:
+def _numa_node(gpu: torch.device) -> int:
     """Return the node of a GPU; -1 where the system doesn't say, or this version of torch can't identify the card."""
     about = torch.cuda.get_device_properties(gpu)
     try:
-        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"  # type: ignore[attr-defined]
-        return int((SYS / "bus/pci/devices" / place / "numa_node").read_text())
+        address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+        return int((SYS / "bus/pci/devices" / address / "numa_node").read_text())
     except (AttributeError, OSError, ValueError):
         return -1

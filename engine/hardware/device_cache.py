@@ -33,14 +33,14 @@ class CachedDataset:
             for name, values in batch.items():
                 if name not in self.columns:
                     self.columns[name] = torch.empty((length, *values.shape[1:]), dtype=values.dtype, device=device)
-                place = self.columns[name][first : first + len(values)]
-                if place.shape != values.shape:  # copying would repeat a single value silently
+                rows = self.columns[name][first : first + len(values)]
+                if rows.shape != values.shape:  # copying would repeat a single value silently
                     raise LockstepError(
                         f"samples {first} to {first + len(values) - 1} have another shape of {name!r} than the first",
                         where="cache",
                         todo="use cache=none",
                     )
-                place.copy_(values)
+                rows.copy_(values)
 
     def __len__(self) -> int:
         return self.length
@@ -60,16 +60,17 @@ def cache_datasets(
     wanted: str,
     datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
     device: torch.device,
-    sharers: Callable[[torch.device], int],
+    processes_sharing: Callable[[torch.device], int],
 ) -> list[CachedDataset] | None:
-    """The datasets, each given with what fetches a batch of it, held as `cache` asks; or None: as they are.
+    """Return the datasets in memory as `cache` asks, or None to leave them as they are; each is given with what fetches
+    a batch of it.
 
-    wanted   auto is the device, if it is a GPU in which they take up no more than a third of the free memory
-    sharers  of a memory: how many processes hold their data there
+    wanted             auto is the device, if it is a GPU in which they take up no more than a third of the free memory
+    processes_sharing  returns how many processes hold their data in a memory
     """
     if wanted == "none" or (wanted == "auto" and device.type == "cpu"):
         return None
-    place = torch.device("cpu") if wanted == "host" else device
+    memory = torch.device("cpu") if wanted == "host" else device
     sizes = []
     for dataset, fetch in datasets:
         some = sorted({len(dataset) * k // 16 for k in range(16)} if len(dataset) else ())
@@ -84,7 +85,7 @@ def cache_datasets(
             )
         sizes.append(sum(values.nbytes for values in together.values()) // max(1, len(some)))
     needed = sum(size * len(dataset) for size, (dataset, _) in zip(sizes, datasets, strict=True))
-    free, copies = _free_bytes(place), sharers(place)
+    free, copies = _free_bytes(memory), processes_sharing(memory)
     if wanted == "auto" and copies * needed > SHARE * free:
         return None
     if copies * needed > free:
@@ -94,9 +95,9 @@ def cache_datasets(
             where="cache",
             todo="use cache=none",
         )
-    console.info(f"Holding {needed / 1e6:.0f} MB of data on {place} ({free / 1e6:.0f} MB are free)...\n")
+    console.info(f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n")
     return [
-        CachedDataset(fetch, len(dataset), size, place) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)
+        CachedDataset(fetch, len(dataset), size, memory) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)
     ]
 
 

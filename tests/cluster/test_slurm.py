@@ -110,7 +110,7 @@ def slurm(launch):
         yield Slurm(launch, hosts, Path(folder))
 
 
-def test_a_job_whose_time_is_over_is_requeued_and_goes_on(launch, slurm, tmp_path):
+def test_a_job_whose_time_is_over_is_requeued_and_resumes(launch, slurm, tmp_path):
     """Slurm looks every 30 s whose time will be over in 90: with a limit of a minute that is first half a minute after
     the controller's start, in the long step. The second start gets more time."""
     run, output = tmp_path / "run", tmp_path / "job.out"

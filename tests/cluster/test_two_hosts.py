@@ -95,7 +95,7 @@ GONE = {
 
 
 @pytest.mark.parametrize(("how", "lost"), GONE)
-def test_a_host_is_lost_and_the_same_commands_go_on(launch, tmp_path, straight, how, lost):
+def test_a_host_is_lost_and_the_same_commands_resume(launch, tmp_path, straight, how, lost):
     """The survivor ends by itself, in words; then both start again (once: the folder is the same whoever is lost)."""
     launch.may_stay.append("lockstep_")  # a machine that is killed removes nothing
     run, words = tmp_path / "run", [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]

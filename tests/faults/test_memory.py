@@ -36,7 +36,7 @@ def assert_the_same(run, straight):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_go_on_with_a_batch_that_fits(launch, tmp_path, straight, rank):
+def test_all_ranks_continue_with_a_batch_that_fits(launch, tmp_path, straight, rank):
     """In the middle of the run, and twice: 12 samples, then 6, then 4 a pass. The other rank waits in a sum."""
     run = tmp_path / "run"
     done = succeed(launch.launcher(2, *words(run, "oom=shrink", f"fault.rank={rank}", "fault.step=4", "fault.fits=5")))

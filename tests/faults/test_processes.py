@@ -255,7 +255,7 @@ def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight
 
 
 @pytest.mark.slow
-def test_a_restart_goes_on_from_its_own_checkpoint(launch, tmp_path, straight):
+def test_a_restart_resumes_from_its_own_checkpoint(launch, tmp_path, straight):
     """Not from the other run's, where resume= let it begin."""
     begun, run = tmp_path / "begun", tmp_path / "run"
     more = ["save_every=1", "schedule.horizon=9", f"fault.once={tmp_path / 'once'}"]

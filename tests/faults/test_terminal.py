@@ -160,7 +160,7 @@ def test_a_tool_whose_output_is_lost_fails(launch, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_a_training_goes_on_without_a_stdout_or_stderr(launch, tmp_path, shell, command, why):
+def test_a_training_continues_without_a_stdout_or_stderr(launch, tmp_path, shell, command, why):
     """The log says so once, the status holds it, and so does stderr where it is there."""
     run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1"]
     script = f"set -o pipefail; {shell.format(chr(34) + '$@' + chr(34))}"

@@ -40,14 +40,14 @@ def parsed(words):
         ("--config=c.yaml --save-dir z", "z"),
     ],
 )
-def test_the_words_go_on_with_the_same_run(line, save_dir, tmp_path, monkeypatch):
+def test_the_arguments_resume_the_same_run(line, save_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("task: har\nepochs: 2\nresume: old.pt\nsave_dir: x  y\n")
     argv = shlex.split(line)
     task = tasks.load(parsed(argv)["task"])
-    again = shlex.split(shlex.join(config.to_go_on(argv, task, FOLDER)))
+    again = shlex.split(shlex.join(config.resume_arguments(argv, task, FOLDER)))
     assert parsed(again) == parsed(argv) | {"save_dir": save_dir, "resume": "auto"}
-    assert config.to_go_on(again, task, FOLDER) == again, "and so on"
+    assert config.resume_arguments(again, task, FOLDER) == again, "and so on"
     assert not [word for word in again if "local-rank" in word], "another launcher's"
 
 
@@ -83,7 +83,7 @@ def test_what_was_typed_before_them(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "started", ["python", *(pytest.param(how, marks=pytest.mark.slow) for how in ("torchrun", "launcher under Slurm"))]
 )
-def test_the_printed_command_goes_on_in_a_shell(launch, tmp_path, started):
+def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     """Stopped after a step by itself, with a folder's name that a shell would take apart."""
     run = tmp_path / "it's  $HOME"
     words = [FAULTY, "fault.kind=term", "fault.step=2", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
