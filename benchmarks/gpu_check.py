@@ -213,7 +213,7 @@ def devices(lab: Lab, facts: Facts) -> None:
     lab.train({name: plain(*words, *on[0], "steps=8") for name, on in ways.items()})
     compare(lab, facts, {name: plain(*words, *on[1], "steps=16") for name, on in ways.items()}, 1e-9)
     for name in ways:
-        require("step 8," in lab.said(name), f"{name}: it did not go on from step 8")
+        require("step 8," in lab.said(name), f"{name}: it did not resume from step 8")
 
 
 def gloo(lab: Lab, facts: Facts) -> None:

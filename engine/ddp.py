@@ -1,4 +1,4 @@
-"""What DDP gets beside the model: SyncBatchNorm, a hook for its sums, no broadcasts of buffers."""
+"""The options of DDP: SyncBatchNorm, a hook for its sums, no broadcasts of buffers."""
 
 from __future__ import annotations
 

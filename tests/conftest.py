@@ -197,7 +197,7 @@ class Launcher:
                 os.kill(pid, number)
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a rank: the oldest that has its number, for its loader's processes have it, too."""
+        """The process of a rank: the oldest that has its number, because its loader's processes have it, too."""
         return min(pid for pid in self.left_behind() if _rank(pid) == rank)
 
     def left_behind(self) -> list[int]:

@@ -60,7 +60,7 @@ class Host:
         self.enter = [*self.inside_network, *everything, "env", f"--chdir={Path.cwd()}"]
 
     def run(self, *command: str) -> str:
-        """What a command says that must succeed."""
+        """Return the output of a command that must succeed."""
         return checked([*self.enter, *command])
 
     def kill_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What modules keep beside their weights: the same on all ranks, or the run ends before it is scored with rank 0's."""
+"""Buffers beside the weights: the same on all ranks, or the run ends before it is scored with rank 0's."""
 
 import json
 import re

@@ -90,7 +90,7 @@ def test_clips_that_are_told_of_are_read_meanwhile(tmp_path):
     places = [int(clips.first[number]) for number in chosen]
 
     def in_memory(first: int) -> bool:
-        """Whether the pages of a clip's rows are, by asking and not by touching."""
+        """Return whether the pages of a clip's rows are in memory, by asking and not by touching."""
         begin = clips._pixels.ctypes.data + first * 64 * 64
         start = begin - begin % mmap.PAGESIZE
         pages = -(-(begin + 11 * 64 * 64 - start) // mmap.PAGESIZE)

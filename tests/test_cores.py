@@ -168,7 +168,7 @@ def test_new_processes_are_told_how_many_threads_there_may_be(monkeypatch):
 
 
 def test_the_plan_says_how_many_threads_and_why(launch, tmp_path):
-    """They are counted from the work of a forward pass, the same for the run that goes on; evaluations keep to one."""
+    """They are counted from the work of a forward pass, the same for a resumed run; evaluations keep to one."""
     from_task = ["har", "dataset.stride=512", "batch_size=64", f"save_dir={tmp_path / 'run'}", "schedule.horizon=2"]
     env = {"OMP_NUM_THREADS": "2", cores.BY_RULE: "by_rule"}
     small = succeed(launch.python("train.py", *from_task, "steps=1", **env)).out

@@ -35,8 +35,8 @@ for run, words in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """{name: run folder} after two steps of training and the export to both formats: in one process, for importing the
-    exporters takes longer than all they do."""
+    """Return {name: run folder} after two steps of training and the export to both formats: in one process, because
+    importing the exporters takes longer than all they do."""
     folder = tmp_path_factory.mktemp("exported")
     runs = {str(folder / name): [*words.split(), "steps=2", "optim.ema_decay=0.5"] for name, words in SMALL.items()}
     with launching() as launch:
@@ -59,7 +59,7 @@ def the_model_and_real_samples(run):
 
 
 def answers(kind, run, x):
-    """What the file gives, and what it knows of itself; loaded without any of our code."""
+    """Return what the file computes and what it knows of itself; loaded without any of our code."""
     if kind == "pt2":
         known = {export.META: ""}
         loaded = torch.export.load(run / "model.pt2", extra_files=known)

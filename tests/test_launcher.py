@@ -256,7 +256,7 @@ def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None
 
 
 def banner(home: Home, *args: str, **env: str) -> list[str]:
-    """What is printed before torchrun starts."""
+    """Return what is printed before torchrun starts."""
     done = home.run(*args, PYTHON=home.idle_python(), **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -875,7 +875,7 @@ def run(act, exitcode=0):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """How many pictures are written into caches."""
+    """Return how many pictures are written into caches."""
     counted = []
     real = frames_module._write_all
     monkeypatch.setattr(frames_module, "_write_all", lambda *args: (counted.append(1), real(*args)))
@@ -1153,7 +1153,7 @@ def test_checksums_are_read_once(made, tmp_path, monkeypatch):
     Frames(demos, {}, "memmap", tmp_path)
     (journal,) = tmp_path.glob("*/episodes.jsonl")
     os.utime(journal, (1, 1))
-    Frames(demos, {}, "memmap", tmp_path)  # reads them, for somebody was there
+    Frames(demos, {}, "memmap", tmp_path)  # reads them, because somebody was there
     calls = []
     monkeypatch.setattr(frames_module._Cache, "_crc", lambda *args: calls.append(1))
     Frames(demos, {}, "memmap", tmp_path)
@@ -1296,7 +1296,7 @@ def test_open_files_are_bounded(made, monkeypatch, kind):
 
 
 def _picture_files(root):
-    """How many of its files this process has open."""
+    """Return how many of its files this process has open."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

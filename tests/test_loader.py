@@ -268,7 +268,7 @@ def test_a_dataset_that_draws_at_random_is_refused(source):
 
 
 def test_samples_drawn_at_random_may_be_trained_on_all_the_same(capsys):
-    """And a run goes on: the fingerprint holds what does not change."""
+    """And a run can be resumed: the fingerprint holds what does not change."""
     console.set_up(main=True)
     digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn") for _ in range(2)]
     said = capsys.readouterr().out.splitlines()

@@ -205,7 +205,7 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     for _ in zip(outcomes, more, strict=False):
         pass
     ours, theirs = ([*tensors(run.ema.state_dict()), *tensors(run.model.state_dict())] for run in (again, run))
-    assert all(map(torch.equal, ours, theirs)), "it goes on from there"
+    assert all(map(torch.equal, ours, theirs)), "it continues from there"
     written = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(map(torch.equal, tensors(captured), tensors(written))), "what was captured stays as it was"
     moved = state["model"]["first.weight"].clone()

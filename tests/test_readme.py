@@ -92,7 +92,7 @@ def shown():
 
 
 def in_the_guides(words):
-    """Whether test_guides.py has the command, with nothing but settings behind it."""
+    """Return whether test_guides.py has the command, with nothing but settings behind it."""
     return any(
         line.startswith(f"{words} ") and all("=" in more for more in line[len(words) :].split()) for _, line in COMMANDS
     )

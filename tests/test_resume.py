@@ -1,4 +1,4 @@
-"""A run that stopped and went on is the run that never stopped."""
+"""A run that stopped and was resumed is the run that never stopped."""
 
 import json
 import os
@@ -207,7 +207,7 @@ def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
 
 def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     """The first one was logged, and then its pictures failed: the checkpoint says that it is due. Garbage at the end
-    of the log is no reason not to go on."""
+    of the log is no reason not to resume."""
     fault = ["fault.kind=raise in pictures", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
     words = ["train.py", FAULTY, *fault, "epochs=2", "log_every=2", f"save_dir={tmp_path / 'run'}"]
     assert launch.python(*words).code == 1 and load(tmp_path / "run")["progress"]["evaluation_due"]
@@ -215,13 +215,13 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
         file.write(b'5\n{"hello": 1}\n\xff\xfe')
     done = succeed(launch.python(*words))
     times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert times == sorted(times), "the clock goes on, too"
+    assert times == sorted(times), "the clock continues, too"
     assert "Resuming" in done.out and "2 lines of" in done.err
     succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
     assert_same_run(tmp_path / "run", tmp_path / "straight")
     assert points(tmp_path / "run") == points(tmp_path / "straight")
     times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert times == sorted(times), "the clock goes on, too"
+    assert times == sorted(times), "the clock continues, too"
 
 
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):
@@ -437,7 +437,7 @@ def test_two_runs_cannot_own_one_folder(launch, tmp_path):
     second = launch.python("train.py", TOY, "epochs=100000", f"save_dir={tmp_path / 'run'}")
     assert second.code == 2 and f"another run owns this folder: process {first.process.pid} on " in second.errors[0]
     first.signal(signal.SIGTERM)
-    assert first.wait().code == 75, "the first one went on undisturbed"
+    assert first.wait().code == 75, "the first one continued undisturbed"
 
 
 def test_a_full_disk_keeps_the_older_checkpoint(launch, finished):

@@ -1,4 +1,4 @@
-"""`go on with`: the command that a run leaves behind, fed back to a shell, goes on with that run."""
+"""`go on with`: the command that a run leaves behind, fed back to a shell, resumes that run."""
 
 import json
 import multiprocessing.util

@@ -239,8 +239,8 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
     assert three == one, "to the last digit"
     whole = json.loads(succeed(launch.python(*words[:2], "eval.n_episodes=0", "--json", "--split=all")).out)
     assert whole["metrics"]["count"] > one["metrics"]["count"] > 8, "several batches; and all episodes"
-    goes_on = succeed(launch.python("train.py", *DISCS, "steps=4", "policy.n_action_steps=3", f"save_dir={run}"))
-    assert "Done: 4 steps" in goes_on.out, "how the trained policy is used is free to change"
+    resumed = succeed(launch.python("train.py", *DISCS, "steps=4", "policy.n_action_steps=3", f"save_dir={run}"))
+    assert "Done: 4 steps" in resumed.out, "how the trained policy is used is free to change"
     torch.save(load(run) | {"format": 99}, run / "newer.pt")
     done = launch.python("tools/evaluate.py", str(run / "newer.pt"))
     assert done.code == 3 and "the checkpoint has format 99" in done.err and "update Lockstep" in done.err
@@ -252,7 +252,7 @@ def own_recordings(monkeypatch, tmp_path):
 
 
 def test_trials_draw_by_trial_and_look(own_recordings):
-    """What is drawn differs from look to look and from trial to trial, and does not depend on the cut."""
+    """The draws differ from look to look and from trial to trial, and does not depend on the cut."""
     task, *_ = task_of(*DISCS)
     model, seen = task.model(), []
     act = model.act
@@ -293,7 +293,7 @@ def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
 
 def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
     """Asked to stop between the validation and the end of the trials, all ranks leave; what was trained is saved, and
-    the evaluation is made when the run goes on."""
+    the evaluation is made when the run is resumed."""
     words = [
         *DISCS[:-1],
         "eval.n_episodes=11",

@@ -270,7 +270,7 @@ def test_a_compiled_run_is_the_same_run(launch, tmp_path):
         assert ("compiled (default)" in done.out) is (how == "default")
     assert distance(weights(tmp_path / "default"), weights(tmp_path / "off")) < 1e-3
     done = succeed(launch.python("train.py", *words, "batch_size=12", "steps=6", f"save_dir={tmp_path / 'default'}"))
-    assert "step 4," in done.out, "and it goes on without"
+    assert "step 4," in done.out, "and it continues without"
 
 
 @pytest.mark.parametrize(

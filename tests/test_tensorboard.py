@@ -28,7 +28,7 @@ def address(runs):
 
 
 def picture(address, run, tag):
-    """What the page shows of the last evaluation, as Pillow reads it."""
+    """Return what the page shows of the last evaluation, as Pillow reads it."""
     from PIL import Image
 
     return Image.open(io.BytesIO(newest(address, run, tag)))

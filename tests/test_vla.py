@@ -229,7 +229,7 @@ def test_the_prefix_is_computed_once():
 
 
 def test_the_time_and_each_input_matter():
-    """What the velocity must depend on, it does."""
+    """The velocity depends on both."""
     net, inputs = shaken(policy(environment=3)), some_inputs()
     inputs["observation.environment_state"] = torch.randn(6, 3)
     draws = some_draws(6, net)

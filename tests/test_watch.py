@@ -25,7 +25,7 @@ BUSY, LONGER = beat(phase="forward", waits=False, for_s=3), beat(phase="data loa
 
 
 def test_who_is_to_blame():
-    """Whoever is silent, before whoever is busy, and of those the one that has been for longest."""
+    """A silent rank comes before a busy one, and of those the one that has been busy for longest."""
     before = {rank: beat(1) for rank in range(4)}
     busy = "rank 2 has been in data loading for 40 s; rank 1 has been in forward for 3 s; waiting: "
     now = {0: beat(), 1: BUSY, 2: LONGER, 3: beat()}

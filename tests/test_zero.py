@@ -89,7 +89,7 @@ def test_the_same_bits_with_and_without(folder, task, cut):
 LAST, USUAL = "memory_format=channels_last", "memory_format=contiguous"
 
 WAY = [
-    # processes, and the runs that go on there: task, up to which step, optim.zero, layout
+    # processes, and the runs that resume there: task, up to which step, optim.zero, layout
     (2, [("toy", 1, "true", USUAL), ("video", 1, "false", LAST)]),
     (3, [("toy", 2, "true", USUAL), ("video", 2, "true", USUAL)]),
     (1, [("toy", 3, "true", USUAL)]),
@@ -99,7 +99,7 @@ WAY = [
 
 @pytest.mark.slow
 def test_runs_resume_with_other_processes_and_zero(launch, folder, tmp_path):
-    """Where kernels change their layout on the way, their moments do, too."""
+    """Moments follow kernels that change their layout at the resume."""
     straight = {task: load(folder / task) for task in ("toy", "video")}
     last = {task: state["progress"]["step"] for task, state in straight.items()}
     for processes, legs in WAY:
@@ -136,7 +136,7 @@ def test_fp16_and_its_scale_are_the_same(launch, tmp_path):
 def test_each_rank_holds_its_share_and_no_more(launch, tmp_path, processes):
     """Of four parameters; on five processes one has none. Nor does a checkpoint leave anything behind."""
     run = [TOY, "model.width=3000", "schedule.horizon=4", f"save_dir={tmp_path / 'zero'}", "optim.zero=true"]
-    runs = [[*run, "steps=2"], [*run, "steps=4"]]  # the second goes on
+    runs = [[*run, "steps=2"], [*run, "steps=4"]]  # the second resumes it
     runs.append([*run[:3], "steps=2", f"save_dir={tmp_path / 'plain'}"])
     done = succeed(launch.torchrun(processes, SHARES, str(tmp_path / "held.json"), json.dumps(runs)))
     ours, resumed, plain = json.loads((tmp_path / "held.json").read_text())

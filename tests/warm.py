@@ -35,7 +35,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"torch.distributed.run": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
-"""What `python -m` may name, and where its `main` is."""
+"""The modules that `python -m` may name, and where its `main` is."""
 
 LIMIT = 1 << 17
 """Bytes of a request, which is one message."""
@@ -107,7 +107,7 @@ class Zygote:
 
 
 def can_be_warm(words: list[str], env: dict[str, str | None]) -> bool:
-    """Whether a fork does what `python *words` does, with these changes of the environment."""
+    """Return whether a fork does what `python *words` does, with these changes of the environment."""
     if any(name.startswith(("PYTHON", "LD_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "GOMP_")) for name in env):
         return False
     script = words[1] if words[0] == "-u" else words[0]

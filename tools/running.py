@@ -1,4 +1,4 @@
-"""How the tools start: a training's command line, a world, and errors as one line."""
+"""Start a tool: a training's command line, a world, and errors as one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
     def main(words: list[str]) -> int:
         code = work(command_line.read(translate(words), tasks))
         sys.stdout.flush()
-        for why in terminal.lost:  # a training goes on without a stdout, but its output is what a tool is for
+        for why in terminal.lost:  # a training continues without a stdout, but its output is what a tool is for
             if why.startswith("stdout cannot be written"):
                 raise LockstepError(why, where="the output of a tool", todo="start it again", exit_code=1)
         return code

@@ -16,7 +16,7 @@ MBIT = 50
 
 
 def measured(launch, out, hosts=()):
-    """What tools/probe.py finds, on this machine or with one process on each host."""
+    """Return what tools/probe.py finds, on this machine or with one process on each host."""
     probe = [str(ROOT / "tools" / "probe.py"), str(out), "2", *WORDS]
     meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
     agent = [sys.executable, str(ROOT / "engine" / "faults" / "agent.py"), *meet]
@@ -36,7 +36,7 @@ def case(processes, found):
 
 
 def test_the_prediction_for_a_slow_cable_comes_true(launch, tmp_path):
-    """Times are compared here, for they are the point; but most of a step is the cable's, which the kernel rations.
+    """Times are compared here, because they are the point; but most of a step is the cable's, which the kernel rations.
     Whatever else runs on this machine delays the cable, too, and never hastens it: the fastest of some looks counts."""
     one, looks = case(1, measured(launch, tmp_path / "one.json")), []
     from_the_cable = benchmark.predicted([one], 2, scaling.parse_link(f"{MBIT}mbit,300us"))

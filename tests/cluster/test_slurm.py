@@ -1,5 +1,5 @@
 """tools/slurm.sbatch under a real Slurm of two hosts: its time is over, or another job wants the hosts: it is requeued,
-and the run goes on.
+and the run is resumed.
 
 Needs root and Slurm: apt-get install --no-install-recommends slurm-wlm munge iproute2. The daemons run on the hosts of
 tests/hosts.py, with files, sockets and ports of their own: a Slurm that this machine belongs to sees nothing of them.
@@ -79,7 +79,7 @@ class Slurm:
         return self.launch.start(*daemon, host=host, **self.env)
 
     def __call__(self, *command):
-        """What one of Slurm's commands says."""
+        """Return the output of one of Slurm's commands."""
         done = self.launch(*command, host=self.one, **self.env)
         return done.out + done.err
 
@@ -154,7 +154,7 @@ def test_a_job_makes_room_comes_back_and_can_be_cancelled(launch, slurm, tmp_pat
     ).strip()
     slurm.wait(lambda: state(urgent) == "COMPLETED", "the urgent job is done")
     stopped = re.search(r"Stopped after step (\d+) of 60: SIGTERM", output.read_text())
-    slurm.wait(lambda: state(job) and said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run goes on")
+    slurm.wait(lambda: state(job) and said(f"Resuming {run}/step_{stopped[1]}.pt"), "the run is resumed")
     slurm.wait(lambda: said(f"step {int(stopped[1]) + 5}/60"), "five more steps")
     assert not slurm("scancel", job)
     slurm.wait(lambda: state(job) == "CANCELLED", "the job has ended")

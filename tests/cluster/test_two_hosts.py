@@ -96,7 +96,7 @@ GONE = {
 
 @pytest.mark.parametrize(("how", "lost"), GONE)
 def test_a_host_is_lost_and_the_same_commands_resume(launch, tmp_path, straight, how, lost):
-    """The survivor ends by itself, in words; then both start again (once: the folder is the same whoever is lost)."""
+    """The survivor ends with an error; then both start again (once: the folder is the same whoever is lost)."""
     launch.may_stay.append("lockstep_")  # a machine that is killed removes nothing
     run, words = tmp_path / "run", [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
     with two_hosts() as hosts:
@@ -120,7 +120,7 @@ def test_a_host_is_lost_and_the_same_commands_resume(launch, tmp_path, straight,
 
 
 def test_a_killed_host_comes_back_alone(launch, hosts, tmp_path, straight):
-    """With c10d and restarts: the other one waits for it and goes on."""
+    """With c10d and restarts: the other one waits for it and resumes."""
     launch.may_stay.append("lockstep_")
     words = [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
     # Torch takes a silent node for dead after three times as long.

@@ -1,5 +1,5 @@
-"""Memory that runs out: which batch would fit, and `oom=shrink`, which goes on with it. It really does: torch asks for
-more than any machine has, wherever a pass has more samples than `fault.fits`."""
+"""Memory that runs out: which batch would fit, and `oom=shrink`, which continues with it. It really does: torch asks
+for more than any machine has, wherever a pass has more samples than `fault.fits`."""
 
 import sys
 
@@ -69,7 +69,7 @@ def test_without_torchrun(launch, tmp_path, straight, fails):
 
 @pytest.mark.slow
 def test_a_single_process(launch, tmp_path, straight):
-    """Which has not saved anything yet, and nobody has named its folder."""
+    """It has not saved anything yet, and nobody has named its folder."""
     run = [FAULTY, *SO_MANY, "oom=shrink", "fault.rank=0", "fault.fits=11", "fault.step=1", "global_batch=24"]
     done = succeed(launch.python(str(ROOT / "train.py"), *run, cwd=tmp_path))
     assert "Started again with global_batch=24 batch_size=8 gradient_accumulation_steps=0 save_dir=" in done.out

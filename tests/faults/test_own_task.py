@@ -1,4 +1,4 @@
-"""Mistakes in a task of one's own are said in words, before the first step."""
+"""Mistakes in a task of one's own are errors of one line, before the first step."""
 
 import re
 from types import SimpleNamespace

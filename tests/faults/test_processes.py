@@ -313,7 +313,7 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
-    """One checkpoint, exit code 75, and the same command goes on. Everybody is each process by itself, the loader's
+    """One checkpoint, exit code 75, and the same command resumes. Everybody is each process by itself, the loader's
     included, as Slurm signals them; the ranks get it from torchrun, too."""
     words = [TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1"]
     run = launch.start_launcher(2, *words)
@@ -501,7 +501,7 @@ def test_a_loss_scale_that_falls_to_nothing_ends_the_run(launch, tmp_path):
 
 
 def test_a_sample_with_nan_is_named(launch, tmp_path):
-    """Three skipped steps, never two of them in a row: the run goes on."""
+    """Three skipped steps, never two of them in a row: the run continues."""
     words = words_of("nan sample", tmp_path / "run", "fault.rank=0", "batch_size=1", "max_skipped_steps=2")
     done = succeed(launch.python("train.py", *words))
     assert done.out.count("skipped: the loss is not finite (rank 0, samples 7)") == 3, "once in each of three epochs"

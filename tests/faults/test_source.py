@@ -40,7 +40,7 @@ FORBIDDEN_ARGUMENTS = {("weights_only", False), ("allow_pickle", True), ("shell"
 
 
 def unsafe_calls(source: str) -> list[str]:
-    """What a source calls that it must not, however the module or the function was renamed at its import."""
+    """Return what a source calls that it must not, however the module or the function was renamed at its import."""
     tree = ast.parse(source)
     renamed = {}
     for node in ast.walk(tree):

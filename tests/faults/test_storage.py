@@ -305,8 +305,8 @@ def strike(folder: Path, scene: str, faults: Faults) -> LockstepError | None:
     return None
 
 
-def goes_on(folder: Path, scene: str) -> None:
-    """What the next start does: it finds its place and saves, and nothing torn stays behind."""
+def works_afterwards(folder: Path, scene: str) -> None:
+    """The next start finds its checkpoint and saves, and nothing torn stays behind."""
     path, _ = find_checkpoint("auto", folder)
     checkpoints = Checkpoints(folder, SCENES[scene][1])
     if path:
@@ -345,7 +345,7 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
             assert snapshot(folder) == before, what
         assert found(folder) == old if error and not for_good else found(folder) in (old, new), what
         assert error or found(folder) == new, what
-        goes_on(folder, scene)
+        works_afterwards(folder, scene)
         shutil.rmtree(folder)
     assert not faults.struck and n > 60
 
@@ -381,7 +381,7 @@ def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tm
         else:
             assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (what, said)
         assert found(folder) in (old, new), what
-        goes_on(folder, scene)
+        works_afterwards(folder, scene)
         shutil.rmtree(folder)
 
 
@@ -453,7 +453,7 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
 
 
 def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
-    """It is written while the training goes on, and the folder may be gone by then."""
+    """It is written while the training continues, and the folder may be gone by then."""
     monkeypatch.setattr(status.current, "settle", status.current.settle)
     said = []
     logger = SimpleNamespace(say=said.append, sync=lambda: None)
@@ -742,7 +742,7 @@ def test_a_link_planted_where_a_file_will_be_written(name, run):
 
 @pytest.mark.slow
 def test_going_back_to_an_older_one(run):
-    """What was saved after it stops counting before its place is taken, and a crash in between leaves the older one."""
+    """Later checkpoints stop counting before they are overwritten, and a crash in between leaves the older one."""
     commit(Checkpoints(run, 2), 3)
     for n in range(1, 300):
         folder = run.parent / str(n)
@@ -1008,7 +1008,7 @@ def test_the_only_whole_one_stays_when_a_save_fails(run):
 
 
 def test_a_disk_that_writes_something_else(run, monkeypatch):
-    """What is read back differs from what was handed to the disk: the checkpoint before stays."""
+    """The bytes read back differ from those handed to the disk: the checkpoint before stays."""
 
     def lying(path, mode="r", **how):
         file = open(path, mode, **how)  # noqa: SIM115
@@ -1073,16 +1073,16 @@ def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path
     saved: list[int] = []
     writer.submit(state(1), "step_1.pt", False, after=lambda path, step: saved.append(step))
     checkpoints.begun.acquire()
-    assert writer.problems() == [] and saved == [] and found(tmp_path) is None  # in flight, and we go on
+    assert writer.problems() == [] and saved == [] and found(tmp_path) is None  # in flight, and we do not wait
 
     taken: list[int] = []
 
-    def go_on() -> None:
+    def let_it_write() -> None:
         for step in (2, 3, 4):
             writer.submit(state(step), f"step_{step}.pt", False)
             taken.append(step)
 
-    more = threading.Thread(target=go_on)
+    more = threading.Thread(target=let_it_write)
     more.start()
     # The second waits for the first, and so does who brings it: no more than one state is held in memory.
     assert not checkpoints.begun.acquire(timeout=0.05) and taken == []

@@ -1,4 +1,4 @@
-"""A terminal, a pipe or a disk that takes no more of what a run says: the training goes on, and what ends a run is
+"""A terminal, a pipe or a disk that takes no more of what a run says: the training continues, and what ends a run is
 recorded before it is said."""
 
 import fcntl
@@ -28,7 +28,7 @@ def status(folder):
 
 
 def warnings(folder):
-    """What the log says of the terminal."""
+    """Return what the log says of the terminal."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["warning"] for record in records if record["event"] == "warning"]
 
