@@ -60,8 +60,9 @@ def stay_unloaded() -> None:
     """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that compiles nothing.
 
     On their first call some of torch's functions load the compiler to ask it to leave them alone, and keep its answer
-    in an attribute (torch/_compile.py). With nothing compiled the answer is the function itself. Should a version of
-    torch keep it elsewhere, the compiler is loaded as before: a second lost, nothing else.
+    in an attribute (torch/_compile.py, read in 2.13). With nothing compiled the answer is the function itself. Should a
+    version of torch keep it elsewhere, the compiler is loaded as before: a second lost, nothing else; a test in
+    `tests/test_doors.py` says so.
     """
     for owner, name in _SHIELDED:
         function = getattr(owner, name, None)
