@@ -6,14 +6,17 @@ Most are forked from a warm parent, see warm.py: a tenth of the CPU time. Tests 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +265,26 @@ def launch(request):
     """Run commands; a process that outlives the test fails it."""
     with launching(real=request.node.get_closest_marker("real") is not None) as launcher:
         yield launcher
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """Returns a function: `build(folder)` fills the folder of a name, once for all of pytest's workers."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def folder_of(name: str, build: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with open(root / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # half of it, where another worker has failed
+                folder.mkdir()
+                build(folder)
+                done.touch()
+        return folder
+
+    return folder_of
 
 
 @contextmanager
