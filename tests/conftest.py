@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -123,23 +124,35 @@ class Launcher:
         return self.start(*command, **how).wait(timeout)
 
     def start(
-        self, *command: str, ignored: tuple[int, ...] = (), cwd: Path | None = None, host: Any = None, **env: str | None
+        self,
+        *command: str,
+        ignored: tuple[int, ...] = (),
+        cwd: Path | None = None,
+        host: Any = None,
+        output: int | None = None,
+        errors: int | None = None,
+        terminal: bool = False,
+        **env: str | None,
     ) -> Running:
-        """Start a command, on this machine or on a `host` of hosts.py."""
+        """Start a command, on this machine or on a `host` of hosts.py. Where its `output` and its `errors` go to
+        descriptors of the test, they are not kept; both may be a controlling `terminal`."""
         if {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"} & set(command):
             self.may_stay.append("torchelastic_")  # torchrun leaves its own
         files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        process = self._begin([str(word) for word in command], cwd or self.cwd, env, files, ignored, host)
+        ends = [file.fileno() if end is None else end for file, end in zip(files, (output, errors), strict=True)]
+        process = self._begin([str(word) for word in command], cwd or self.cwd, env, ends, ignored, host, terminal)
         self.started.add(process.pid)
         return Running(process, files)
 
-    def _begin(self, command: list[str], cwd: Path, changes: dict, files: tuple, ignored: tuple, host: Any) -> Any:
+    def _begin(
+        self, command: list[str], cwd: Path, changes: dict, ends: list[int], ignored: tuple, host: Any, terminal: bool
+    ) -> Any:
         env = {"PYTHON": sys.executable} | self.environment(**changes)
-        how = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stdout": files[0], "stderr": files[1]}
+        how = {"cwd": cwd, "stdin": subprocess.DEVNULL, "stdout": ends[0], "stderr": ends[1]}
         entering, namespaces = (host.enter, host.namespaces) if host else ([], [])
 
         def fork(words: list[str], env: dict[str, str]) -> Forked:
-            return self.zygote.fork(words, env, cwd, *(file.fileno() for file in files), ignored, namespaces)
+            return self.zygote.fork(words, env, cwd, *ends, ignored, namespaces, terminal)
 
         if self.zygote and command[0] == sys.executable and can_be_warm(command[1:], changes):
             return fork(command[1:], env)
@@ -158,6 +171,8 @@ class Launcher:
             return fork(words, env)
 
         def begin() -> None:
+            if terminal:
+                fcntl.ioctl(1, termios.TIOCSCTTY, 0)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
 

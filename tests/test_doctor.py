@@ -158,6 +158,7 @@ def test_a_half_set_environment(launch):
     assert "RANK=0 is set but WORLD_SIZE is not" in only(lines_of(done, "failure"))
 
 
+@pytest.mark.real
 def test_a_missing_package(launch):
     program = "import runpy, sys; sys.modules['yaml'] = None; runpy.run_path('tools/doctor.py', run_name='x')"
     done = launch.python("-c", program)

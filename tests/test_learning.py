@@ -31,18 +31,19 @@ def test_har_on_two_unseen_people(launch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "epochs", "bar"), [("flatten", 6, 0.75), ("transformer", 3, 0.75)])
-def test_hars_other_modes(launch, tmp_path, mode, epochs, bar):
-    succeed(launch.python("train.py", "har", "--mode", mode, "--epochs", str(epochs), f"save_dir={tmp_path}"))
-    assert max(best(tmp_path, "macro_f1")[0])[0] > bar
+@pytest.mark.parametrize(("mode", "epochs"), [("flatten", 6), ("transformer", 3)])
+def test_hars_other_modes(launch, tmp_path, mode, epochs):
+    words = ["har", "--mode", mode, "--epochs", str(epochs), "dataset.stride=128"]
+    succeed(launch.python("train.py", *words, f"save_dir={tmp_path}"))
+    assert max(best(tmp_path, "macro_f1")[0])[0] > 0.72
 
 
 @pytest.mark.slow
 def test_video_small_on_two_processes(launch, tmp_path):
-    """The laptop's config on clips of half its size, with its batch cut in two."""
-    words = ["--config", "configs/video_small.yaml", "global_batch=32", "dataset.size=32"]
+    """The laptop's config on clips of half its size and for half as long, with its batch cut in two."""
+    words = ["--config", "configs/video_small.yaml", "global_batch=32", "dataset.size=32", "epochs=8"]
     words += [f"save_dir={tmp_path}"]
     succeed(launch.torchrun(2, "train_ddp.py", *words, timeout=280))
     values, _ = best(tmp_path, "accuracy")
-    assert len(values) == 14
+    assert len(values) == 8
     assert max(values)[0] > 0.85, "the most frequent class is 0.6 of them, and one has four clips: macro F1 jumps"

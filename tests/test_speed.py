@@ -36,6 +36,7 @@ print(faults() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_kept_memory_costs_no_page_faults(launch):
     """Twenty times 64 MB: 16 thousand pages of 4 kB each, or 32 large ones, again and again; or none."""

@@ -6,15 +6,16 @@
 
 A fork is a process of its own: session, environment, folder, arguments, signals and exit code are those of the command;
 torchrun is torchrun's own agent, whose ranks are forked from it. What is saved is importing torch: 1.5 to 2 CPU
-seconds a process. A fork does not show what an interpreter does as it starts: `-c` and `-X`, PYTHON* variables,
-sitecustomize, whether the project can be imported, and hashes of strings, which differ between interpreters. Tests of
-that are marked `real`; `make test-real` takes real processes everywhere.
+seconds a process. A fork does not show what an interpreter does as it starts: `-X`, PYTHON* variables, sitecustomize,
+whether the project can be imported, what is imported already, and hashes of strings, which differ between interpreters.
+Tests of that are marked `real`; `make test-real` takes real processes everywhere.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -93,9 +95,12 @@ class Zygote:
         err: int,
         ignored: tuple[int, ...] = (),
         namespaces: tuple[str, ...] = (),
+        terminal: bool = False,
     ) -> Forked:
-        """A process that does what `python *words` would do, a child of this one, within Linux `namespaces`."""
+        """A process that does what `python *words` would do, a child of this one, within Linux `namespaces`; `out` is
+        its controlling terminal where it has one."""
         request = {"words": words, "env": env, "cwd": str(cwd), "ignored": ignored, "namespaces": namespaces}
+        request["terminal"] = terminal
         socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
         answer = self.socket.recv(64)
         assert answer, f"the warm server has ended with {self.process.wait()}"
@@ -111,7 +116,7 @@ def can_be_warm(words: list[str], env: dict[str, str | None]) -> bool:
     if any(name.startswith(("PYTHON", "LD_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "GOMP_")) for name in env):
         return False
     script = words[1] if words[0] == "-u" else words[0]
-    known = script.endswith(".py") or (script == "-m" and words[words.index("-m") + 1] in MODULES)
+    known = script == "-c" or script.endswith(".py") or (script == "-m" and words[words.index("-m") + 1] in MODULES)
     return known and len(json.dumps(words)) < LIMIT // 4
 
 
@@ -136,6 +141,9 @@ def serve(descriptor: int) -> None:
                 while os.getppid() == middle:
                     time.sleep(0.0005)
                 enter(request["namespaces"])
+                if request["terminal"]:
+                    os.setsid()
+                    fcntl.ioctl(descriptors[0], termios.TIOCSCTTY, 0)
                 become(request["words"], request["env"], request["cwd"], descriptors, request["ignored"])
             os.write(theirs, str(pid).encode())
             os._exit(0)
@@ -285,6 +293,10 @@ def _run(words: list[str]) -> int:
         if words[0] == "-m":
             sys.argv = [sys.modules[MODULES[words[1]]].__file__, *words[2:]]
             sys.modules[MODULES[words[1]]].main()
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.path.insert(0, "")
+            exec(words[1], {"__name__": "__main__"})
         else:
             sys.argv = words
             sys.path.insert(0, str(Path(words[0]).resolve().parent))

@@ -1,7 +1,6 @@
 """A terminal, a pipe or a disk that takes no more of what a run says: the training continues, and what ends a run is
 recorded before it is said."""
 
-import fcntl
 import json
 import os
 import pty
@@ -9,18 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import termios
 import time
 from contextlib import suppress
 
 import pytest
 import torch
-from conftest import FAULTY, PATIENCE, TOY, Done, succeed
+from conftest import FAULTY, PATIENCE, TOY, succeed
 
 PYTHON = [sys.executable, "train.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 LAUNCHER = ["./train_multigpu.sh", "2"]
-ON_CPUS = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def status(folder):
@@ -129,16 +127,22 @@ terminal.shout("error: the last\\n")
     assert shown.replace("\r\n", "\n") == "".join(f"{mark}\n" for mark in marks)
 
 
-def test_whoever_asks_for_words_hears_that_they_were_lost(launch):
-    done = launch("bash", "-c", '"$@" >/dev/full', "bash", *PYTHON, "--print-config")
-    assert done.code == 1
+@pytest.fixture
+def full():
+    """A descriptor that takes nothing."""
+    with open("/dev/full", "w") as file:
+        yield file.fileno()
+
+
+def test_whoever_asks_for_words_hears_that_they_were_lost(launch, full):
+    assert launch(*PYTHON, "--print-config", output=full).code == 1
 
 
 @pytest.mark.slow
-def test_a_tool_whose_output_is_lost_fails(launch, tmp_path):
+def test_a_tool_whose_output_is_lost_fails(launch, tmp_path, full):
     run = tmp_path / "run"
     succeed(launch.python(*PYTHON[1:], TOY, "steps=1", f"save_dir={run}"))
-    done = launch("bash", "-c", '"$@" >/dev/full', "bash", sys.executable, "tools/evaluate.py", str(run))
+    done = launch.python("tools/evaluate.py", str(run), output=full)
     said = "error: stdout cannot be written (No space left on device) (the output of a tool): start it again"
     assert done.code == 1 and done.err.splitlines() == [said]
 
@@ -146,34 +150,48 @@ def test_a_tool_whose_output_is_lost_fails(launch, tmp_path):
 # ---- whole runs ----
 
 
-@pytest.mark.parametrize(
-    ("shell", "command", "why"),
-    [
-        ("PYTHONIOENCODING=ascii {} 2>&-", PYTHON, "stderr is closed"),
-        ("{} | head -1", PYTHON, "stdout cannot be written (Broken pipe)"),
-        ("{} >/dev/full 2>&1", PYTHON, "stdout cannot be written (No space left on device)"),
-        pytest.param(
-            "PYTHONIOENCODING=ascii {} <&- 2>&-", LAUNCHER, "stderr is closed", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "{} | head -1", LAUNCHER, "stdout cannot be written (Broken pipe)", marks=pytest.mark.slow
-        ),
-    ],
-)  # fmt: skip
-def test_a_training_continues_without_a_stdout_or_stderr(launch, tmp_path, shell, command, why):
-    """The log says so once, the status holds it, and so does stderr where it is there."""
-    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1"]
-    script = f"set -o pipefail; {shell.format(chr(34) + '$@' + chr(34))}"
-    done = succeed(launch("bash", "-c", script, "bash", *command, *words, f"save_dir={run}", **ON_CPUS))
+def assert_trained(run, why):
+    """The log says so once, and the status holds it."""
     said = f"{why}: the training goes on"
     assert warnings(run) == [said] and status(run)["warning"] == said
     assert status(run)["state"] == "done" and torch.load(run / "last.pt", weights_only=True)
     assert (run / "run.lock").read_text().count("\n") == 1, "the lock has not become stderr"
-    if "ascii" in shell:
-        assert "  ? Saved best model: best_model_epoch0.pt" in done.out
-    if "head" in shell:
-        assert done.out.count("\n") == 1 and done.err.count(f"warning: {said}, its log is {run}") == 1
-        assert "rror" not in done.err, "neither of bash nor of Python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("closed", "command"), [("2>&-", PYTHON), ("<&- 2>&-", LAUNCHER)], ids=["one", "two"])
+def test_a_training_continues_without_a_stderr(launch, tmp_path, closed, command):
+    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    script = f'PYTHONIOENCODING=ascii "$@" {closed}'
+    done = succeed(launch("bash", "-c", script, "bash", *command, *words, **ON_CPUS))
+    assert_trained(run, "stderr is closed")
+    assert "  ? Saved best model: best_model_epoch0.pt" in done.out
+
+
+def first_line(launch, *command):
+    """What a process has printed until its reader has had one line and is gone, and the process."""
+    reader, writer = os.pipe()
+    started = launch.start(*command, output=writer, **ON_CPUS)
+    os.close(writer)
+    with open(reader) as pipe:
+        return pipe.readline(), started
+
+
+@pytest.mark.parametrize("command", [PYTHON, LAUNCHER], ids=["one", "two"])
+def test_a_training_continues_without_a_reader(launch, tmp_path, command):
+    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    line, training = first_line(launch, *command, *words)
+    done = succeed(training.wait())
+    why = "stdout cannot be written (Broken pipe)"
+    assert_trained(run, why)
+    assert line and done.err.count(f"warning: {why}: the training goes on, its log is {run}") == 1
+    assert "rror" not in done.err, "Python's own either"
+
+
+def test_a_training_continues_where_its_output_finds_no_room(launch, tmp_path, full):
+    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    succeed(launch(*PYTHON, *words, output=full))
+    assert_trained(run, "stdout cannot be written (No space left on device)")
 
 
 class OnATerminal:
@@ -181,16 +199,10 @@ class OnATerminal:
 
     def __init__(self, launch, command, nohup, **more):
         self.main, terminal = pty.openpty()
-
-        def begin():
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            if nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-        ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-        environment = launch.environment(**ON_CPUS, **more)
-        self.process = subprocess.Popen(command, cwd=launch.cwd, env=environment, preexec_fn=begin, **ends)
+        ignored = (signal.SIGHUP,) * nohup
+        self.run = launch.start(
+            *command, output=terminal, errors=terminal, terminal=True, ignored=ignored, **ON_CPUS, **more
+        )
         os.close(terminal)
 
     def wait_for(self, words):
@@ -205,15 +217,12 @@ class OnATerminal:
             while piece := os.read(self.main, 65536):
                 shown += piece
         os.close(self.main)
-        assert self.process.wait(60 * PATIENCE) == 0
+        assert self.run.wait().code == 0
         return shown.decode()
 
     def drop(self):
         """The kernel sends SIGHUP to the leader of the session; the others meet errors."""
         os.close(self.main)
-
-    def wait(self):
-        return Done(self.process.wait(60 * PATIENCE), "", "")
 
 
 @pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
@@ -223,7 +232,7 @@ def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, tmp_pat
     training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=False)
     training.wait_for("Epoch 1/")
     training.drop()
-    assert training.wait().code == 75
+    assert training.run.wait().code == 75
     now = status(run)
     assert (now["state"], now["exit_code"]) == ("stopped", 75) and now["reason"].startswith("SIGHUP")
     assert torch.load(run / "last.pt", weights_only=True)["progress"]["step"] == now["step"]
@@ -237,15 +246,15 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
     training.drop()
     deadline = time.monotonic() + 30 * PATIENCE
     while not warnings(run):
-        assert training.process.poll() is None and time.monotonic() < deadline
+        assert training.run.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)  # polling with a deadline
-    training.process.send_signal(signal.SIGHUP)
+    training.run.signal(signal.SIGHUP)
     step = status(run)["step"]
     while status(run)["step"] <= step:
-        assert training.process.poll() is None and time.monotonic() < deadline
+        assert training.run.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    training.process.send_signal(signal.SIGTERM)
-    assert training.wait().code == 75
+    training.run.signal(signal.SIGTERM)
+    assert training.run.wait().code == 75
     assert status(run)["reason"].startswith("SIGTERM") and len(warnings(run)) == 1
     assert "cannot be written (Input/output error): the training goes on" in status(run)["warning"]
 
@@ -287,11 +296,10 @@ def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, tmp_path):
     assert warnings(run) == ["stderr is closed: the training goes on"] and now["warning"] == warnings(run)[0]
 
 
-def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path):
+def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path, full):
     run = tmp_path / "run"
     words = [FAULTY, "fault.kind=raise", "fault.rank=0", f"save_dir={run}"]
-    done = launch("bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -1', "bash", *PYTHON, *words)
-    assert done.code == 1 and done.out.count("\n") == 1
+    assert launch(*PYTHON, *words, output=full, errors=full).code == 1
     now = status(run)
     assert (now["state"], now["exit_code"]) == ("failed", 1) and "ZeroDivisionError" in now["reason"]
     assert "ZeroDivisionError" in (run / "error.txt").read_text()
