@@ -93,6 +93,15 @@ class Running:
         return Done(self.process.returncode, *texts)
 
 
+class SmallDisk:
+    """Stands in for a host of hosts.py: this machine, with one more disk."""
+
+    def __init__(self, namespaces: list[str]):
+        user, mount = self.namespaces = namespaces
+        self.enter = ["nsenter", f"--user={user}", "--preserve-credentials", f"--mount={mount}"]
+        self.enter += ["env", f"--chdir={ROOT}"]
+
+
 class Launcher:
     """Starts commands from the repository's root; what they started is found as this process's descendants."""
 
@@ -203,10 +212,15 @@ class Launcher:
 
     def on_a_small_disk(self, place: Path | str, size: str, *words: str) -> Done:
         """Python with these words, for which `place` is a disk of `size`."""
-        script = f'mount -t tmpfs -o size={size} none "{place}" && exec "$@"'
-        if self("unshare", "-rm", "sh", "-c", script, "sh", "true").code:
-            pytest.skip("this kernel lets no user mount a file system")
-        return self("unshare", "-rm", "sh", "-c", script, "sh", sys.executable, *words)
+        mount = f'mount -t tmpfs -o size={size} none "{place}" && echo up && read end'
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(["unshare", "-rm", "sh", "-c", mount], **how) as holder:
+            if holder.stdout.readline() != "up\n":
+                pytest.skip("this kernel lets no user mount a file system")
+            host = SmallDisk([f"/proc/{holder.pid}/ns/{each}" for each in ("user", "mnt")])
+            done = self.python(*words, host=host)
+            holder.communicate("\n")
+            return done
 
     def signal_all(self, number: int) -> None:
         """To each process by itself: torchrun puts every rank into a session of its own."""

@@ -309,7 +309,7 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
         ("SIGHUP", "launcher"),
         ("SIGUSR1", "launcher"),
         ("SIGTERM", "rank 1"),
-        some_real(("SIGTERM", "everybody"), True),
+        ("SIGTERM", "everybody"),
     ],
 )
 def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
@@ -372,7 +372,7 @@ def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path)
 
 @pytest.mark.slow
 def test_a_time_limit_stops_the_run(launch, tmp_path):
-    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=4")
+    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=2")
     assert done.code == 75 and "max_time_s is over" in done.out
     assert status(tmp_path / "run")["exit_code"] == 75
 

@@ -501,13 +501,7 @@ def fill(folder: Path) -> str:
 
 
 def test_a_full_disk(tmp_path, launch):
-    script = 'mount -t tmpfs -o size=4m none "$1" && shift && exec "$@"'
-    words = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path)]
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare")
-    if refused := subprocess.run([*words, "true"], capture_output=True, text=True).stderr:
-        pytest.skip(f"no mount without root: {refused.strip()}")
-    done = launch(*words, sys.executable, "-c", FULL, str(ROOT), str(tmp_path))
+    done = launch.on_a_small_disk(tmp_path, "4m", "-c", FULL, str(ROOT), str(tmp_path))
     assert done.code == 0, done.err
     code, text = json.loads(done.out)
     assert code == 3 and "No space left on device" in text and str(tmp_path / "step_2.pt") in text
