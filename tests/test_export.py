@@ -38,8 +38,8 @@ if any(codes):
 
 @pytest.fixture(scope="module")
 def exported(once):
-    """Return the folder of the runs after two steps of training and the exports: all in one process, because importing the
-    exporters takes longer than most of what they do."""
+    """Return the folder of the runs after two steps of training and the exports: all in one process, because importing
+    the exporters takes longer than most of what they do."""
 
     def train_and_export(folder):
         runs = [[*words.split(), "steps=2", "optim.ema_decay=0.5", f"save_dir={folder / name}"]

@@ -17,7 +17,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 import tempfile
