@@ -67,7 +67,6 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     with survive.sync_errors(world):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = task.model().to(world.device)
-        torch.manual_seed(cfg.seed + 1 + world.rank)  # dropout differs between ranks
         plan = speed.set_memory_format(cfg, world, plan, model, amp, state)
     with survive.sync_errors(world):
         run = Run(
@@ -159,6 +158,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     run.begin_step()  # no gradients, training mode
     totals: Any = None
     for batch, micro in passes:
+        run.begin_pass(micro)  # random numbers that depend on the samples, not on the rank
         ddp_waits = isinstance(net, DistributedDataParallel) and not micro.closes_step
         with net.no_sync() if ddp_waits else nullcontext():  # the forward too: DDP decides there
             phase("forward")

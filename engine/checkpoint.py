@@ -26,7 +26,8 @@ from engine.preflight import equalise_buffers
 from engine.run import Progress, Run
 from engine.world import World
 
-FORMAT = 2
+FORMAT = 3
+"""Format 2 held the random state of each rank; every pass is seeded now."""
 
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
@@ -79,10 +80,7 @@ def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads again; return nothing on the other ranks. Training may continue while it is written."""
     equalise_buffers(run)
-    rng: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if run.world.device.type == "cuda":
-        rng["cuda"] = [torch.cuda.get_rng_state(device) for device in run.plan.devices or [run.world.device]]
-    ranks, optimizer = run.world.gather(rng), run.optimizer.whole_state()
+    optimizer = run.optimizer.whole_state()
     if not run.world.main:
         return {}
     model, ema = _weights(run.model.state_dict()), _weights(run.ema.state_dict()) if run.ema is not None else {}
@@ -106,7 +104,6 @@ def capture(run: Run) -> dict[str, Any]:
         "ema": ema or None,
         "optimizer": _copy(optimizer),
         "scaler": run.scaler.state_dict(),
-        "rng": ranks,
     }
 
 
@@ -133,7 +130,7 @@ def _copy(value: Any) -> Any:
 
 
 def check_format(state: dict[str, Any], path: Path) -> None:
-    if state["format"] != FORMAT:
+    if state["format"] not in (2, FORMAT):
         raise LockstepError(
             f"the checkpoint has format {state['format']}, this version reads {FORMAT}",
             where=str(path),
@@ -198,7 +195,7 @@ def check_same_run(
 
 
 def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
-    """(all ranks) Put the state into the run; every rank gets its own random state back if their number is the same."""
+    """(all ranks) Put the state into the run."""
     with _of_the_same_model(path):
         run.model.load_state_dict(_bare(state["model"]))
         if run.ema is not None and state["ema"] is not None:
@@ -210,17 +207,6 @@ def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
     phase.step = run.progress.step
     run.resumed, run.resumed_horizon = path, state["horizon"]
     run.meter.load(state["tally"])
-    world = run.world
-    if len(state["rng"]) == world.size:
-        rng = state["rng"][world.rank]
-        torch.set_rng_state(rng["cpu"])
-        if world.device.type == "cuda":
-            devices: list[Any] = list(run.plan.devices) or [world.device]
-            for device, state_of_device in zip(devices, rng.get("cuda", []), strict=False):
-                torch.cuda.set_rng_state(state_of_device, device)
-    else:
-        # Dropout, the one thing drawn from here, starts anew; order and augmentation don't depend on this state.
-        torch.manual_seed(run.cfg.seed + 1 + world.rank + world.size * run.progress.step)
 
 
 def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.contract import Batch, Sums
 from engine.phases import phase
+from engine.seeds import seed_generators
 from engine.world import World
 
 if TYPE_CHECKING:
@@ -220,13 +221,13 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     model = run.evaluated_model.eval()
     scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
     phase("loading validation data")
-    for batch in batches:
+    for number, batch in enumerate(batches):
         if run.stop.requested:
             broken_off = 1.0
             break
         phase("validation")
-        # A task that draws random numbers here must not change the training that follows.
-        with run.isolated_rng(), run.precision.autocast():
+        seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
+        with run.precision.autocast():
             scored.add(task.score(model, batch))
         phase("loading validation data")
     phase("validation")
@@ -234,7 +235,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
         if run.stop.requested:
             break
-        with run.isolated_rng(), run.precision.autocast():
+        seed_generators(world.device, "trials", run.cfg.seed, first)
+        with run.precision.autocast():
             tried.add(task.trials(model, which, lambda: run.stop.requested))
     if task.num_trials:
         broken_off = max(broken_off, float(run.stop.requested))  # then they may be only some of the trials
@@ -300,5 +302,5 @@ def _shapes(*parts: Sums) -> dict[str, Any]:
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
     """(rank 0) Return the task's pictures of an evaluation."""
-    with phase.during("validation"), run.isolated_rng(), run.precision.autocast():
+    with phase.during("validation"), run.precision.autocast():
         return run.task.pictures(run.evaluated_model.eval(), batch, sums)

@@ -138,7 +138,7 @@ def sanity_check(run: Run) -> None:
     sums, metrics, gflop = None, None, 0.0
     if run.world.main:
         batch = next(iter(run.val_loader))
-        with phase.during("validation"), run.isolated_rng(), run.precision.autocast():
+        with phase.during("validation"), run.precision.autocast():
             sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
             gflop /= len(next(iter(batch.values())))
         if isinstance(sums, dict) and "count" in sums:

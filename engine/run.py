@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from engine.metrics import DeferredRead, GpuClock, Meter
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
+from engine.seeds import seed_generators
 from engine.world import World
 
 
@@ -122,6 +122,11 @@ class Run:
         self.passes: list[tuple[list[int], Tensor]] = []
         self.kept_buffers = self.buffers.copies()
 
+    def begin_pass(self, micro: Any) -> None:
+        """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
+        on nothing but the seed and the cut; no state of a generator has to be kept."""
+        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.share.start)
+
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
 
@@ -187,12 +192,6 @@ class Run:
     def agree_to_stop(self) -> None:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
         self.stopped = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
-
-    def isolated_rng(self) -> AbstractContextManager[Any]:
-        """Isolate code that must not change the training's stream of random numbers."""
-        device = self.world.device
-        gpus = list(self.plan.devices) or ([device.index] if device.type == "cuda" else [])
-        return torch.random.fork_rng(devices=gpus)
 
     def steps(self) -> Iterator[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +35,18 @@ def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
     gamma = _signed(0x9E3779B97F4A7C15)
     start = mix(mix(torch.tensor(seed, device=positions.device) + gamma) + epoch)
     return mix(start + (positions + 1) * gamma)
+
+
+def seed_generators(device: torch.device, *key: int | str) -> None:
+    """Seed torch's generators (of the CPU and of `device`), random's and NumPy's by `key` alone, such as ("train", seed,
+    epoch, position). A GPU does not wait for it. `torch.manual_seed` would format a stack each time."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        for generator in torch.cuda.default_generators:  # all: DataParallel has several
+            generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def uniform(seeds: Tensor, count: int) -> Tensor:

@@ -1,9 +1,12 @@
 """The steps of a training, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
 
 import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import FAULTY, ROOT
@@ -214,21 +217,22 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
 
 
-def test_each_rank_draws_its_own_when_a_run_is_resumed(steps):
-    """As before where there are as many; else anew: another thing on each rank and after each step."""
+def test_a_pass_draws_by_the_place_of_its_samples_alone(steps):
+    """Whatever was drawn before, on any rank; random and NumPy as well."""
     run, outcomes = steps()
     next(outcomes)
-    state, drawn = checkpoint.capture(run), []
-    everyones = [{"cpu": torch.Generator().manual_seed(rank).get_state()} for rank in (0, 1)]
-    for rank in (0, 1):
-        run.world = replace(run.world, rank=rank, size=2)
-        checkpoint.restore(run, state | {"rng": everyones}, Path("state.pt"))
-        assert torch.equal(torch.get_rng_state(), everyones[rank]["cpu"])
-        for step in (1, 2, 1):
-            state["progress"]["step"] = step
-            checkpoint.restore(run, state, Path("state.pt"))
-            drawn.append(torch.rand(()).item())
-    assert (drawn[0], drawn[3]) == (drawn[2], drawn[5]) and len(set(drawn)) == 4
+
+    def drawn(first, rank=0):
+        run.world = replace(run.world, rank=rank)
+        torch.rand(7)
+        run.begin_pass(SimpleNamespace(share=slice(first, first + 4)))
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    assert drawn(0) == drawn(0, rank=1)
+    assert all(len({*column}) == 2 for column in zip(drawn(0), drawn(4), drawn(0), strict=True))
+    before = drawn(0)
+    run.progress.epoch += 1
+    assert not set(before) & set(drawn(0))
 
 
 def tensors(tree):
