@@ -45,9 +45,14 @@ SPINS = 2000
 """Polls of a rank before it sleeps: a millisecond or two. Waking a sleeping process takes longer than most sums."""
 
 
+def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
+    """Return what the sums of this group, or of the default one, go through, if that is shared memory."""
+    return getattr(group or dist.group.WORLD, "channel", None)
+
+
 def in_use(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether the sums of this group, or of the default one, go through shared memory."""
-    return getattr(group or dist.group.WORLD, "channel", None) is not None
+    return channel(group) is not None
 
 
 def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.GradBucket) -> Future[Tensor]:
@@ -116,6 +121,27 @@ class Channel:
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
 
+    def gather(
+        self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]
+    ) -> Tensor:
+        """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece.
+
+        mine     this rank's: flat, of one length and type on all ranks
+        counts   how many each rank has
+        combine  is given pieces of each rank's tensors, which it must not change, and returns a piece of the result
+        """
+        self.finish(self.turn)
+        result = torch.empty_like(mine[0])
+        at_once = PIECE // mine[0].element_size() // max(counts)
+        for start in range(0, len(result), at_once):
+            pieces = [each[start : start + at_once] for each in mine]
+            self._post(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+            for rank, count in enumerate(counts):
+                self._await(rank, count * pieces[0].nbytes)
+            parts = [[*self._of(rank, pieces[0], count).view(count, -1)] for rank, count in enumerate(counts)]
+            result[start : start + at_once] = combine(parts)
+        return result
+
     def _post(self, piece: Tensor) -> None:
         self.turn += 1
         self._of(self.rank, piece).copy_(piece)
@@ -124,21 +150,25 @@ class Channel:
 
     def _add(self, piece: Tensor) -> None:
         for rank in range(self.size):
-            if self.posted[rank, 0] < self.turn:
-                self._wait(rank)
-            if (theirs := self.posted[rank, 1 + self.turn % 2]) != piece.nbytes:
-                raise LockstepError(
-                    f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {piece.nbytes}",
-                    where="a sum over the ranks",
-                    todo="return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
-                    exit_code=6,
-                )
+            self._await(rank, piece.nbytes)
         torch.add(self._of(0, piece), self._of(1, piece), out=piece)
         for rank in range(2, self.size):
             piece.add_(self._of(rank, piece))
 
-    def _of(self, rank: int, like: Tensor) -> Tensor:
-        return self.pieces[self.turn % 2, rank, : like.nbytes].view(like.dtype)
+    def _of(self, rank: int, like: Tensor, count: int = 1) -> Tensor:
+        return self.pieces[self.turn % 2, rank, : count * like.nbytes].view(like.dtype)
+
+    def _await(self, rank: int, count: int) -> None:
+        """Wait until a rank has posted its turn, which must be of so many bytes."""
+        if self.posted[rank, 0] < self.turn:
+            self._wait(rank)
+        if (theirs := self.posted[rank, 1 + self.turn % 2]) != count:
+            raise LockstepError(
+                f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {count}",
+                where="a sum over the ranks",
+                todo="return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
+                exit_code=6,
+            )
 
     def _wait(self, rank: int) -> None:
         for _ in range(SPINS):

@@ -1,0 +1,261 @@
+"""Virtual workers: a training takes the same bits on any number of processes.
+
+With `virtual_workers=V` the samples of a step are dealt to V workers, whoever runs them; a process runs a block of
+neighbours, one after the other. What a worker computes depends on (seed, step, its number) alone, and what the workers
+have computed is added up along one binary tree over their numbers: (0+1)+(2+3) and so on. Floating-point addition is
+commutative but not associative, so the same tree over the same operands gives the same bits, wherever its nodes lie.
+
+The idea is that of EasyScale (Li et al., SC'23, arXiv 2208.14228). See docs/same-bits.md.
+"""
+
+# No `from __future__ import annotations`: DDP refuses a hook whose annotations are texts.
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.errors import LockstepError
+from engine.hardware import shm_backend
+from engine.optim import Buffers
+from engine.world import World
+
+Span = tuple[int, int]
+"""A node of the tree: its first worker, and the one after its last."""
+
+Node = tuple[Span, list[Tensor]]
+"""A node and its sums."""
+
+
+def block(workers: int, rank: int, processes: int) -> range:
+    """Return the workers that a process runs: as even as can be, in the order of the ranks."""
+    return range(workers * rank // processes, workers * (rank + 1) // processes)
+
+
+def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
+    """Append a node, and add up the last two for as long as they are the halves of one: in place into the right half,
+    or into new tensors."""
+    nodes.append(node)
+    while len(nodes) > 1:
+        ((a, b), left), ((c, d), right) = nodes[-2:]
+        if b != c or b - a != d - c or a % (d - a):
+            return
+        nodes[-2:] = [((a, d), _add(left, right, in_place))]
+
+
+def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
+    """Return the root of the tree over all nodes, in order. Where their number is no power of two, what is left is
+    added up from the right."""
+    tree: list[Node] = []
+    for node in nodes:
+        push(tree, node, in_place)
+    _, total = tree.pop()
+    while tree:
+        total = _add(tree.pop()[1], total, in_place)
+    return total
+
+
+def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor]:
+    if not in_place:
+        return [*torch._foreach_add(right, left)]
+    torch._foreach_add_(right, left)
+    return right
+
+
+def spans(workers: int, rank: int, processes: int) -> tuple[list[Span], int]:
+    """Return the nodes that are left of a process's block once halves are added up, and the most that ever wait."""
+    nodes: list[Node] = []
+    most = 0
+    for worker in block(workers, rank, processes):
+        most = max(most, len(nodes))
+        push(nodes, ((worker, worker + 1), [torch.zeros(())]))
+    return [span for span, _ in nodes], most
+
+
+class Exchange:
+    """(all ranks) One sum over the nodes of all processes. Each process adds up one piece of the tensor: where every
+    process has one node, (ranks - 1) / ranks of the bytes go out and come back, as in the ring of an all-reduce.
+    Through shared memory every process reads everything.
+
+    everyones  the nodes of each process
+    mine       this process's sums, one for each of its nodes: flat, of one length and type; they may be overwritten
+    """
+
+    def __init__(self, everyones: list[list[Span]], mine: list[Tensor]):
+        self.everyones, self.mine, self.size = everyones, mine, len(everyones)
+        self.channel = shm_backend.channel() if mine[0].device.type == "cpu" else None
+        self.alone = self.size == 1 or self.channel is not None
+        if not self.alone:
+            self._send()
+
+    def _send(self) -> None:
+        """Send to each process its piece of each of this one's nodes. In bytes, because gloo does not know every type;
+        through the host, where the backend cannot do it on a GPU."""
+        length, device = len(self.mine[0]), self.mine[0].device
+        host = torch.device("cpu") if dist.get_backend() != "nccl" else device
+        self.piece = -(-length // self.size)
+        padded = [pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1) for each in self.mine]
+        sent = torch.stack(padded, 1)  # (ranks, nodes, piece)
+        self.counts = [len(theirs) * self.piece for theirs in self.everyones]
+        self.received = sent.new_empty(sum(self.counts))
+        width = sent.element_size()
+        self.work: Any = dist.all_to_all_single(
+            self.received.view(torch.uint8),
+            sent.view(-1).view(torch.uint8),
+            [count * width for count in self.counts],
+            [len(self.mine) * self.piece * width] * self.size,
+            async_op=True,
+        )
+        self.sent = sent  # must live until it is through
+
+    def add(self) -> None:
+        """Add up this process's piece, and send it to all."""
+        if not self.alone:
+            self.work.wait()
+            parts = [[*part.view(-1, self.piece)] for part in self.received.split(self.counts)]
+            self.whole = self.received.new_empty(self.size * self.piece)
+            self.root = self._root(parts)
+            self.work = dist.all_gather_into_tensor(self.whole, self.root, async_op=True)
+
+    def result(self) -> Tensor:
+        """Return the sum, flat."""
+        if self.size == 1:
+            return self._root([self.mine])
+        if self.channel is not None:
+            return self.channel.gather(self.mine, [len(theirs) for theirs in self.everyones], self._root)
+        self.work.wait()
+        return self.whole[: len(self.mine[0])].to(self.mine[0].device)
+
+    def _root(self, parts: list[list[Tensor]]) -> Tensor:
+        """Return the root of the tree, given each process's part of each of its nodes."""
+        nodes = [
+            (span, [part])
+            for theirs, own in zip(self.everyones, parts, strict=True)
+            for span, part in zip(theirs, own, strict=True)
+        ]
+        return fold(nodes, in_place=self.channel is None)[0]  # others read shared memory, too
+
+
+class VirtualWorkers:
+    """What one process keeps of its workers within a step.
+
+    pending  nodes of the tree of gradients: at most log2(workers of a process) + 1
+    changes  nodes of the tree of changes of running statistics, float64
+    """
+
+    def __init__(self, workers: int, world: World, model: nn.Module):
+        self.workers, self.world = workers, world
+        self.everyones = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
+        self.last = block(workers, world.rank, world.size)[-1]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.number = {id(p): number for number, p in enumerate(self.parameters)}
+        self.pending: list[Node] = []
+        self.changes: list[Node] = []
+        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
+
+    def wrap(self, net: DistributedDataParallel) -> DistributedDataParallel:
+        """Let DDP sum gradients along the tree."""
+        net.register_comm_hook(self, sum_in_tree)
+        return net
+
+    # ---- gradients ----
+
+    def keep_gradients(self, worker: int) -> None:
+        """Take a worker's gradients from the parameters, and add up what belongs together. Not those of the process's
+        last worker, which DDP hands to `sum_in_tree`."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        push(self.pending, ((worker, worker + 1), grads))
+
+    # ---- buffers ----
+
+    def begin_buffers(self, buffers: Buffers, kept: dict[str, Tensor]) -> None:
+        """Let a worker begin with the buffers as they were at the beginning of the step."""
+        for name, buffer in buffers().items():
+            if buffer.shape == kept[name].shape:
+                buffer.copy_(kept[name])
+
+    def keep_buffers(self, worker: int, buffers: Buffers, kept: dict[str, Tensor], idle: bool, check: bool) -> None:
+        """Keep what a worker has changed: nothing, if it is `idle`, because the step has fewer samples than workers.
+
+        Raises LockstepError, with `check`, if a buffer that cannot be averaged is not the same after every worker.
+        """
+        now = {name: buffer for name, buffer in buffers().items() if buffer.shape == kept[name].shape}
+        floats = [name for name, buffer in now.items() if buffer.is_floating_point()]
+        others = {name: buffer.clone() for name, buffer in now.items() if name not in floats}
+        if check and worker != block(self.workers, self.world.rank, self.world.size)[0]:
+            for name, buffer in others.items():
+                if not torch.equal(buffer, self.others[name]):
+                    raise LockstepError(
+                        f"the buffer {name} is another after virtual worker {worker} than after the one before",
+                        where="virtual_workers",
+                        todo="change it by what all workers share, keep it in floating point, where the workers' mean "
+                        "is taken, or drop virtual_workers",
+                    )
+        self.others = others
+        if floats:
+            pairs = [(now[name].double().flatten(), kept[name].double().flatten()) for name in floats]
+            change = torch.cat([torch.where(a == b, 0.0, a - b) for a, b in pairs])  # infinities stay as they are
+            push(self.changes, ((worker, worker + 1), [torch.zeros_like(change) if idle else change]))
+
+    def average_buffers(self, buffers: Buffers, kept: dict[str, Tensor], busy: int) -> None:
+        """(all ranks) Add the mean change of the `busy` workers, those that had samples, to the buffers."""
+        if not self.changes:
+            return
+        exchange = Exchange(self.everyones, [change for _, (change,) in self.changes])
+        exchange.add()
+        change, at, self.changes = exchange.result() / busy, 0, []
+        for name, buffer in buffers().items():
+            if buffer.is_floating_point() and buffer.shape == kept[name].shape:
+                buffer.copy_(kept[name].double() + change[at : at + buffer.numel()].view(buffer.shape))
+                at += buffer.numel()
+
+    # ---- numbers ----
+
+    def as_row(self, numbers: Tensor, worker: int) -> Tensor:
+        """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order of additions over
+        passes and ranks is exact."""
+        rows = numbers.new_zeros(self.workers, len(numbers))
+        rows[worker] = numbers
+        return rows
+
+    def total(self, rows: Tensor) -> Tensor:
+        """Return (columns,): the root of the tree over the rows."""
+        return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
+
+
+def sum_in_tree(state: VirtualWorkers, bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP's communication hook: the sum over all workers. Each bucket is sent when it is full, and added up when the
+    last one is, so that the backward pass goes on meanwhile."""
+    buffer, views = bucket.buffer(), bucket.gradients()
+    places = [state.number[id(p)] for p in bucket.parameters()]
+    nodes = [(span, [grads[place] for place in places]) for span, grads in state.pending]
+    push(nodes, ((state.last, state.last + 1), views))
+    mine = [_like_bucket(buffer, views, grads) for _, grads in nodes[:-1]]
+    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+    state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
+    if bucket.is_last():
+        for exchange, _, _ in state.buckets:
+            exchange.add()
+        for exchange, buffer, future in state.buckets:
+            if (total := exchange.result()) is not buffer:
+                buffer.copy_(total)
+            future.set_result(buffer)
+        state.pending, state.buckets = [], []
+    return future
+
+
+def _like_bucket(buffer: Tensor, views: list[Tensor], grads: list[Tensor]) -> Tensor:
+    """Return gradients as one flat tensor, in the order and the layouts of a bucket."""
+    flat = torch.zeros_like(buffer)
+    places = [view.storage_offset() - buffer.storage_offset() for view in views]
+    torch._foreach_copy_(
+        [flat.as_strided(view.shape, view.stride(), place) for view, place in zip(views, places, strict=True)], grads
+    )
+    return flat
