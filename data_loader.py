@@ -39,6 +39,7 @@ from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
 from engine.seeds import sample_seeds
+from engine.virtual import block
 from engine.world import World
 
 
@@ -48,6 +49,8 @@ class Micro(NamedTuple):
     slots        the positions of these samples in the epoch's global order
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
+    worker       the virtual worker that takes this pass; the rank, without virtual_workers
+    opens_worker, closes_worker  its first and its last pass of the step
     filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
     mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     """
@@ -58,6 +61,9 @@ class Micro(NamedTuple):
     consumed: int
     filler: bool
     mean_weight: float | None
+    worker: int = 0
+    opens_worker: bool = True
+    closes_worker: bool = True
 
 
 class TrainSampler(DistributedSampler[Any]):
@@ -90,34 +96,41 @@ class TrainSampler(DistributedSampler[Any]):
     def micro_batches(self) -> Iterator[Micro]:
         plan, order = self.plan, self.order()
         end = plan.num_samples - plan.dropped
+        workers = plan.workers or plan.processes
+        mine = block(workers, self.rank, plan.processes)
         for start in range(self.position, end, plan.global_batch):
             stop = min(start + plan.global_batch, end)
-            largest = -(-(stop - start) // plan.processes)  # rank 0's share
+            largest = -(-(stop - start) // workers)  # the first worker's share
             passes = range(0, largest, plan.micro_batch)
             mean_weight = (
                 None if self.weights is None else float(np.mean(self.weights[order[start:stop]], dtype=np.float64))
             )
-            for done in passes:
-                first = start + self.rank + done * plan.processes
+            for worker, done in itertools.product(mine, passes):
+                first = start + worker + done * workers
                 filler = first >= stop
-                slots = slice(first, min(first + plan.micro_batch * plan.processes, stop), plan.processes)
+                slots = slice(first, min(first + plan.micro_batch * workers, stop), workers)
                 slots = slice(start, start + 1) if filler else slots
                 yield Micro(
                     indices=order[slots].tolist(),
                     slots=slots,
-                    closes_step=done == passes[-1],
+                    closes_step=worker == mine[-1] and done == passes[-1],
                     consumed=stop,
                     filler=filler,
                     mean_weight=mean_weight,
+                    worker=worker,
+                    opens_worker=not done,
+                    closes_worker=done == passes[-1],
                 )
 
     def __iter__(self) -> Iterator[Any]:
         return (micro.indices for micro in self.micro_batches())
 
     def __len__(self) -> int:
+        workers = self.plan.workers or self.plan.processes
         full, rest = divmod(self.left, self.plan.global_batch)
-        largest = math.ceil(rest / self.plan.processes)
-        return full * self.plan.accumulation + math.ceil(largest / self.plan.micro_batch)
+        largest = math.ceil(rest / workers)
+        passes = full * self.plan.passes + math.ceil(largest / self.plan.micro_batch)
+        return passes * len(block(workers, self.rank, self.plan.processes))
 
     @property
     def left(self) -> int:

@@ -104,7 +104,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
-    if world.size == 1 and not always:
+    if world.size == 1 and not (always or run.virtual):
         return model
     if cfg.sync_bn:
         model = ddp.sync_batch_norm(model, world)
@@ -118,7 +118,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             static_graph=cfg.static_graph,
             **ddp.NO_BUFFER_SYNC,  # a broadcast per forward; buffers are averaged before they are used instead
         )
-    return ddp.add_comm_hook(net, cfg.comm_hook)
+    return ddp.add_comm_hook(net, run.virtual or cfg.comm_hook)
 
 
 def train(run: Run) -> dict[str, float]:
@@ -168,12 +168,14 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
             totals = numbers if totals is None else totals + numbers
             if micro.closes_step:
                 summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
-            scale = 0.0 if micro.filler else world.size / plan.global_batch
+            scale = 0.0 if micro.filler else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
+        run.end_pass(micro)  # keeps virtual workers apart
     survive.check_all_reduced(net)
     summed.wait()
     phase("optimizer step")
+    totals = run.total(totals)
     divisor = totals[2] / plan.global_batch  # on the device: no host sync in this function
     lr, clip = plan.lr(run.progress.step), run.cfg.optim.grad_clip
     run.grad_norm, skipped = optim.step(run.optimizer, run.scaler, lr, divisor, clip)

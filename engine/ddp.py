@@ -39,9 +39,15 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def add_comm_hook(net: DistributedDataParallel, kind: str) -> DistributedDataParallel:
-    """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing."""
+def add_comm_hook(net: DistributedDataParallel, kind: Any) -> DistributedDataParallel:
+    """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing.
+
+    kind  of ddp.comm_hook; or virtual workers, which bring their own hook
+    """
     launch.meeting.wrapped = True
+    if not isinstance(kind, str):
+        net.register_comm_hook(kind, kind.hook)
+        return net
     if kind == "bf16" and dist.get_backend() != "nccl":  # torch itself asks what it was built with
         console.info(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")
         kind = "none"

@@ -12,6 +12,7 @@ from engine.errors import LockstepError, amount
 from engine.hardware import private
 from engine.launch import data_parallel_devices
 from engine.precision import Precision
+from engine.virtual import block, spans
 from engine.world import World
 
 
@@ -22,6 +23,8 @@ class Plan:
     micro_batch  samples per process and forward pass (over all its devices with DataParallel)
     dropped      samples of each epoch that are not trained on
     devices      GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    workers      virtual workers that a step is dealt to; 0 without virtual_workers: then the processes themselves are
+    passes       forward passes of a worker, or of a process, in a step
 
     What was decided for speed where the config says auto, see speed.py:
 
@@ -44,6 +47,8 @@ class Plan:
     peak_lr: float
     schedule: Schedule
     devices: tuple[int, ...] = ()
+    workers: int = 0
+    passes: int = 1
     compile: str = "off"
     memory_format: str = "auto"
     threads: int = 0
@@ -53,6 +58,11 @@ class Plan:
     def epochs(self) -> int:
         """Return the number of epochs begun."""
         return -(-self.total_steps // self.steps_per_epoch)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor of a pass's loss: DDP divides the sum over the ranks by their number, the tree does not."""
+        return (1 if self.workers else self.processes) / self.global_batch
 
     def lr(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear
@@ -70,9 +80,15 @@ class Plan:
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
-    micro_batch, accumulation = _cut(cfg, world.size * max(1, len(devices)))
-    micro_batch *= max(1, len(devices))
-    global_batch = micro_batch * world.size * accumulation
+    micro_batch, passes = _cut(cfg, world.size * max(1, len(devices)))
+    accumulation, workers = passes, cfg.virtual_workers
+    if workers:
+        _check_virtual(cfg, world.size, bool(devices))
+        micro_batch, passes, global_batch = _deal(cfg)
+        accumulation = passes * -(-workers // world.size)
+    else:
+        micro_batch *= max(1, len(devices))
+        global_batch = micro_batch * world.size * accumulation
     steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
     if not steps_per_epoch:
         raise LockstepError(
@@ -80,7 +96,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             where="batch_size",
             todo="use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
-    if cfg.ddp.static_graph and world.size > 1 and accumulation > 1:
+    if cfg.ddp.static_graph and (world.size > 1 or workers) and accumulation > 1:
         raise LockstepError(
             f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
             where="ddp.static_graph",
@@ -104,6 +120,8 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         peak_lr=scaled_lr(cfg.optim.lr, s.lr_scaling, global_batch, s.base_batch_size),
         schedule=s,
         devices=devices,
+        workers=workers,
+        passes=passes,
     )
 
 
@@ -115,9 +133,38 @@ def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> 
     return lr * (growth if rule == "linear" else math.sqrt(growth))
 
 
+def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
+    """Raise LockstepError where a setting rules virtual workers out."""
+    workers = cfg.virtual_workers
+    excluded = {
+        f"{processes} processes": processes > workers,
+        "--multi-gpu dp": data_parallel,
+        "ddp.sync_bn=true": cfg.ddp.sync_bn,
+        f"ddp.buffers={cfg.ddp.buffers}": cfg.ddp.buffers != "same",
+        f"ddp.comm_hook={cfg.ddp.comm_hook}": cfg.ddp.comm_hook != "none",
+    }
+    if found := [words for words, so in excluded.items() if so]:
+        todo = "drop it: virtual workers sum gradients and average buffers by themselves"
+        if processes > workers:
+            todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
+        raise LockstepError(f"{found[0]} with virtual_workers={workers}", where="virtual_workers", todo=todo)
+
+
+def _deal(cfg: Config) -> tuple[int, int, int]:
+    """Return (samples of a pass, passes of a virtual worker in a step, global batch): the number of processes does not
+    matter."""
+    passes = cfg.gradient_accumulation_steps
+    if not cfg.global_batch:
+        passes = passes or 1
+        return cfg.batch_size, passes, cfg.batch_size * passes * cfg.virtual_workers
+    share = -(-cfg.global_batch // cfg.virtual_workers)
+    passes = passes or -(-share // cfg.batch_size)
+    return -(-share // passes), passes, cfg.global_batch
+
+
 def _cut(cfg: Config, parts: int) -> tuple[int, int]:
     """Return (samples per part and forward pass, forward passes per step)."""
-    if not cfg.global_batch:
+    if not cfg.global_batch or cfg.virtual_workers:
         return cfg.batch_size, cfg.gradient_accumulation_steps or 1
     each, rest = divmod(cfg.global_batch, parts)
     if rest:
@@ -148,7 +195,7 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
     parts = plan.processes * max(1, len(plan.devices))
-    if cfg.ddp.static_graph and plan.processes > 1:  # which excludes accumulation
+    if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):  # other bits; excludes accumulation
         return plan.micro_batch, {}
     each, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
     fits = [n for n in range(1, batch) if each % n == 0]
@@ -192,9 +239,29 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
     ]  # fmt: skip
-    if parts_of := cut_dependent(model, plan.accumulation):
+    if plan.workers:
+        rows[:1] = _describe_workers(plan, trained_bytes)
+    elif parts_of := cut_dependent(model, plan.accumulation):
         rows.append(("the cut matters", f"{parts_of}: other processes or another batch_size, other numbers"))
     return "\n".join(f"  {name:<16} {text}" for name, text in rows)
+
+
+def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
+    """Return how samples, passes and sums are dealt to virtual workers, for a person."""
+    workers, processes = plan.workers, plan.processes
+    largest = -(-plan.global_batch // workers)
+    runs = sorted({len(block(workers, rank, processes)) for rank in range(processes)})
+    everyones = [spans(workers, rank, processes) for rank in range(processes)]
+    nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
+    there = (processes - 1) / processes * gradient_bytes / 1e6
+    sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
+    return [
+        ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
+                         f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
+        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}: the "
+                            "same bits on any number of processes up to that"),
+        ("tree of sums", f"at most {amount(most, 'sum')} of {gradient_bytes / 1e6:.1f} MB waiting in a process; {sent}"),
+    ]  # fmt: skip
 
 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:

@@ -22,6 +22,7 @@ from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.seeds import seed_generators
+from engine.virtual import VirtualWorkers
 from engine.world import World
 
 
@@ -97,6 +98,8 @@ class Run:
         self.vote = torch.zeros((), dtype=torch.float64, device=device)
         self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
         self.gpu_clock: GpuClock | None = None
+        workers = self.plan.workers
+        self.virtual = VirtualWorkers(workers, self.world, self.model) if workers else None
         if self.world.size > 1:
             split_backward(self.model)
             if device.type == "cuda":
@@ -119,13 +122,24 @@ class Run:
             self.net.train()
         for p in self.trained:
             p.grad = None
-        self.passes: list[tuple[list[int], Tensor]] = []
+        self.passes: list[tuple[list[int], Tensor]] = []  # of this rank: samples, loss
         self.kept_buffers = self.buffers.copies()
 
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.share.start)
+        if self.virtual and micro.opens_worker:
+            self.virtual.begin_buffers(self.buffers, self.kept_buffers)
+
+    def end_pass(self, micro: Any) -> None:
+        """With virtual workers: set aside what a worker has computed, see virtual.py."""
+        if self.virtual and micro.closes_worker:
+            idle = micro.worker >= micro.consumed - self.progress.position
+            check = self.progress.step == 0 or self.check_due
+            self.virtual.keep_buffers(micro.worker, self.buffers, self.kept_buffers, idle, check)
+            if not micro.closes_step:
+                self.virtual.keep_gradients(micro.worker)
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
@@ -144,7 +158,11 @@ class Run:
             self.passes.append((micro.indices, loss.total.detach()))
         if micro.closes_step and self.stop.requested:
             numbers[0] = 1.0
-        return numbers
+        return self.virtual.as_row(numbers, micro.worker) if self.virtual else numbers
+
+    def total(self, totals: Tensor) -> Tensor:
+        """Return the (3 + sums,) totals of a step; of virtual workers they come a row for each."""
+        return self.virtual.total(totals) if self.virtual else totals
 
     def end_step(self, totals: Tensor, skipped: Tensor, consumed: int) -> None:
         """Book a step: its buffers, the average of weights, totals and progress; read its outcome.
@@ -154,6 +172,9 @@ class Run:
         consumed  samples of the epoch that all ranks have seen
         """
         cfg, progress = self.cfg, self.progress
+        if self.virtual:
+            busy = min(self.plan.workers, consumed - progress.position)
+            self.virtual.average_buffers(self.buffers, self.kept_buffers, busy)
         self.buffers.put_back(self.kept_buffers, skipped)
         if cfg.ddp.buffers != "same":
             self.world.unify(self.buffers(of_norms=False).values(), mean=cfg.ddp.buffers == "mean")

@@ -24,13 +24,15 @@ from engine.world import World
 
 def set_backends(cfg: Any) -> None:
     """Set torch's switches: for speed, or for the same bits every time."""
-    torch.backends.cudnn.benchmark = not cfg.deterministic
-    tf32 = cfg.amp != "off" and not cfg.deterministic  # amp=off is float32 to the last digit
+    deterministic = cfg.deterministic or bool(cfg.virtual_workers)
+    torch.backends.cudnn.benchmark = not deterministic
+    tf32 = cfg.amp != "off" and not deterministic  # amp=off is float32 to the last digit
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    if cfg.deterministic:
+    if deterministic:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
-        torch.use_deterministic_algorithms(cfg.deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
 
 
 compiler_unloaded = compiler.unloaded
@@ -51,8 +53,13 @@ def agree(cfg: Any, world: World, plan: Plan) -> Plan:
     threads = 0
     if world.device.type == "cpu":
         local_size = max(1, launch.environment().local_size)
-        threads = min(world.gather(cores.hold_back(cfg.threads, local_size, bool(cores.bound_to()))))
+        threads = min(world.gather(cores.hold_back(_threads(cfg), local_size, bool(cores.bound_to()))))
     return replace(plan, compile=mode, threads=threads)
+
+
+def _threads(cfg: Any) -> int:
+    """Return the threads asked for; cores / processes would be other bits on another number of them."""
+    return cfg.threads or min(1, cfg.virtual_workers)
 
 
 def memory_format_of(state: dict[str, Any]) -> str:
@@ -102,11 +109,13 @@ def finish(run: Run) -> Plan:
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
         "freed memory is kept": kept,
         f"{held / 1e6:.1f} MB of data held": held > 0,
+        "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
         "sums through shared memory": run.world.size > 1 and shm_backend.in_use(),
         f"on the cores of {cores.bound_to()}": bool(cores.bound_to()),
     }
     words = [words for words, so in chosen.items() if so]
     if on_cpu:
-        why = cores.spread(cfg.threads, run.gflop * plan.micro_batch, plan.threads)
+        why = cores.spread(_threads(cfg), run.gflop * plan.micro_batch, plan.threads)
+        why = why if cfg.threads or not plan.workers else "the same on any number of processes"
         words.insert(0, f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     return replace(plan, speed=tuple(words))

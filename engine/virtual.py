@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.functional import pad
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import LockstepError
 from engine.hardware import shm_backend
@@ -33,7 +32,7 @@ Node = tuple[Span, list[Tensor]]
 
 
 def block(workers: int, rank: int, processes: int) -> range:
-    """Return the workers that a process runs: as even as can be, in the order of the ranks."""
+    """Return the virtual workers that a process runs: as even as can be, in the order of the ranks."""
     return range(workers * rank // processes, workers * (rank + 1) // processes)
 
 
@@ -156,22 +155,39 @@ class VirtualWorkers:
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
         self.pending: list[Node] = []
         self.changes: list[Node] = []
+        self.others: dict[str, Tensor] = {}  # buffers that are not floating point, after the last worker
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-
-    def wrap(self, net: DistributedDataParallel) -> DistributedDataParallel:
-        """Let DDP sum gradients along the tree."""
-        net.register_comm_hook(self, sum_in_tree)
-        return net
 
     # ---- gradients ----
 
     def keep_gradients(self, worker: int) -> None:
         """Take a worker's gradients from the parameters, and add up what belongs together. Not those of the process's
-        last worker, which DDP hands to `sum_in_tree`."""
+        last worker, which DDP hands to `hook`."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         push(self.pending, ((worker, worker + 1), grads))
+
+    @staticmethod
+    def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
+        """Sum a bucket over all workers, as DDP's communication hook. A bucket is sent when it is full, and added up
+        when the last one is: the backward pass continues meanwhile."""
+        buffer, views = bucket.buffer(), bucket.gradients()
+        places = [state.number[id(p)] for p in bucket.parameters()]
+        nodes = [(span, [grads[place] for place in places]) for span, grads in state.pending]
+        push(nodes, ((state.last, state.last + 1), views))
+        mine = [_like_bucket(buffer, views, grads) for _, grads in nodes[:-1]]
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
+        if bucket.is_last():
+            for exchange, _, _ in state.buckets:
+                exchange.add()
+            for exchange, buffer, future in state.buckets:
+                if (total := exchange.result()) is not buffer:
+                    buffer.copy_(total)
+                future.set_result(buffer)
+            state.pending, state.buckets = [], []
+        return future
 
     # ---- buffers ----
 
@@ -228,27 +244,6 @@ class VirtualWorkers:
     def total(self, rows: Tensor) -> Tensor:
         """Return (columns,): the root of the tree over the rows."""
         return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
-
-
-def sum_in_tree(state: VirtualWorkers, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's communication hook: the sum over all workers. Each bucket is sent when it is full, and added up when the
-    last one is, so that the backward pass goes on meanwhile."""
-    buffer, views = bucket.buffer(), bucket.gradients()
-    places = [state.number[id(p)] for p in bucket.parameters()]
-    nodes = [(span, [grads[place] for place in places]) for span, grads in state.pending]
-    push(nodes, ((state.last, state.last + 1), views))
-    mine = [_like_bucket(buffer, views, grads) for _, grads in nodes[:-1]]
-    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-    state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
-    if bucket.is_last():
-        for exchange, _, _ in state.buckets:
-            exchange.add()
-        for exchange, buffer, future in state.buckets:
-            if (total := exchange.result()) is not buffer:
-                buffer.copy_(total)
-            future.set_result(buffer)
-        state.pending, state.buckets = [], []
-    return future
 
 
 def _like_bucket(buffer: Tensor, views: list[Tensor], grads: list[Tensor]) -> Tensor:

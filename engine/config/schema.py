@@ -102,6 +102,9 @@ class Config:
     batch_size: int = option(32, "samples per process (per GPU) and forward pass", low=1)
     global_batch: int = option(0, "samples per optimizer step over all processes; 0 = what the others give", low=0)
     gradient_accumulation_steps: int = option(0, "forward passes per step; 0 = 1, or what global_batch needs", low=0)
+    virtual_workers: int = option(
+        0, "deal each step to so many workers, run by any number of processes: the same bits on any; 0 = off", low=0
+    )
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
     random_samples: Literal["stop", "warn"] = option(

@@ -121,9 +121,7 @@ class Channel:
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
 
-    def gather(
-        self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]
-    ) -> Tensor:
+    def gather(self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]) -> Tensor:
         """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece.
 
         mine     this rank's: flat, of one length and type on all ranks
