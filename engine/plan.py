@@ -258,9 +258,9 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
     return [
         ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
                          f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
-        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}: the "
-                            "same bits on any number of processes up to that"),
-        ("tree of sums", f"at most {amount(most, 'sum')} of {gradient_bytes / 1e6:.1f} MB waiting in a process; {sent}"),
+        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}; "
+                            f"the same bits on 1 to {workers} processes"),
+        ("tree of sums", f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"),
     ]  # fmt: skip
 
 

@@ -38,8 +38,8 @@ def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
 
 
 def seed_generators(device: torch.device, *key: int | str) -> None:
-    """Seed torch's generators (of the CPU and of `device`), random's and NumPy's by `key` alone, such as ("train", seed,
-    epoch, position). A GPU does not wait for it. `torch.manual_seed` would format a stack each time."""
+    """Seed torch's generators (of the CPU and of `device`), random's and NumPy's by `key` alone, such as
+    ("train", seed, epoch, position). No GPU waits for it. `torch.manual_seed` would format a stack each time."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

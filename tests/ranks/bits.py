@@ -1,0 +1,41 @@
+"""Run under torchrun (or plain): several trainings in one process group, each from its own argv.
+
+    torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank]
+
+With a second word virtual workers are broken on purpose: a process adds up its workers in a row (flat), or draws random
+numbers by its rank (rank).
+"""
+
+import json
+import sys
+
+import torch.distributed as dist
+
+import tasks
+import train
+from engine import config, launch, run, virtual
+from engine.files.open_log import open_log
+
+if "flat" in sys.argv[2:]:
+
+    def push(nodes, node, in_place=True):
+        nodes.append(node)
+        while len(nodes) > 1:
+            ((a, _), left), ((_, d), right) = nodes[-2:]
+            nodes[-2:] = [((a, d), virtual._add(left, right, in_place))]
+
+    virtual.push = push
+if "rank" in sys.argv[2:]:
+    seed = run.seed_generators
+    run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())
+
+world = None
+for argv in json.loads(sys.argv[1]):
+    args = config.parse(argv, tasks.load)
+    world = world or train.setup_distributed(args.cfg)
+    training = train.build(args, world)
+    with open_log(training):
+        train.train(training)
+    del training
+launch.drain()
+dist.destroy_process_group()
