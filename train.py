@@ -132,10 +132,7 @@ def train(run: Run) -> dict[str, float]:
             survive.check_outcome(run)  # names the samples behind a skipped step; ends a run that has diverged
             if run.log_due:
                 log_metrics(run)  # (all ranks) the one host sync of the loop, (rank 0) a line
-            if run.check_due:
-                preflight.compare_weights(run)
-            elif progress.step == 1:  # before an epoch is spent on what cannot be scored
-                preflight.check_buffers(run)
+            preflight.compare_now_and_then(run)  # the ranks hold the same weights and buffers
             if progress.evaluation_due and not run.stopped:
                 metrics = evaluate(run)
             elif run.stopped or run.save_due:

@@ -98,6 +98,15 @@ def compare_weights(run: Run) -> None:
         _same(run.world, {f"parameter {name}": digest for name, digest in checksums(run.model).items()})
 
 
+def compare_now_and_then(run: Run) -> None:
+    """(all ranks) Compare the weights every `check_every` steps; the buffers also after the first step, before an epoch
+    is spent on what cannot be scored."""
+    if run.check_due:
+        compare_weights(run)
+    elif run.progress.step == 1:
+        check_buffers(run)
+
+
 def code(task: Task) -> str:
     """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
     digest = hashlib.sha256()

@@ -128,7 +128,7 @@ class Run:
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
-        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.share.start)
+        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
         if self.virtual and micro.opens_worker:
             self.virtual.begin_buffers(self.buffers, self.kept_buffers)
 

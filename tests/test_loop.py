@@ -225,7 +225,7 @@ def test_a_pass_draws_by_the_place_of_its_samples_alone(steps):
     def drawn(first, rank=0):
         run.world = replace(run.world, rank=rank)
         torch.rand(7)
-        run.begin_pass(SimpleNamespace(share=slice(first, first + 4)))
+        run.begin_pass(SimpleNamespace(slots=slice(first, first + 4)))
         return torch.rand(()).item(), random.random(), np.random.rand()
 
     assert drawn(0) == drawn(0, rank=1)
