@@ -15,6 +15,7 @@ from torch import nn
 from engine import config, launch
 from engine.console import console
 from engine.contract import Task
+from engine.digests import environment
 from engine.errors import LockstepError
 from engine.faults import oom
 from engine.faults.together import sync_errors
@@ -99,6 +100,7 @@ def capture(run: Run) -> dict[str, Any]:
         "data": run.fingerprint,
         "known": run.task.metadata(),
         "memory_format": run.plan.memory_format,
+        "environment": environment(run),
         "tally": _copy(run.meter.state()),
         "model": model,
         "ema": ema or None,
@@ -206,6 +208,7 @@ def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
     run.progress = Progress(**state["progress"])
     phase.step = run.progress.step
     run.resumed, run.resumed_horizon = path, state["horizon"]
+    run.resumed_environment = state.get("environment", {})
     run.meter.load(state["tally"])
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, ddp, optim, plan
+from engine import config, ddp, digests, optim, plan
 from engine.console import console
-from engine.contract import Sums, Task
+from engine.contract import Sums
 from engine.errors import LockstepError
 from engine.faults.together import on_rank0
 from engine.files import log, status
@@ -24,15 +22,13 @@ from engine.phases import phase
 from engine.run import Run
 from engine.world import World
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
     LockstepError (exit code 6) with the first rank that differs."""
     facts = {
         **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
-        "code": code(run.task),
+        "code": digests.code(run.task),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),
@@ -44,6 +40,8 @@ def compare_ranks(run: Run) -> None:
         shrinks=run.cfg.oom == "shrink",
     )
     _same(run.world, facts)
+    if run.plan.workers:
+        _same(run.world, digests.environment(run), todo="use machines of one kind, or drop virtual_workers")
     compare_weights(run)
     run.moments = max(run.world.gather(2 * sum(p.numel() * p.element_size() for p in run.optimizer.kept)))
     total = torch.tensor(float(run.world.rank), device=run.world.device)
@@ -93,9 +91,9 @@ def compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run)
-    mine = checksum(run.model)
+    mine = digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
-        _same(run.world, {f"parameter {name}": digest for name, digest in checksums(run.model).items()})
+        _same(run.world, {f"parameter {name}": digest for name, digest in digests.checksums(run.model).items()})
 
 
 def compare_now_and_then(run: Run) -> None:
@@ -107,20 +105,10 @@ def compare_now_and_then(run: Run) -> None:
         check_buffers(run)
 
 
-def code(task: Task) -> str:
-    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
-    digest = hashlib.sha256()
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")])
-    paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
-    for cls in type(task).__mro__:  # it may extend another's
-        if file := getattr(sys.modules[cls.__module__], "__file__", None):
-            paths.append(Path(file))
-    for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+TODO = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
 
-def _same(world: World, facts: dict[str, str]) -> None:
+def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
     everyone = world.gather(facts)
     differences = [
         f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
@@ -133,7 +121,7 @@ def _same(world: World, facts: dict[str, str]) -> None:
         error = LockstepError(
             differences[0] + more,
             where=f"step {phase.step}",
-            todo="start the same code, config and data on all of them, and change weights on all ranks alike",
+            todo=todo,
             exit_code=6,
         )
         error.everywhere = True
@@ -208,28 +196,9 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
     if world.size == 1:
         return {}
-    first, *others = world.gather(_digests(tensors.items()))
+    first, *others = world.gather(digests.each(tensors.items()))
     return {
         name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
         for name, digest in first.items()
         if any(theirs.get(name) != digest for theirs in others)
     }
-
-
-def checksum(model: nn.Module) -> str:
-    """Return a SHA-256 over names, shapes and bytes of all parameters: it must be equal on all ranks."""
-    return hashlib.sha256(repr(checksums(model)).encode()).hexdigest()
-
-
-def checksums(model: nn.Module) -> dict[str, str]:
-    """Return the checksum of each parameter, by name. For buffers see `equalise_buffers`."""
-    return _digests(model.named_parameters())
-
-
-def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    found = {}
-    for name, tensor in tensors:
-        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
-        about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-        found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-    return found

@@ -80,6 +80,7 @@ class Run:
     fingerprint: str = ""  # of the data
     resumed: Path | None = None  # the checkpoint that it was resumed from
     resumed_horizon: int | None = None  # the length of that checkpoint's schedule
+    resumed_environment: dict[str, str] = field(default_factory=dict)  # what decided that checkpoint's last bits
     progress: Progress = field(default_factory=Progress)
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
     log: Silent = field(default_factory=Silent)  # what a person reads

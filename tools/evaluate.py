@@ -18,20 +18,23 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, preflight
+from engine import config, digests, preflight
 from engine.contract import Sums
 from engine.errors import LockstepError
 from engine.faults.signals import StopRequest
-from engine.files import status
+from engine.files import archive, status
 from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.metrics import evaluate_split
 from engine.world import World
@@ -50,6 +53,7 @@ def main(argv: list[str]) -> int:
         "--split", choices=("val", "train", "all"), default="val", help="all: both, or other data by dataset.root"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every digit")
+    parser.add_argument("--state", action="store_true", help="print also the SHA-256 of all state of the checkpoint")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     asked, rest = parser.parse_known_args(argv)
     return guarded([asked.run, *rest], lambda args: _evaluate(args, asked), partial(of_run, asked.trust))
@@ -88,14 +92,37 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
         scored = in_world(args.cfg, lambda world, stop: _score(args, world, stop, asked.split))
     if scored:
         metrics, sums, checkpoint, step, classes = scored
+        state = archive.read(Path(checkpoint))
+        hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
+        if asked.state:
+            hashes["state"] = digests.of_tensors(_tensors("", {name: state[name] for name in SAME_STATE}))[:16]
         if asked.json:
-            about = {"checkpoint": checkpoint, "step": step, "split": asked.split}
+            about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
             known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
             print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
         else:
             print(f"{checkpoint}, step {step}, split {asked.split}:")
             print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
+            print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
     return status.leave_code(status.DONE)
+
+
+SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
+"""What is the same, to the last bit, in checkpoints of a run with `virtual_workers` on any number of processes."""
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the leaves of a tree of dicts and lists with their paths, numbers as tensors."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(f"{name}/{key}", item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _tensors(f"{name}/{number}", item)
+    elif isinstance(value, Tensor):
+        yield name, value
+    elif value is not None:
+        yield f"{name} {value}", torch.zeros(0)
 
 
 def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> Any:
@@ -111,6 +138,7 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> An
 ONLY_TO_SCORE = {
     "cache": "none",  # each sample is read once
     "compile": "off",
+    "virtual_workers": 0,
     "global_batch": 0,  # no step is taken, so any number of processes fits
     "gradient_accumulation_steps": 0,
     "drop_last": False,

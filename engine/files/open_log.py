@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import config, launch
+from engine import config, digests, launch
 from engine.console import console
 from engine.faults.together import on_rank0, sync_errors
 from engine.files import log, run_folder, status
@@ -54,6 +54,8 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
             change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
             keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
             run.log.say(f"  note: the schedule now spans {change}; {keep}")
+        if run.plan.workers and (moved := _changed(run.resumed_environment, digests.environment(run))):
+            run.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
     run.stop.install_handlers()
     try:
         run.log.say("Starting training...\n")
@@ -76,18 +78,26 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     run.log.close()
 
 
+def _changed(then: dict[str, str], now: dict[str, str]) -> str:
+    """Return what decides the last bits and is not as it was; empty if nothing, or an old checkpoint does not say."""
+    return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name])
+
+
 def _summary(run: Run, path: Path) -> str:
     p, checkpoints = run.progress, run.checkpoints.writer.checkpoints
+    weights = digests.of_tensors(run.model.state_dict().items())[:16]
     if run.stopped:
         return (
             f"\nStopped after step {p.step} of {run.plan.total_steps}: {run.stopped}\n"
             f"  checkpoint   {checkpoints.last}\n"
-            f"  go on with   {status.current.resume_command}"
+            f"  go on with   {status.current.resume_command}\n"
+            f"  weights      sha256 {weights}"
         )
     best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
     return (
         f"\nDone: {p.step} steps, {p.samples} samples{best}\n"
         f"  checkpoints  {path / LAST}\n"
         f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
-        f"  metrics      {path / 'metrics.jsonl'}"
+        f"  metrics      {path / 'metrics.jsonl'}\n"
+        f"  weights      sha256 {weights}"
     )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tasks
 import train
-from engine import config, launch, preflight
+from engine import config, digests, launch
 from engine.files.open_log import open_log
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         else:
             with open_log(run):
                 train.train(run)
-        checksums = world.gather(preflight.checksum(run.model))
+        checksums = world.gather(digests.checksum(run.model))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
     del run  # and DDP with it, before its process group
     launch.drain()

@@ -1,0 +1,77 @@
+"""Digests and facts by which two runs, or two ranks, are told to be the same."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from engine.contract import Task
+from engine.errors import amount
+from engine.hardware import cores
+
+if TYPE_CHECKING:
+    from engine.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def code(task: Task) -> str:
+    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
+    digest = hashlib.sha256()
+    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")])
+    paths = [path for path in paths if path.parts[len(ROOT.parts)] not in ("tests", "data", "checkpoints")]
+    for cls in type(task).__mro__:  # it may extend another's
+        if file := getattr(sys.modules[cls.__module__], "__file__", None):
+            paths.append(Path(file))
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Return what, beside config, code and data, decides the last bits of a run."""
+    on_gpu = run.world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else cores.model(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),  # a class of its own, which a checkpoint would refuse
+        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
+        "precision": run.precision.name,
+        "TF32": str(on_gpu and torch.backends.cuda.matmul.allow_tf32),
+        "deterministic kernels": str(torch.are_deterministic_algorithms_enabled()),
+        "compile": run.plan.compile,
+        "memory_format": run.plan.memory_format,
+        "samples of a pass": f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker",
+    }
+
+
+def checksum(model: nn.Module) -> str:
+    """Return a SHA-256 over names, shapes and bytes of all parameters: it must be equal on all ranks."""
+    return of_tensors(model.named_parameters())
+
+
+def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a SHA-256 over names, shapes, types and bytes; its first digits are enough to compare by eye."""
+    return hashlib.sha256(repr(each(tensors)).encode()).hexdigest()
+
+
+def checksums(model: nn.Module) -> dict[str, str]:
+    """Return the checksum of each parameter, by name. For buffers see preflight.equalise_buffers."""
+    return each(model.named_parameters())
+
+
+def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the checksum of each tensor, by name."""
+    found = {}
+    for name, tensor in tensors:
+        flat: Tensor = tensor.detach().cpu().contiguous().reshape(-1)
+        about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+        found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return found
