@@ -299,11 +299,11 @@ def foreign(finished, change):
     return finished.parent / "foreign.pt"
 
 
-@pytest.mark.parametrize(("version", "todo"), [(3, "update Lockstep"), (1, "go on with the version that wrote it")])
+@pytest.mark.parametrize(("version", "todo"), [(4, "update Lockstep"), (1, "go on with the version that wrote it")])
 def test_another_format_is_refused(launch, finished, version, todo):
     path = foreign(finished, lambda state: state.update(format=version))
     done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
-    assert done.code == 3 and f"the checkpoint has format {version}, this version reads 2 ({path}): {todo}" in done.err
+    assert done.code == 3 and f"the checkpoint has format {version}, this version reads 3 ({path}): {todo}" in done.err
     assert len(done.errors) == 1 and not (finished.parent / "new").exists()
 
 
