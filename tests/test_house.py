@@ -32,6 +32,8 @@ COLLECTIVES = {
     "all_reduce",
     "all_gather",
     "all_gather_object",
+    "all_gather_into_tensor",
+    "all_to_all_single",
     "broadcast",
     "broadcast_object_list",
     "barrier",
@@ -61,9 +63,15 @@ def test_few_files_know_the_ranks():
     }
     assert reading == {"engine/launch.py"}
     calling = {name.removeprefix("engine/") for name, tree in trees.items() if calls_collectives(tree)}
-    assert calling == {"train.py", "world.py", "launch.py", "zero.py", "hardware/shm_backend.py", "tools/probe.py"}, (
-        "the step, what ranks tell each other, their end, the shares of ZeRO, the backend, and what times a sum"
-    )
+    assert calling == {
+        "train.py",
+        "world.py",
+        "launch.py",
+        "zero.py",
+        "virtual.py",
+        "hardware/shm_backend.py",
+        "tools/probe.py",
+    }, "the step, what ranks tell each other, their end, ZeRO, virtual workers, the backend, and what times a sum"
     importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
     assert importing - calling == {
         "faults/agent.py",
