@@ -88,8 +88,7 @@ COMMANDS = [
 
 
 REAL = [f"python train.py {SHORT_HAR}", f"torchrun --standalone --nproc_per_node=2 train.py {SHORT_HAR}"]
-REAL += [f"./train_multigpu.sh 2 {SHORT_HAR}"]
-"""One of each way in is started anew, as a person would."""
+"""Started anew, as a person would; the launcher is in faults/test_processes.py."""
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 
-import pytest
 import torch
 from conftest import ROOT, TOY, succeed
 
@@ -59,7 +58,6 @@ def without_guarantees(page):
     return "\n".join(kept)
 
 
-@pytest.mark.real  # another script than the one that is warm
 def test_what_is_left_without_its_guarantees_is_a_correct_ddp_trainer(launch, tmp_path):
     """On two ranks, to the same bits; deleted are the preflight, what makes it fast, and what survives failures."""
     plain = tmp_path / "plain.py"

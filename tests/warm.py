@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib
 import io
 import json
 import os
@@ -36,8 +37,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"torch.distributed.run": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
-"""The modules that `python -m` may name, and where its `main` is."""
+MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.accelerate_cli"}
+"""The modules that `python -m` may name; each has a function `main`."""
 
 LIMIT = 1 << 17
 """Bytes of a request, which is one message."""
@@ -291,8 +292,9 @@ def _run(words: list[str]) -> int:
     code, interrupted = 0, False
     try:
         if words[0] == "-m":
-            sys.argv = [sys.modules[MODULES[words[1]]].__file__, *words[2:]]
-            sys.modules[MODULES[words[1]]].main()
+            module = importlib.import_module(words[1])
+            sys.argv = [module.__file__, *words[2:]]
+            module.main()
         elif words[0] == "-c":
             sys.argv = ["-c", *words[2:]]
             sys.path.insert(0, "")

@@ -69,7 +69,7 @@ def assert_the_same(run, straight):
         assert line == pytest.approx(other, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.real)])
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_hosts_take_the_steps_of_one_process(launch, hosts, tmp_path, straight, rendezvous):
     runs = start_both(launch, hosts, f"save_dir={tmp_path / 'run'}", RDZV=rendezvous)
     first, second = [succeed(run.wait(60)) for run in runs]
