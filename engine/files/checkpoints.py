@@ -261,15 +261,14 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
 class Writer:
     """(rank 0) Commits checkpoints in a thread of its own, at most one in flight.
 
-    A failure is kept until `problems` hands it out; `settle` waits and raises it.
+    say  called by that thread, with a warning for each failure; `settle` raises the last, unless a success followed
     """
 
-    def __init__(self, checkpoints: Checkpoints):
-        self.checkpoints = checkpoints
+    def __init__(self, checkpoints: Checkpoints, say: Callable[[str], None]):
+        self.checkpoints, self.say = checkpoints, say
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
         self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
-        self.unsaid: list[str] = []
 
     def submit(
         self,
@@ -284,10 +283,21 @@ class Writer:
         before  called first, in the thread: what must be on the disk before the checkpoint is
         after   called with the file and its step once they count
         """
-        self._collect(wait=True)
+        if self.pending is not None:
+            self.pending.result()
         self.pending = self.pool.submit(self._write, state, file, best, before, after)
 
     def _write(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
+        self.failed = None
+        try:
+            self._commit(state, file, best, before, after)
+        except LockstepError as error:
+            self.failed = error
+            self.say(f"warning: {error}")
+        while self.checkpoints.warnings:
+            self.say(f"warning: {self.checkpoints.warnings.pop(0)}")
+
+    def _commit(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
         try:
             before()
         except OSError as error:
@@ -299,15 +309,10 @@ class Writer:
             ) from error
         after(self.checkpoints.commit(state, file, best), state["progress"]["step"])
 
-    def problems(self) -> list[str]:
-        """Return the failures since the last call; doesn't wait."""
-        self._collect(wait=False)
-        said, self.unsaid = self.unsaid, []
-        return said
-
     def settle(self) -> None:
         """Wait until nothing is in flight; raises if the newest checkpoint is not on the disk."""
-        self._collect(wait=True)
+        if self.pending is not None:
+            self.pending.result()
         if self.failed:
             raise self.failed
 
@@ -319,16 +324,3 @@ class Writer:
     def close(self) -> None:
         """Wait, whether it succeeds or not: the run is over."""
         self.pool.shutdown(wait=True)
-
-    def _collect(self, wait: bool) -> None:
-        if self.pending is None or not (wait or self.pending.done()):
-            return
-        pending, self.pending = self.pending, None
-        try:
-            pending.result()
-            self.failed = None
-        except LockstepError as error:
-            self.failed = error
-            self.unsaid.append(str(error))
-        self.unsaid += self.checkpoints.warnings
-        self.checkpoints.warnings = []

@@ -68,7 +68,7 @@ class Log(Silent):
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.bars = sys.stderr.isatty()
         show_bars(self.bars)
-        self.crowd, self.after_step = cores.Crowd(), lambda: None
+        self.crowd = cores.Crowd()
         self.bar: Any = None
         self.epochs: Any = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
         self.earlier_s, taken_back = _take_back(folder / "metrics.jsonl", start, run.progress.evaluation_due)
@@ -107,9 +107,7 @@ class Log(Silent):
             self.bar = outer
 
     def steps(self, items: Iterable[T], total: int) -> Iterator[T]:
-        for item in self.progress(items, total, "Training"):
-            yield item
-            self.after_step()
+        yield from self.progress(items, total, "Training")
         self.epochs.update()
 
     def end_bars(self, run: Run) -> None:

@@ -43,7 +43,6 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     run.profile = Profile(run, path, run.log.say) if profile else None
     if isinstance(run.log, log.Log) and made:
         run.checkpoints = CheckpointWriter(made[1], run.log, run.task.monitor)
-        run.log.after_step = run.checkpoints.report
         launch.remember("folder", str(path))
         status.current.write("running")
     if run.resumed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, checkpoints: Checkpoints, log: Silent, monitor: str):
-        self.writer, self.log, self.monitor = Writer(checkpoints), log, monitor
-        self.said: deque[str] = deque()  # messages of the writing thread, to be passed on
+        self.writer, self.log, self.monitor = Writer(checkpoints, log.say), log, monitor
         self.unsaved: dict[str, Any] | None = None
         status.current.settle = self._settle_before_end
 
@@ -37,7 +35,7 @@ class CheckpointWriter:
     def _saved(self, score: str, path: Path, step: int) -> None:
         status.current.update(step=step, checkpoint=str(path))
         if score:
-            self.said.append(f"  ✓ Saved best model: {path.name} ({score})")
+            self.log.say(f"  ✓ Saved best model: {path.name} ({score})")
 
     def _settle_before_end(self, seconds: float) -> None:
         """Wait for the checkpoint before this process ends, from whichever thread ends it."""
@@ -45,20 +43,10 @@ class CheckpointWriter:
             self.write(self.unsaved)
         self.writer.wait(seconds)
 
-    def report(self) -> None:
-        """Log the checkpoints that have been written, or have failed, since."""
-        for problem in self.writer.problems():
-            self.log.say(f"warning: {problem}")
-        while self.said:
-            self.log.say(self.said.popleft())
-
     def settle(self) -> None:
-        """Wait for the save in flight and log its outcome; raises LockstepError if the newest checkpoint is not on the
-        disk."""
-        self.report()
+        """Wait for the save in flight; raises LockstepError if the newest checkpoint is not on the disk."""
         with phase.during("writing the checkpoint"):
             self.writer.settle()
-        self.report()
 
     def close(self) -> None:
         self.writer.close()
