@@ -233,6 +233,18 @@ class WarmPopen(subprocess.Popen):
         super().__init__(args, env=env, **how)
 
 
+def warm_exec(program: str, args: list[str]) -> None:
+    """os.execv in a forked command: what becomes a Python command does so without a new interpreter."""
+    if program == sys.executable and can_be_warm(args[1:], {}) and threading.active_count() == 1:
+        atexit._clear()
+        ignored = tuple(n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN)
+        become(args[1:], dict(os.environ), os.getcwd(), (1, 2), ignored)
+    execv(program, args)
+
+
+execv = os.execv
+
+
 def become(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple = ()) -> None:
     """In the forked child: `python *words`. Does not return."""
     code = 70
@@ -282,7 +294,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.faults.signals._parent, engine.faults.oom._BEGAN = os.getppid(), time.monotonic()
     engine.faults.watchdog.MACHINE = engine.faults.watchdog.machine()
-    subprocess.Popen = WarmPopen
+    subprocess.Popen, os.execv = WarmPopen, warm_exec
 
 
 def _run(words: list[str]) -> int:
