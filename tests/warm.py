@@ -234,8 +234,9 @@ class WarmPopen(subprocess.Popen):
 
 
 def warm_exec(program: str, args: list[str]) -> None:
-    """os.execv in a forked command: what becomes a Python command does so without a new interpreter."""
-    if program == sys.executable and can_be_warm(args[1:], {}) and threading.active_count() == 1:
+    """os.execv in a forked command: it becomes another one without a new interpreter, where no thread would survive,
+    neither Python's nor gloo's."""
+    if program == sys.executable and can_be_warm(args[1:], {}) and len(os.listdir("/proc/self/task")) == 1:
         atexit._clear()
         ignored = tuple(n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN)
         become(args[1:], dict(os.environ), os.getcwd(), (1, 2), ignored)

@@ -20,7 +20,7 @@ RUN += ["log_every=1", "ddp.init_timeout_s=60"]
 
 def slowly(seconds):
     """Each step of one rank, so that there is time to interrupt them."""
-    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=8"]
+    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=4"]
 
 
 pytestmark = pytest.mark.slow

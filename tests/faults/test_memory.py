@@ -35,14 +35,13 @@ def assert_the_same(run, straight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_continue_with_a_batch_that_fits(launch, tmp_path, straight, rank):
+def test_all_ranks_continue_with_a_batch_that_fits(launch, tmp_path, straight):
     """In the middle of the run, and twice: 12 samples, then 6, then 4 a pass. The other rank waits in a sum."""
     run = tmp_path / "run"
-    done = succeed(launch.launcher(2, *words(run, "oom=shrink", f"fault.rank={rank}", "fault.step=4", "fault.fits=5")))
+    done = succeed(launch.launcher(2, *words(run, "oom=shrink", "fault.step=4", "fault.fits=5")))
     assert not done.errors and done.err.count("warning: out of memory, ") == 2, done.err
     assert "out of memory, 12 samples a forward pass: " in done.err and "memory, 6 samples" in done.err
-    assert f"in misbehave, rank {rank}, forward at step " in done.err
+    assert "in misbehave, rank 1, forward at step " in done.err
     assert "all processes start again with global_batch=24 batch_size=6, from the last checkpoint" in done.err
     assert "Started again with global_batch=24 batch_size=6" in done.out and f"Resuming {run}/" in done.out
     assert "4 per process x 2 processes x 3 accumulation = 24" in done.out
@@ -78,10 +77,9 @@ def test_a_single_process(launch, tmp_path, straight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight, rank):
+def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight):
     """And nothing that was trained before it is lost."""
-    so_many = ["fault.kind=memory for so many in validation", f"fault.rank={rank}", "fault.fits=6", "fault.times=1000"]
+    so_many = ["fault.kind=memory for so many in validation", "fault.rank=0", "fault.fits=6", "fault.times=1000"]
     more = ["oom=shrink", "eval_batch_size=8", "save_every=100", "model.double=true", f"save_dir={tmp_path / 'run'}"]
     done = succeed(launch.launcher(2, FAULTY, *so_many, *more))
     assert "Started again with eval_batch_size=4 save_dir=" in done.out and "step_3.pt: step 3," in done.out
