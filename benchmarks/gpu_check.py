@@ -222,6 +222,14 @@ def gloo(lab: Lab, facts: Facts) -> None:
     compare(lab, facts, {"one": plain(*words), "two": ddp(2, *words, "ddp.backend=gloo")}, 1e-9)
 
 
+def virtual(lab: Lab, facts: Facts) -> None:
+    """virtual workers: one process beside two gloo processes on one GPU, with dropout, to the last bit"""
+    har = [*lab.har, "model.mode=conv", "model.dropout=0.3", "virtual_workers=4", "global_batch=64", "steps=10"]
+    for amp in ("off",) if lab.tiny else ("off", "bf16", "fp16"):
+        words = [*har, f"amp={amp}"]
+        compare(lab, facts, {f"one, {amp}": plain(*words), f"two, {amp}": ddp(2, *words, "ddp.backend=gloo")})
+
+
 def stop(lab: Lab, facts: Facts) -> None:
     """SIGTERM in the middle and the same command again, beside an uninterrupted run"""
     command, folder = plain(*lab.exact), lab.folder / "stopped"
@@ -280,7 +288,7 @@ def speed(lab: Lab, facts: Facts) -> None:
                 facts[name] += f", {100 * rate * flop / flop_s:.1f} % of that multiplication's FLOP/s"
 
 
-ALL = (nccl, amp, compiled, cut, data_parallel, devices, gloo, stop, cache, syncs, speed)
+ALL = (nccl, amp, compiled, cut, data_parallel, devices, gloo, virtual, stop, cache, syncs, speed)
 CHECKS: dict[str, Callable[[Lab, Facts], None]] = {check.__name__: check for check in ALL}
 NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
 
