@@ -109,9 +109,10 @@ def main(action: str, folder: Path) -> int:
     for run in sorted(path.parent for path in (folder / "before").glob("*/manifest.json")):
         states = [load(side / run.name) for side in (folder / "before", here)]
         for state in states:
-            for key in ("save_dir", "memory_format", "compile"):  # once the config held what was decided for it
+            for key in ("save_dir", "memory_format", "compile", "virtual_workers"):  # decided for it, or newer
                 state["config"].pop(key, None)
-            state.pop("memory_format", None)
+            for key in ("memory_format", "format", "rng", "environment"):  # of one format of checkpoints only
+                state.pop(key, None)
         found = [*differences(*states), *differences(*(metrics(side / run.name) for side in (folder / "before", here)))]
         print(f"{run.name:<32} {'the same bits' if not found else f'{len(found)} differences'}")
         for line in found[:8]:

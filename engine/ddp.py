@@ -76,14 +76,15 @@ def _backend() -> str:
     return "gloo" if dist.get_backend() == "shm" else dist.get_backend()
 
 
-def describe(net: Any, cfg: Any) -> str:
+def describe(net: Any, cfg: Any, in_tree: bool) -> str:
     """Return what DDP will do in each step, from its own records."""
+    hook = "tree of virtual workers" if in_tree else "sum" if cfg.comm_hook == "none" else cfg.comm_hook
     about = private.ddp_record(net)
     count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
     return (
         f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
         f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
-        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {'sum' if cfg.comm_hook == 'none' else cfg.comm_hook}"
+        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
     )
 
 

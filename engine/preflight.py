@@ -73,7 +73,7 @@ def describe(run: Run, strict: bool) -> None:
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
         console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
-        console.info(ddp.describe(run.net, run.cfg.ddp) + "\n")
+        console.info(ddp.describe(run.net, run.cfg.ddp, bool(run.virtual)) + "\n")
 
 
 def print_plan(run: Run) -> None:
