@@ -166,6 +166,7 @@ def test_a_missing_package(launch):
     assert re.fullmatch(r"failure  yaml is not installed: .* -m pip install -r .*requirements.txt\n", done.err)
 
 
+@pytest.mark.slow
 def test_little_of_everything(launch, tmp_path):
     """Few open files, more workers than cores, more checkpoints than any disk holds."""
     words = [TOY, "num_workers=100", "keep_checkpoints=1e15", f"save_dir={tmp_path / 'run'}"]
@@ -209,6 +210,7 @@ class Task(toy.Task):
 """
 
 
+@pytest.mark.slow
 def test_slow_data_are_said_with_what_helps(launch, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_DATA)
     done = succeed(launch.python(DOCTOR, str(tmp_path / "slow.py"), **CPU))

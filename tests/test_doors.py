@@ -309,6 +309,7 @@ def test_data_parallel_keeps_the_dtype_of_autocast():
         assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_what_is_not_used_is_not_loaded(launch, tmp_path):
     """Torch's compiler takes as long to import as torch; a DDP, an optimizer and a checkpoint would each load it."""

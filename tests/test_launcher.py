@@ -608,6 +608,7 @@ def test_a_rank_that_is_killed_before_anybody_can_say_so(home: Home) -> None:
     assert re.search(error, done.stderr, re.MULTILINE), done.stderr
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_is_costs_one_line(home: Home) -> None:
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=timeout=2")
@@ -615,6 +616,7 @@ def test_an_address_where_nobody_is_costs_one_line(home: Home) -> None:
     assert done.stderr.count("\n") == 2 and "\nerror: the processes could not be started: " in done.stderr
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_come_are_said(home: Home) -> None:
     env = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RDZV": "c10d"}
     done = home.run("1", **env, TORCHRUN_ARGS="--rdzv_conf=join_timeout=2,last_call_timeout=1")

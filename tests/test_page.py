@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 
+import pytest
 import torch
 from conftest import ROOT, TOY, succeed
 
@@ -58,6 +59,7 @@ def without_guarantees(page):
     return "\n".join(kept)
 
 
+@pytest.mark.slow
 def test_what_is_left_without_its_guarantees_is_a_correct_ddp_trainer(launch, tmp_path):
     """On two ranks, to the same bits; deleted are the preflight, what makes it fast, and what survives failures."""
     plain = tmp_path / "plain.py"

@@ -112,6 +112,7 @@ def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     assert choose_together(cfg, world, {"precision": "bf16"}).name == "bf16", "a resumed run keeps its own"
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_torch_says_which_instructions_are_hidden(launch):
     """torch reads these variables when it starts."""

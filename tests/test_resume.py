@@ -224,6 +224,7 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     assert times == sorted(times), "the clock continues, too"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):
     for name in ("one", "two"):
         succeed(launch.python("train.py", TOY, *HARD, "epochs=2", "deterministic=true", f"save_dir={tmp_path / name}"))

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_sums_in_the_order_of_the_ranks_and_all_other_collectives(launch, processes):
     assert "shared" in succeed(launch.torchrun(processes, SUMS, "right")).out
