@@ -48,31 +48,33 @@ def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
     if not cfg.ema_decay:
         return None
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(cfg.ema_decay), use_buffers=True)
-    return ema.to(next(model.parameters()).device)
+    ema.to(next(model.parameters()).device)
+    # A mask of -inf is a constant, and the average of two infinities would be NaN.
+    vars(ema)["copied"] = {
+        number
+        for number, buffer in enumerate(ema.module.buffers(), len([*ema.module.parameters()]))
+        if not (buffer.is_floating_point() and buffer.isfinite().all())
+    }
+    return ema
 
 
 @torch.no_grad()
 def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tensor) -> None:
     """Take one step of the average, as `ema.update_parameters(model)` does, but not where the optimizer has skipped its
     own; without torch's copies between host and device, which are sync points. Counters, such as BatchNorm's, are
-    copied."""
+    copied, and so are buffers that were not finite at the start."""
     taken = 1 - skipped.double()
     weight = taken * torch.where(ema.n_averaged == 0, 1.0, taken.new_full((), 1 - decay))  # the first copies
-    pairs = [
-        (average, value.detach())
-        for average, value in zip(
-            itertools.chain(ema.module.parameters(), ema.module.buffers()),
-            itertools.chain(model.parameters(), model.buffers()),
-            strict=True,
-        )
-        if average.shape == value.shape  # a cache that grows with the batch is each module's own
-    ]
-    lerped = [pair for pair in pairs if pair[0].is_floating_point()]
+    averages, values = (itertools.chain(net.parameters(), net.buffers()) for net in (ema.module, model))
+    lerped: list[tuple[Tensor, Tensor]] = []
+    copied: list[tuple[Tensor, Tensor]] = []
+    for number, (average, value) in enumerate(zip(averages, values, strict=True)):
+        if average.shape == value.shape:  # a cache that grows with the batch is each module's own
+            (copied if number in vars(ema)["copied"] else lerped).append((average, value.detach()))
     weights = {dtype: weight.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
     torch._foreach_lerp_([a for a, _ in lerped], [v for _, v in lerped], [weights[a.dtype] for a, _ in lerped])
-    for average, value in pairs:
-        if not average.is_floating_point():
-            average.copy_(value)
+    for average, value in copied:
+        average.copy_(value)
     ema.n_averaged += taken.long()
 
 
