@@ -12,8 +12,8 @@ from conftest import FAULTY, ROOT, TOY, succeed
 import tasks
 from engine import config
 from engine.contract import LockstepError
+from engine.digests import code
 from engine.launch import Environment, data_parallel_devices, environment, pick_device
-from engine.preflight import code
 
 SPY = """
 import torch
