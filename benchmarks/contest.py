@@ -161,7 +161,7 @@ def built(about: dict[str, Any]) -> Any:
     return getattr(import_module(f"models.{file}"), kind)(**sizes)
 
 
-def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def start(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Import torch and put the model on its device, without training: no first step can come sooner."""
     import torch
 
@@ -170,7 +170,7 @@ def start(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return {}
 
 
-def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Lockstep's own script, with its default metrics, TensorBoard, progress bar and checkpoints."""
     import train
     import train_ddp
@@ -186,7 +186,7 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, float]:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
         metrics = evaluate(run)
-        kept.update(metrics, note=run.precision.name)
+        kept.update(metrics, note=run.precision.name, weights=_weights(run.model))
         return metrics
 
     train.train_step, train.evaluate = timed, last
@@ -219,7 +219,7 @@ def _epochs(
     clock.mark()
 
 
-def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """The loop of PyTorch's own tutorials, which read each step's loss; DistributedSampler and DDP as there."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -243,7 +243,7 @@ def tutorial(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, model)
 
 
-def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Hugging Face accelerate, as in its quick tour, which does not read the loss."""
     import torch
     from accelerate import Accelerator
@@ -263,7 +263,7 @@ def accelerate(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, accelerator.unwrap_model(net))
 
 
-def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def fabric(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Lightning Fabric, as in its guide, which does not read the loss."""
     import torch
     from lightning.fabric import Fabric
@@ -285,7 +285,7 @@ def fabric(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, model)
 
 
-def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def lightning(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Lightning's Trainer with its defaults: logger, progress bar, checkpoints."""
     import lightning as L
     import torch
@@ -326,7 +326,7 @@ def lightning(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, module.net.to(work.device))
 
 
-def ignite(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def ignite(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """pytorch-ignite: an engine, its helpers for distributed runs, a progress bar and a running average."""
     import ignite.distributed as idist
     import torch
@@ -397,7 +397,7 @@ def lerobot(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     return {"note": "LeRobot's own network and loader"}
 
 
-def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
+def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Arithmetic only: batches already on the device, forward, backward, fused AdamW."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -435,10 +435,16 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, float]:
     return _end(work, model)
 
 
-def _end(work: Work, model: Any) -> dict[str, float]:
+def _weights(model: Any) -> str:
+    from engine import digests
+
+    return digests.of_tensors(model.state_dict().items())
+
+
+def _end(work: Work, model: Any) -> dict[str, Any]:
     import torch
 
-    metrics = work.metrics(model) if work.rank == 0 else {}
+    metrics = work.metrics(model) | {"weights": _weights(model)} if work.rank == 0 else {}
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -450,7 +456,7 @@ def main() -> None:
     clock = Clock(about["warmup"])
     metrics = globals()[name](about, clock)
     if os.environ.get("RANK", "0") == "0":
-        shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note") if key in metrics}
+        shown = {key: metrics[key] for key in ("loss", "accuracy", "action_l1", "note", "weights") if key in metrics}
         # ru_maxrss would start from the parent process's.
         status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
         peak = float(status["VmHWM"].split()[0]) / 1e3
