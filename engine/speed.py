@@ -31,8 +31,7 @@ def set_backends(cfg: Any) -> None:
     if deterministic:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
-        torch.use_deterministic_algorithms(deterministic)
+    compiler.set_deterministic(deterministic)
 
 
 compiler_unloaded = compiler.unloaded
@@ -48,6 +47,8 @@ def agree(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
     choices = world.gather(compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices)))
     mode = "off" if "off" in choices else choices[0]  # another machine may lack a C compiler
+    if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
+        torch.use_deterministic_algorithms(True)  # tells the compiler, too: a task may use it on its own
     if mode == "off":
         compiler.stay_unloaded()
     threads = 0

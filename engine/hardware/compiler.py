@@ -56,6 +56,11 @@ _SHIELDED = (
 )
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Do what torch.use_deterministic_algorithms does, which loads the compiler to tell it, too: 1.5 s."""
+    torch._C._set_deterministic_algorithms(wanted, warn_only=False)
+
+
 def stay_unloaded() -> None:
     """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that compiles nothing.
 
