@@ -129,6 +129,15 @@ def test_the_average_is_torchs_own():
         assert ours.module[1].num_batches_tracked == model[1].num_batches_tracked, "a counter has no average"
 
 
+def test_a_mask_of_infinities_has_no_average():
+    model = nn.Linear(4, 3)
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    ours = optim.make_ema(model, Optim(ema_decay=0.9))
+    for _ in range(3):
+        optim.update_ema(ours, model, 0.9, torch.tensor(0.0))
+    assert torch.equal(ours.module.mask, model.mask)
+
+
 def test_a_skipped_step_is_none_for_the_average_either():
     """Not for the first one, which copies, either."""
     torch.manual_seed(0)
