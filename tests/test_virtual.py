@@ -1,0 +1,217 @@
+"""virtual.py: the tree, the exchange, the buffers; and what the plan says of them."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from conftest import TOY, succeed
+from torch import nn
+
+import tasks
+from engine import config, plan, virtual
+from engine.contract import LockstepError
+from engine.optim import Buffers
+from engine.world import World
+
+NORMS = TOY.replace("toy.py", "norms.py")
+
+
+def grouped(first, last):
+    """The tree over workers `first` to `last` - 1, as text: halves of a power of two, the largest first."""
+    if last - first == 1:
+        return str(first)
+    half = 1
+    while 2 * half < last - first:
+        half *= 2
+    return f"({grouped(first, first + half)}+{grouped(first + half, last)})"
+
+
+class Term:
+    """Stands in for a list of tensors: says in which order it was added up."""
+
+    def __init__(self, text):
+        self.text = text
+
+
+@pytest.fixture
+def terms(monkeypatch):
+    monkeypatch.setattr(virtual, "_add", lambda left, right, in_place: Term(f"({left.text}+{right.text})"))
+
+
+@pytest.mark.parametrize("workers", range(1, 34))
+def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
+    """Against a naive recursion: on every number of processes, each of which adds up its own block first."""
+    straight = virtual.fold(((w, w + 1), Term(str(w))) for w in range(workers)).text
+    assert straight == grouped(0, workers)
+    for processes in range(1, workers + 1):
+        everyone = []
+        for rank in range(processes):
+            mine = []
+            for worker in virtual.block(workers, rank, processes):
+                virtual.push(mine, ((worker, worker + 1), Term(str(worker))))
+            everyone += mine
+        assert virtual.fold(everyone).text == straight, processes
+
+
+def test_spans_are_what_is_left_of_a_block():
+    assert virtual.spans(8, 0, 1) == ([(0, 8)], 3)
+    assert virtual.spans(8, 1, 3) == ([(2, 4), (4, 5)], 1)
+    assert virtual.spans(6, 0, 1) == ([(0, 4), (4, 6)], 2)
+    assert [virtual.spans(8, rank, 8) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_sums_in_place_are_the_sums(in_place):
+    torch.manual_seed(0)
+    values = [torch.randn(5) for _ in range(7)]
+    copies = [value.clone() for value in values]
+    a, b, c, d, e, f, g = copies
+    total = virtual.fold((((n, n + 1), [value]) for n, value in enumerate(values)), in_place)[0]
+    assert torch.equal(total, ((a + b) + (c + d)) + ((e + f) + g))
+    assert in_place or all(map(torch.equal, values, copies)), "others read them, too"
+
+
+def test_blocks_are_as_even_as_can_be():
+    for workers in range(1, 34):
+        for processes in range(1, workers + 1):
+            blocks = [virtual.block(workers, rank, processes) for rank in range(processes)]
+            assert [worker for block in blocks for worker in block] == [*range(workers)]
+            assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+
+# ---- buffers ----
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float32))
+        self.register_buffer("mask", torch.tensor([float("-inf"), float("nan"), 1.0]))
+        self.register_buffer("calls", torch.tensor(0))
+
+
+def step(change, workers=3, busy=3, check=True):
+    """One step of `workers` in one process; `change(net, worker)` is the forward pass."""
+    net = Net()
+    ours = virtual.VirtualWorkers(workers, World(0, 0, 1, torch.device("cpu")), net)
+    buffers = Buffers(net)
+    kept = buffers.copies()
+    for worker in range(workers):
+        ours.begin_buffers(buffers, kept)
+        change(net, worker)
+        ours.keep_buffers(worker, buffers, kept, worker >= busy, check)
+    ours.average_buffers(buffers, kept, min(busy, workers))
+    return net
+
+
+def test_running_statistics_are_the_mean_of_the_workers():
+    """Each begins as the step does; one without samples does not count; counters advance once."""
+
+    def change(net, worker):
+        net.mean += worker + 1
+        net.calls += 1
+
+    net = step(change)
+    assert net.mean.tolist() == [2, 2] and net.calls == 1
+    assert step(change, busy=2).mean.tolist() == [1.5, 1.5]
+
+
+def test_a_constant_that_is_not_finite_stays():
+    mask = step(lambda net, worker: None).mask
+    assert mask[0] == float("-inf") and mask[1].isnan() and mask[2] == 1
+
+
+def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
+    def change(net, worker):
+        net.calls += worker
+
+    with pytest.raises(LockstepError, match="the buffer calls is another after virtual worker 1 than after the one be"):
+        step(change)
+    step(change, check=False)
+
+
+# ---- the plan, and what people are told ----
+
+
+def plan_of(*words, processes=1, samples=61):
+    args = config.parse([TOY, *words], tasks.load)
+    return plan.make_plan(args.cfg, World(0, 0, processes, torch.device("cpu")), samples)
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "says"),
+    [
+        (
+            [],
+            5,
+            "5 processes with virtual_workers=4 (virtual_workers): start at most 4, or a new run with more workers",
+        ),
+        (["ddp.sync_bn=true"], 1, "ddp.sync_bn=true with virtual_workers=4 (virtual_workers): drop it: "),
+        (["ddp.buffers=mean"], 2, "ddp.buffers=mean with virtual_workers=4 (virtual_workers): drop it: "),
+        (["ddp.comm_hook=bf16"], 2, "ddp.comm_hook=bf16 with virtual_workers=4 (virtual_workers): drop it: "),
+    ],
+)
+def test_what_virtual_workers_rule_out(words, processes, says):
+    with pytest.raises(LockstepError) as error:
+        plan_of("virtual_workers=4", *words, processes=processes)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "dealt"),
+    [
+        (["batch_size=3"], (3, 1, 12)),
+        (["batch_size=3", "gradient_accumulation_steps=2"], (3, 2, 24)),
+        (["global_batch=13", "batch_size=12"], (4, 1, 13)),
+        (["global_batch=13", "batch_size=3"], (2, 2, 13)),
+        (["global_batch=3", "batch_size=3"], (1, 1, 3)),
+    ],
+)
+def test_the_number_of_processes_changes_nothing_that_is_dealt(words, dealt):
+    for processes in (1, 2, 3, 4):
+        made = plan_of("virtual_workers=4", *words, processes=processes)
+        assert (made.micro_batch, made.passes, made.global_batch) == dealt
+        assert made.accumulation == made.passes * -(-4 // processes)
+
+
+def test_the_plans_rows():
+    """Three processes: blocks of 2, 3 and 3 of 8, two nodes at most; in the last one 5 and 6 wait for 7."""
+    made = plan_of("virtual_workers=8", "global_batch=20", "batch_size=2", processes=3)
+    rows = dict(plan._describe_workers(made, 3_000_000))
+    assert rows == {
+        "global batch": "20, dealt to 8 virtual workers: up to 3 samples each, in 2 passes of up to 2",
+        "virtual workers": "2 or 3 of 8 per process x 3 processes; the same bits on 1 to 8 processes",
+        "tree of sums": "2 of 3.0 MB waiting in a process at most; 6 MB per process and step out and back "
+        "(an all-reduce: 4)",
+    }
+    alone = dict(plan._describe_workers(dataclasses.replace(made, processes=1), 3_000_000))
+    assert alone["tree of sums"].startswith("3 of 3.0 MB waiting") and "8 of 8 per" in alone["virtual workers"]
+
+
+def test_more_processes_than_workers_are_refused_before_anything_is_written(launch, tmp_path):
+    done = launch.torchrun(2, "train.py", TOY, "virtual_workers=1", f"save_dir={tmp_path / 'run'}")
+    assert done.code and len(done.errors) == 1, done.err
+    assert done.errors[0].startswith("error: 2 processes with virtual_workers=1 (virtual_workers): start at most 1, ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
+    """Threads, the processor, the samples of a pass; nothing where nothing has changed. One hash at the end."""
+    run = tmp_path / "run"
+    words = ["train.py", NORMS, "virtual_workers=4", "global_batch=12", "amp=off", f"save_dir={run}"]
+    note = "note: no longer the same bits, but the same run up to rounding: "
+    first = succeed(launch.python(*words, "steps=2"))
+    assert re.search(r"weights      sha256 [0-9a-f]{16}\n", first.out)
+    assert note not in succeed(launch.python(*words, "steps=3", "schedule.horizon=2")).out
+    said = succeed(launch.python(*words, "steps=4", "schedule.horizon=2", "threads=2", "batch_size=2")).out
+    assert note + "threads 1 -> 2, samples of a pass 3, 1 pass of a worker -> 2, 2 passes of a worker\n" in said
+    script = (
+        "import sys, train; from engine import digests; from engine.hardware import cores; "
+        "cores.model = lambda: 'Z80'; sys.exit(train.main(sys.argv[1:]))"
+    )
+    said = succeed(
+        launch.python("-c", script, *words[1:], "steps=5", "schedule.horizon=2", "threads=2", "batch_size=2")
+    )
+    assert re.search(re.escape(note) + r"device .+ -> Z80\n", said.out)
