@@ -204,7 +204,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> None:
     """(all ranks) Gather the state of the ranks; (rank 0) write it, in a thread, while training continues."""
     if state is None:  # not falsy: on the other ranks it is empty
-        state = checkpoint.capture(run)  # random states and, with optim.zero, shares of the moments
+        state = checkpoint.capture(run)  # buffers and, with optim.zero, shares of the moments
     if run.world.main:
         run.checkpoints.write(state, best)  # torch.save; counts once it is whole on the disk, with its SHA-256
 

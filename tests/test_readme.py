@@ -134,15 +134,15 @@ def test_a_command_trains(launch, tmp_path, words):
 
 
 def test_all_end_in_the_same_bits(launch, tmp_path):
-    """Six epochs with three times the stride; a rank is killed six steps after the start."""
+    """Small batches, with three times the stride; a rank is killed at step 6, and at step 12."""
     hashes = []
     kills = 2
     for words in the_proof():
         line, _, folder = words.partition(" save_dir=")
-        line += " dataset.stride=192 epochs=6 log_every=2 save_every=2"
+        line += " dataset.stride=192 batch_size=8 epochs=1 log_every=2 save_every=2"
         run = launch.start(*command(line, tmp_path / (folder or str(len(hashes)))))
         if folder and kills:
-            run.wait_for(f"step {6 * (3 - kills)}/24")  # then an earlier checkpoint is whole
+            run.wait_for(f"step {6 * (3 - kills)}/")  # then an earlier checkpoint is whole
             os.kill(launch.rank_pid(1), signal.SIGKILL)
             assert run.wait().code and "sha256" not in run.said()
             kills -= 1
