@@ -263,7 +263,7 @@ def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++")), reason="no C++ compiler")
 def test_a_compiled_run_is_the_same_run(launch, tmp_path):
-    """A perceptron with batches of one size and no evaluation: each shape is many seconds of a C++ compiler."""
+    """A perceptron with batches of one size: each shape is many seconds of a C++ compiler."""
     # The compiler is not asked for this machine's vectors either, nor to compile headers ahead: five runs of it.
     asked = {"VEC_ISA_OK": "0", "CPP_CACHE_PRECOMPILE_HEADERS": "0", "COMPILE_THREADS": "1"}
     env = {f"TORCHINDUCTOR_{name}": value for name, value in asked.items()}

@@ -34,9 +34,12 @@ CUTS = {"2x3x2": (2, 3), "3x4": (3, 4)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(once):
     """A run per cut, task and kind, all in float64: <cut>/<task>_<zero>, and <task> on one process."""
-    folder = tmp_path_factory.mktemp("zero")
+    return once("zero", train_all)
+
+
+def train_all(folder):
     with launching() as launch:
         tasks = {name: [*words, *STRAIGHT[name], *COMMON] for name, words in TASKS.items()}
         straight = [[*words, f"save_dir={folder / name}"] for name, words in tasks.items()]
@@ -48,7 +51,6 @@ def folder(tmp_path_factory):
                 for zero in ("true", "false")
             ]
             succeed(launch.torchrun(processes, MANY, json.dumps(runs)))
-    return folder
 
 
 def assert_equal_but_for_zero(ours, theirs):
