@@ -168,8 +168,9 @@ def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
     """Return NCCL on GPUs; on CPUs gloo, with shared memory for sums where the ranks are on one machine. A process
-    without a launcher gets neither, but `always`: it sums alone, and needs no working network."""
-    if not env.launched and not always:
+    without a launcher gets neither, but `always`: it sums alone, and needs no working network. On a GPU DDP, which
+    virtual workers take even alone, cannot do with gloo."""
+    if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
         return "shm"
     if cfg.ddp.backend != "auto":
         return cfg.ddp.backend
