@@ -254,7 +254,9 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
     everyones = [spans(workers, rank, processes) for rank in range(processes)]
     nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
     there = (processes - 1) / processes * gradient_bytes / 1e6
-    sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
+    sent = "nothing to send"
+    if processes > 1:
+        sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
     return [
         ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
                          f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
