@@ -39,6 +39,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, run.resumed, words)
+    run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     run.log = on_rank0(world, lambda: log.start(path, run)) or log.Silent()
     run.profile = Profile(run, path, run.log.say) if profile else None
     if isinstance(run.log, log.Log) and made:
@@ -55,7 +56,6 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
             run.log.say(f"  note: the schedule now spans {change}; {keep}")
         if run.plan.workers and (moved := _changed(run.resumed_environment, digests.environment(run))):
             run.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
-    run.stop.install_handlers()
     try:
         run.log.say("Starting training...\n")
         yield run.log

@@ -360,6 +360,29 @@ def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch, tmp
     assert done.out == "0\nSIGINT\n" and done.err.count("stopping after this step") == 1
 
 
+def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, tmp_path):
+    """A rank that was slow to get there died of a signal to the whole run, which then ended with an error."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import train\n"
+        "from engine.console import console\n"
+        "from engine.faults.signals import StopRequest\n"
+        f"ready, install, info = {str(tmp_path / 'ready')!r}, StopRequest.install_handlers, console.info\n"
+        "def slowly(self):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        time.sleep(1)  # what is slow\n"
+        "        open(ready, 'w').close()\n"
+        "    install(self)\n"
+        "def said(text):\n"
+        "    info(f'{text} READY {os.path.exists(ready)}' if text.startswith('Starting') else text)\n"
+        "StopRequest.install_handlers, console.info = slowly, said\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    done = succeed(launch.torchrun(2, str(script), TOY, "steps=1", f"save_dir={tmp_path / 'run'}"))
+    assert "READY True" in done.out
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path):
     """Rank 1 gets it in its first batch of very many: rank 0 must not go through its own to the end."""
