@@ -21,7 +21,7 @@ test-real: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) --real $(ARGS)
 
 soak: $(VENV)/installed-dev
-	$(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
+	BITS=$(BITS) $(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
 
 lint: $(VENV)/installed-dev
 	$(PYTHON) -m ruff check .

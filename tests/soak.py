@@ -1,9 +1,10 @@
 """Interrupt one run in every way for some minutes, then compare it with a run that nothing happened to.
 
-python tests/soak.py MINUTES [SEED]         make soak MINUTES=10
+python tests/soak.py MINUTES [SEED]         make soak MINUTES=10 SEED=3 [BITS=1]
 
 Each round starts the run's next leg on 1 to 4 processes, waits a random while and does one of the things below. The
-task is in float64 with a fixed global batch, so that the straight run's numbers must come out whatever the cuts.
+task is in float64 with a fixed global batch, so that the straight run's numbers must come out whatever the cuts. With
+BITS=1 it is a network with dropout and running statistics on virtual workers, in float32, whose bits must come out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from pathlib import Path
 
 import torch
 from conftest import ROOT, TOY, Launcher, Running
+from test_same_bits import NORMS, assert_same_bits
 
 from engine.files import archive
 from engine.files.checkpoints import find_checkpoint
 
-COMMON = [TOY, "model.double=true", "global_batch=12", "optim.ema_decay=0.99", "schedule.kind=constant", "lr=1e-3"]
+BITS = bool(int(os.environ.get("BITS") or 0))
+
+COMMON = [TOY, "model.double=true", "global_batch=12"]
+if BITS:
+    COMMON = [NORMS, "virtual_workers=6", "global_batch=13", "batch_size=2", "amp=off", "optim.zero=true"]
+COMMON += ["optim.ema_decay=0.99", "schedule.kind=constant", "lr=1e-3"]
 COMMON += ["epochs=1000000", "schedule.horizon=1000000", "save_every=7", "eval_every=50", "ddp.timeout_s=8"]
 
 KILLED = -signal.SIGKILL
@@ -105,10 +112,14 @@ def main(minutes: float, seed: int) -> int:
             done = launcher.launcher(processes, *COMMON, f"steps={last}", f"save_dir={folder}", timeout=3600)
             assert done.code == 0, done.err
         worst = compare(run_folder, straight)
+        if BITS:
+            assert_same_bits(run_folder, straight)
     kinds = ", ".join(f"{kind} {count}" for kind, count in tally.most_common())
     print(f"\n{sum(tally.values())} interruptions in {minutes:g} minutes (seed {seed}): {kinds}")
     print(f"on {', '.join(f'{n} processes {counts[n]} times' for n in sorted(counts))}")
     print(f"{last} steps; largest relative difference from the straight run, weights and logged numbers: {worst:.1e}")
+    if BITS:
+        print("the same bits: weights, EMA, optimizer, sums, progress and logged numbers")
     lost = worst > 1e-6
     print(f"losses: {int(lost)}")
     return int(lost)
