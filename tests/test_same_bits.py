@@ -157,3 +157,12 @@ def test_killed_and_resumed_on_other_numbers_of_processes(launch, tmp_path):
     succeed(launch.python(*words, f"save_dir={folder}"))
     succeed(launch.python(*words, f"save_dir={tmp_path / 'straight'}"))
     assert_same_bits(folder, tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4, 6])
+def test_random_configurations(seed):
+    """As property_bits.py tries them for as long as asked."""
+    import property_bits
+
+    property_bits.try_one(seed)

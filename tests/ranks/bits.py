@@ -1,12 +1,14 @@
 """Run under torchrun (or plain): several trainings in one process group, each from its own argv.
 
-    torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank]
+    torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank|SIGNAL:RANK:STEP:METHOD]
 
 With a second word virtual workers are broken on purpose: a process adds up its workers in a row (flat), or draws random
-numbers by its rank (rank).
+numbers by its rank (rank). Or a rank sends itself a signal, when it calls a method of `Run` in a step.
 """
 
 import json
+import os
+import signal
 import sys
 
 import torch.distributed as dist
@@ -28,6 +30,22 @@ if "flat" in sys.argv[2:]:
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())
+
+
+def interrupt(name, rank, step, method):
+    plain, sent = getattr(run.Run, method), []
+
+    def interrupted(self, *args):
+        if not sent and self.world.rank == rank and self.progress.step == step:
+            sent.append(True)
+            os.kill(os.getpid(), getattr(signal, name))
+        return plain(self, *args)
+
+    setattr(run.Run, method, interrupted)
+
+
+for name, rank, step, method in [word.split(":") for word in sys.argv[2:] if ":" in word]:
+    interrupt(name, int(rank), int(step), method)
 
 world = None
 for argv in json.loads(sys.argv[1]):
