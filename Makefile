@@ -7,8 +7,8 @@ PYTHON := $(VENV)/bin/python
 train: $(VENV)/installed
 	PYTHON=$(PYTHON) ./train_multigpu.sh $(ARGS)
 
-# One worker more than cores, because tests wait for processes; neighbours stay together, because they share fixtures.
-WORKERS := -n $(shell echo $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4))) --dist worksteal
+# As many workers as cores: one more takes longer on two. Neighbours stay together, because they share fixtures.
+WORKERS := -n $(shell echo $$(($$(nproc) < 4 ? $$(nproc) : 4))) --dist worksteal
 
 test: $(VENV)/installed-dev
 	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
