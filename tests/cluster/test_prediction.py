@@ -12,7 +12,7 @@ from tools import benchmark, scaling
 pytestmark = pytest.mark.slow
 
 WORDS = ["har", "--mode", "flatten", "dataset.stride=512"]  # 1.3 MB of gradients
-MBIT = 50
+MBIT = 100
 
 
 def measured(launch, out, hosts=()):
