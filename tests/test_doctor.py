@@ -201,7 +201,7 @@ from tests.tasks import toy
 
 class Slow(toy.Waves):
     def __getitems__(self, indices):
-        time.sleep(0.3)
+        time.sleep(0.1)
         return super().__getitems__(indices)
 
 class Task(toy.Task):
@@ -365,7 +365,7 @@ def smi(tmp_path, monkeypatch):
         f"#!{shutil.which('sh')}\n"
         'case "$*" in *query-gpu*) what=cards;; *query-comp*) what=users;; topo*) what=paths;; *) what=links;; esac\n'
         f'cat "{answers}/$what"\n'
-        f'test ! -e "{answers}/slow" -o "$LOCAL_RANK" != 0 || sleep 3\n'
+        f'test ! -e "{answers}/slow" -o "$LOCAL_RANK" != 0 || sleep 2\n'
         f'test ! -e "{answers}/broken"\n'
     )
     program.chmod(0o755)
