@@ -193,9 +193,9 @@ class VirtualWorkers:
 
     def begin_buffers(self, buffers: Buffers, kept: dict[str, Tensor]) -> None:
         """Let a worker begin with the buffers as they were at the beginning of the step."""
-        for name, buffer in buffers().items():
-            if buffer.shape == kept[name].shape:
-                buffer.copy_(kept[name])
+        now = {name: buffer for name, buffer in buffers().items() if buffer.shape == kept[name].shape}
+        if now:
+            torch._foreach_copy_([*now.values()], [kept[name] for name in now])
 
     def keep_buffers(self, worker: int, buffers: Buffers, kept: dict[str, Tensor], idle: bool, check: bool) -> None:
         """Keep what a worker has changed: nothing, if it is `idle`, because the step has fewer samples than workers.
@@ -216,8 +216,8 @@ class VirtualWorkers:
                     )
         self.others = others
         if floats:
-            pairs = [(now[name].double().flatten(), kept[name].double().flatten()) for name in floats]
-            change = torch.cat([torch.where(a == b, 0.0, a - b) for a, b in pairs])  # infinities stay as they are
+            after, before = (torch.cat([each[name].flatten() for name in floats]).double() for each in (now, kept))
+            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
             push(self.changes, ((worker, worker + 1), [torch.zeros_like(change) if idle else change]))
 
     def average_buffers(self, buffers: Buffers, kept: dict[str, Tensor], busy: int) -> None:

@@ -122,14 +122,15 @@ class Channel:
             tensor.copy_(flat.view(tensor.shape))
 
     def gather(self, mine: list[Tensor], counts: list[int], combine: Callable[[list[list[Tensor]]], Tensor]) -> Tensor:
-        """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece.
+        """(all ranks) Return what `combine` makes of the tensors of all ranks, piece by piece, in place of the last of
+        `mine`.
 
         mine     this rank's: flat, of one length and type on all ranks
         counts   how many each rank has
         combine  is given pieces of each rank's tensors, which it must not change, and returns a piece of the result
         """
         self.finish(self.turn)
-        result = torch.empty_like(mine[0])
+        result = mine[-1]
         at_once = PIECE // mine[0].element_size() // max(counts)
         for start in range(0, len(result), at_once):
             pieces = [each[start : start + at_once] for each in mine]
