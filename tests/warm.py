@@ -189,6 +189,9 @@ def preload() -> None:
     import train
     import train_ddp  # noqa: F401
 
+    with suppress(Exception):
+        # DDP's first forward pass imports it and swallows all errors: that of a loader killed meanwhile, too.
+        from torch.profiler import _cupti_monitor  # noqa: F401
     for name in tasks.names():
         tasks.load(name)
     torch.zeros(1).sum().item()  # operators' tables
