@@ -231,7 +231,7 @@ def test_a_restart_joins_and_ends_in_the_same_weights(launch, tmp_path, straight
     if kind == "worker killed once":
         more += ["num_workers=1"]
         # Torch's loader opens files to see whether there are descriptors left; its process may be ended meanwhile.
-        launch.may_stay.append("tmp")
+        launch.may_stay += ["tmp", "torch_"]
     words = words_of(kind, tmp_path / "run", *more, f"fault.once={tmp_path / 'once'}")
     done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=2"))
     assert "Started again by torchrun: restart 1 of 2" in done.out
