@@ -9,7 +9,7 @@ from conftest import TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, plan, virtual
+from engine import config, digests, plan, virtual
 from engine.contract import LockstepError
 from engine.optim import Buffers
 from engine.world import World
@@ -215,3 +215,9 @@ def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
         launch.python("-c", script, *words[1:], "steps=5", "schedule.horizon=2", "threads=2", "batch_size=2")
     )
     assert re.search(re.escape(note) + r"device .+ -> Z80\n", said.out)
+
+
+def test_a_model_with_extra_state_has_a_hash():
+    """It is taken at the end of a run, where an error would hide that the run is done."""
+    plain = [("weight", torch.ones(2))]
+    assert len({digests.of_tensors([*plain, ("_extra_state", extra)]) for extra in ({"scale": 1}, {"scale": 2})}) == 2

@@ -32,6 +32,7 @@ CROWDED = 0.2
 """Share of the time in which they could compute that threads wait for a core, above which a warning is logged."""
 
 
+@functools.cache
 def model() -> str:
     """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
     with contextlib.suppress(OSError):
