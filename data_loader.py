@@ -19,6 +19,7 @@ import os
 import queue
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -609,11 +610,18 @@ def _starting_processes() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Print an exception of a loader process, but not that of its socket's thread when the process it works for ends."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)
+
+
 def _begin_worker(parent: int, worker: int) -> None:
     """Leave signals to the process that this loader process works for, and don't outlive it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    sys.excepthook = _unless_disconnected
     end_with_parent()
     if os.getppid() != parent:  # it died before that call
         os._exit(1)

@@ -2,9 +2,13 @@
 
 import functools
 import itertools
+import multiprocessing
 import operator
+import os
 import random
+import socket
 import threading
+from multiprocessing import resource_sharer
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +16,15 @@ import pytest
 import torch
 from conftest import succeed
 
-from data_loader import EvalSampler, TrainSampler, ahead, balanced_order, create_data_loaders, fingerprint
+from data_loader import (
+    EvalSampler,
+    TrainSampler,
+    _begin_worker,
+    ahead,
+    balanced_order,
+    create_data_loaders,
+    fingerprint,
+)
 from engine import config, console, contract, plan
 from engine.contract import LockstepError
 from engine.launch import processes_sharing
@@ -187,6 +199,28 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
     for step in steps:
         mean = np.mean([index for _, micro in step for index in micro.indices])
         assert [batch["mean_weight"].tolist() for batch, _ in step] == [[mean] * 2] * len(step)
+
+
+def lend_a_pipe(parent, places, done):
+    """A loader process that waits for its batch to be fetched, here the end of a pipe."""
+    _begin_worker(parent, 0)
+    places.put(resource_sharer.DupFd(os.pipe()[0]))
+    done.wait()
+
+
+def test_a_reader_that_disconnects_leaves_no_traceback(capfd):
+    """Where one loader process is killed, its rank ends while another one may be about to send it a batch."""
+    processes = multiprocessing.get_context("fork")
+    places, done = processes.SimpleQueue(), processes.Event()
+    worker = processes.Process(target=lend_a_pipe, args=(os.getpid(), places, done))
+    worker.start()
+    place = places.get()
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.connect(place._id[0])
+    os.close(place.detach())  # the next reader: the first one has been dealt with
+    done.set()
+    worker.join()
+    assert worker.exitcode == 0 and capfd.readouterr().err == ""
 
 
 def test_balanced_without_labels_is_an_error_in_words():
