@@ -35,6 +35,8 @@ sys.path.insert(0, str(ROOT))
 # for each other: a test of 30 s took twelve minutes. And the number of threads changes the last bits.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all that the tests start would ignore it, too
+
 PATIENCE = 5
 """Times as long as on a quiet machine: the limits below only end what hangs, they measure nothing."""
 
