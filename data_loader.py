@@ -611,7 +611,7 @@ def _starting_processes() -> Iterator[None]:
 
 
 def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Print an exception of a loader process, but not that of its socket's thread when the process it works for ends."""
+    """Print an exception of a loader process, but not of its socket's thread when the process it works for ends."""
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
 
