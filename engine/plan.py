@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class Plan:
         """Return the number of epochs begun."""
         return -(-self.total_steps // self.steps_per_epoch)
 
-    @property
+    @functools.cached_property
     def loss_scale(self) -> float:
         """Return the factor of a pass's loss: DDP divides the sum over the ranks by their number, the tree does not."""
         return (1 if self.workers else self.processes) / self.global_batch

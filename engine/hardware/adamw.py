@@ -25,7 +25,9 @@ class AdamW(torch.optim.AdamW):
         taken = 1.0 if found_inf is None else 1 - found_inf
         for group in self.param_groups:
             known = len(self.state)
-            params, grads, first, second, none, counts = self._gathered(group)
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # those with a gradient
+            params, grads, first, second, none, counts = lists
             if not params:
                 continue
             if len(params) < len(group["params"]):  # the counters of those without a gradient stay where they are
@@ -47,12 +49,6 @@ class AdamW(torch.optim.AdamW):
             )  # fmt: skip
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
-
-    def _gathered(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """Return those with a gradient: parameters, gradients, both moments, nothing, counters."""
-        lists: list[list[Tensor]] = [[] for _ in range(6)]
-        self._init_group(group, *lists)
-        return lists
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

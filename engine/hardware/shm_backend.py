@@ -9,7 +9,8 @@ long, for a few megabytes ten times. Here they are added in the order of the ran
 gets the same bits, whatever buckets DDP makes.
 
 torch calls backends of one's own experimental; read with torch 2.13. There a ProcessGroup written in Python takes the
-place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
+place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` and
+`_create_work_from_future` are private names.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from engine.errors import LockstepError
@@ -196,14 +198,12 @@ class Channel:
 class Sum(dist.Work):
     """A sum that has begun: the other ranks see this rank's part. Nothing works on it until somebody waits."""
 
-    def __init__(self, channel: Channel | None, tensor: Tensor):
+    def __init__(self, channel: Channel, tensor: Tensor):
         super().__init__()
-        self.channel, self.tensor = channel, tensor
-        self.turn = channel.begin(tensor) if channel else 0
+        self.channel, self.tensor, self.turn = channel, tensor, channel.begin(tensor)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self.channel:
-            self.channel.finish(self.turn)
+        self.channel.finish(self.turn)
         return True
 
     def is_completed(self) -> bool:
@@ -245,9 +245,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
-        here = all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
-        if (self.size() == 1 or (self.channel and here)) and len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
-            return Sum(self.channel, tensors[0])
+        if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
+            if self.size() == 1:
+                future: Future[list[Tensor]] = Future()
+                future.set_result(tensors)
+                return _create_work_from_future(future)
+            if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
+                return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
 
 
