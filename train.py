@@ -131,8 +131,9 @@ def train(run: Run) -> dict[str, float]:
             train_step(run, passes)
             survive.check_outcome(run)  # names the samples behind a skipped step; ends a run that has diverged
             if run.log_due:
-                log_metrics(run)  # (all ranks) the one host sync of the loop, (rank 0) a line
-            preflight.compare_now_and_then(run)  # the ranks hold the same weights and buffers
+                log_metrics(run)  # (all ranks) look for a slow one, (rank 0) a line
+            if run.check_due:
+                preflight.compare_weights(run)  # the ranks hold the same ones, and the same buffers
             if progress.evaluation_due and not run.stopped:
                 metrics = evaluate(run)
             elif run.stopped or run.save_due:
@@ -155,10 +156,10 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     run.begin_step()  # no gradients, training mode
     totals: Any = None
     for batch, micro in passes:
+        phase("forward")
         run.begin_pass(micro)  # random numbers that depend on the samples, not on the rank
         ddp_waits = isinstance(net, DistributedDataParallel) and not micro.closes_step
         with net.no_sync() if ddp_waits else nullcontext():  # the forward too: DDP decides there
-            phase("forward")
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
             numbers = run.numbers(loss, micro)  # (stop votes, total, weight, *sums), float64; a filler's are zeros
@@ -168,15 +169,14 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
             scale = 0.0 if micro.filler else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
-        run.end_pass(micro)  # keeps virtual workers apart
     survive.check_all_reduced(net)
     summed.wait()
     phase("optimizer step")
     totals = run.total(totals)
-    divisor = totals[2] / plan.global_batch  # on the device: no host sync in this function
+    divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
     lr, clip = plan.lr(run.progress.step), run.cfg.optim.grad_clip
-    run.grad_norm, skipped = optim.step(run.optimizer, run.scaler, lr, divisor, clip)
-    run.end_step(totals, skipped, micro.consumed)  # buffers, average of weights, totals, progress
+    grad_norm, skipped = optim.step(run.optimizer, run.scaler, lr, divisor, clip)
+    run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress
     phase("logging")
 
 
@@ -187,7 +187,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
     with survive.keep(run, state):
-        scored = evaluate_split(run, run.log.progress(run.val_loader, len(run.val_loader), "Validation"))
+        scored = evaluate_split(run, run.log.progress(run, run.val_loader, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
             return {}

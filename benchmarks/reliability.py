@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from engine.faults.watchdog import BEAT_S, Watchdog
 from engine.files import log
 from engine.files.checkpoints import Checkpoints
 from engine.files.saving import CheckpointWriter
-from engine.metrics import Meter, find_slow
+from engine.metrics import Meter, Outcome, find_slow
 from engine.phases import Phases, phase
 from engine.run import Run
 from engine.world import World
@@ -59,7 +59,8 @@ OVERHEAD, STALL_OF_STEP, STALL_OF_SAVE = 0.01, 1.0, 0.05
 
 
 class NoMeter(Meter):
-    def add(self, names: list[str], sums: torch.Tensor, skipped: torch.Tensor, samples: int) -> None: ...
+    def add(self, *step: Any) -> list[Outcome]:
+        return []
 
 
 def prepared(world: World, *words: str) -> Run:
@@ -94,7 +95,7 @@ class Ways:
     def __init__(self, run: Run, steps: int):
         self.run, self.steps = run, steps
         self.first = next(p for p in run.model.parameters() if p.requires_grad)
-        self.meter, self.no_meter = run.meter, NoMeter(run.world.device)
+        self.meter, self.no_meter = run.meter, NoMeter(run.world)
         self.matrix, self.step_s, self.computed_s = torch.ones(MATRIX, MATRIX), 0.0, 0.0
 
     def bare(self) -> None:
@@ -125,19 +126,20 @@ class Ways:
         """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
         train nothing. CPU time beyond `computed_s` is the observers'."""
         self.computed_s, step, train.train_step = 0.0, train.train_step, self._stand_in
-        self._train(lambda run: run.log.steps(itertools.repeat(None), len(run.train_loader)))
+        self._train(lambda run: run.log.progress(run, [None] * len(run.train_loader), "Training"))
         train.train_step = step
 
     def _stand_in(self, run: Run, passes: Any) -> None:
-        sums, skipped = torch.ones(4, dtype=torch.float64), torch.zeros(())
+        sums = torch.ones(7, dtype=torch.float64)
         began = time.thread_time()
         while time.thread_time() - began < self.step_s:
             self.matrix @ self.matrix
         run.world.sum(sums.clone())  # else an early rank would wait in an observer
         self.computed_s += time.thread_time() - began
         self.mark()
-        run.meter.add(["loss", "weight", "accuracy", "count"], sums, skipped, run.plan.global_batch)
         run.progress.step += 1
+        run.meter.timed_samples += run.plan.global_batch
+        run.meter.add(sums, ["loss", "weight", "accuracy", "count"], run.progress.step, [], wait=False)
         run.log_due, run.check_due, run.news = run.progress.step % run.cfg.log_every == 0, False, []
 
     def mark(self) -> None:
@@ -145,7 +147,7 @@ class Ways:
         for name in ("data loading", "forward", "backward", "gradient sync", "optimizer step", "all_reduce"):
             phase(name)
 
-    def _train(self, epoch: Callable[[Run], Iterator[Any]]) -> None:
+    def _train(self, epoch: Callable[[Run], Iterable[Any]]) -> None:
         """Run the training and break it off, because it would end with an evaluation and a checkpoint."""
         run, run.meter, left = self.run, self.meter, self.steps
 

@@ -19,46 +19,64 @@ if TYPE_CHECKING:
     from engine.run import Run
 
 
-class Meter:
-    """Hold what happened since the last log point, and the clock of this process. A step's numbers stay on the device
-    until they are read: a step costs no operation here."""
+class Outcome(NamedTuple):
+    """What came of a step.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    passes   of this rank: dataset indices, loss
+    votes    for a stop after it, of all ranks
+    skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
+    """
+
+    step: int
+    passes: list[tuple[list[int], Tensor]]
+    votes: float
+    skipped: float
+
+
+class Meter:
+    """Hold what happened since the last log point, and the clock of this process. From a GPU the numbers of a step are
+    read one step late, so that neither host nor device waits."""
+
+    def __init__(self, world: World):
+        self.world, self.on_gpu = world, world.device.type == "cuda"
+        self.posted: list[tuple[Tensor, list[str], int, Any, torch.cuda.Event | None]] = []
+        self.grad_norm = 0.0  # of the last step
         self.clear()
 
     def clear(self) -> None:
         self.totals: dict[str, float] = {}  # the loss, its weight, the task's sums: of all ranks, without skipped steps
         self.skipped = 0.0  # steps skipped
-        self.unread: list[tuple[list[str], Tensor, Tensor]] = []
         self.restart_clock()
 
     def restart_clock(self) -> None:
         self.since, self.timed_samples = time.perf_counter(), 0
 
-    def add(self, names: list[str], sums: Tensor, skipped: Tensor, samples: int) -> None:
-        """Add one step's (len(names),) float64; those of a skipped step may be NaN, and don't count."""
-        self.timed_samples += samples
-        self.unread.append((names, sums, skipped))
-        if len(self.unread) == 1000:  # where log points are rare
-            self.read()
+    def add(self, numbers: Tensor, names: list[str], step: int, passes: Any, wait: bool) -> list[Outcome]:
+        """Post a step's numbers; count those that have arrived, with `wait` all, and return what they say, the same on
+        every rank. The sums of a skipped step may be NaN, and don't count.
 
-    def read(self, *more: Tensor) -> list[float]:
-        """Bring the totals up to date: a host sync, in which `more` numbers are read, too. In the order of the steps,
-        so that it makes no difference when it is called."""
-        unread, self.unread = self.unread, []
-        last = torch.stack([*(skipped for _, _, skipped in unread), *more]) if unread or more else torch.zeros(0)
-        numbers = iter(torch.cat([*(sums for _, sums, _ in unread), last.to(self.device)]).tolist())
-        steps = [(names, [next(numbers) for _ in names]) for names, _, _ in unread]
-        for names, values in steps:
-            skipped = next(numbers)
-            self.skipped += skipped
-            for name, value in zip(names, values, strict=True):
+        numbers  (votes, one of each name, skipped, gradient norm), float64
+        """
+        event = None
+        if self.on_gpu:
+            numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        self.posted.append((numbers, names, step, passes, event))
+        arrived, late = [], self.on_gpu and not wait
+        while len(self.posted) > late:
+            numbers, names, step, passes, event = self.posted.pop(0)
+            if event:
+                with self.world.host_sync():
+                    event.synchronize()  # of the step before: long over, or the host is a whole step ahead
+            votes, *sums, skipped, self.grad_norm = numbers.tolist()
+            for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
-        return [*numbers]
+            self.skipped += skipped
+            arrived.append(Outcome(step, passes, votes, skipped))
+            late = late and not votes  # the run stops here
+        return arrived
 
     def state(self) -> dict[str, Any]:
-        self.read()
         totals = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.totals.items()}
         return {"totals": totals, "skipped": torch.tensor(self.skipped)}
 
@@ -92,30 +110,6 @@ class GpuClock:
         return passes * self.begin.elapsed_time(self.end) / 1e3
 
 
-class DeferredRead:
-    """Read scalars back one step late from a GPU, so that neither host nor device waits."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.posted: list[tuple[Tensor, Any, torch.cuda.Event]] = []
-
-    def read(self, values: Tensor, note: Any, wait: bool) -> list[tuple[list[float], Any]]:
-        """Post `values`; return what has arrived, with its note, the same on every rank; with `wait` all of it."""
-        if not self.on_gpu:
-            return [(values.tolist(), note)]
-        event = torch.cuda.Event()
-        self.posted.append((values.to("cpu", non_blocking=True), note, event))
-        event.record()
-        return self.rest(but=0 if wait else 1)
-
-    def rest(self, but: int = 0) -> list[tuple[list[float], Any]]:
-        """Return what was posted and not read yet, except for the last `but`."""
-        arrived = [self.posted.pop(0) for _ in range(len(self.posted) - but)]
-        for _, _, event in arrived:
-            event.synchronize()  # of the step before: long over, or the host is a whole step ahead
-        return [(copy.tolist(), note) for copy, note, _ in arrived]
-
-
 class Skipped(NamedTuple):
     """A step that was not taken, because the gradient was not finite."""
 
@@ -131,20 +125,18 @@ def log_metrics(run: Run) -> None:
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, on every rank: the one host sync of the training loop.
+    """Return the metrics since the last log point, on every rank. All steps have been read by then.
 
     seconds  of the phases since then
     """
     meter = run.meter
-    with run.world.host_sync():
-        (grad_norm,) = meter.read(run.grad_norm)
-    elapsed = time.perf_counter() - meter.since  # after the sync: the device has finished too
+    elapsed = time.perf_counter() - meter.since
     totals = meter.totals
     for name, value in totals.items():
         run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
     metrics = means(totals) | {
         "lr": run.plan.lr(run.progress.step - 1),
-        "grad_norm": grad_norm,
+        "grad_norm": meter.grad_norm,
         "skipped_steps": meter.skipped,
         "samples_per_s": meter.timed_samples / elapsed,
         "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
@@ -222,7 +214,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
     phase("loading validation data")
     for number, batch in enumerate(batches):
-        if run.stop.requested:
+        if run.stop.reason:
             broken_off = 1.0
             break
         phase("validation")
@@ -233,13 +225,13 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     phase("validation")
     for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
-        if run.stop.requested:
+        if run.stop.reason:
             break
         seed_generators(world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
-            tried.add(task.trials(model, which, lambda: run.stop.requested))
+            tried.add(task.trials(model, which, lambda: bool(run.stop.reason)))
     if task.num_trials:
-        broken_off = max(broken_off, float(run.stop.requested))  # then they may be only some of the trials
+        broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
     vote = torch.full((), broken_off, device=world.device)
     world.sum(vote)
     with world.host_sync():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class Buffers:
             for name, _ in module.named_buffers(recurse=False)
             if name not in private.non_persistent_buffers(module)
         ]
+        self.kept: dict[str, Tensor] = {}  # as they were before the step
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
         """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
@@ -98,17 +100,22 @@ class Buffers:
             if of_norms in (None, isinstance(module, private.NORM_WITH_STATISTICS))
         }
 
-    def copies(self) -> dict[str, Tensor]:
-        return {key: buffer.detach().clone() for key, buffer in self().items()}
+    def keep(self) -> None:
+        self.kept = {key: getattr(module, name).detach().clone() for key, module, name in self.owners}
+
+    def changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name, the value and the kept value of each; not of a cache that has grown with the batch."""
+        for key, buffer in self().items():
+            if buffer.shape == self.kept[key].shape:
+                yield key, buffer, self.kept[key]
 
     @torch.no_grad()
-    def put_back(self, copies: dict[str, Tensor], skipped: Tensor) -> None:
-        """Restore the values before a step, if it was skipped: its forward passes have seen what is not finite."""
+    def put_back(self, skipped: Tensor) -> None:
+        """Restore what was kept, if the step was skipped: its forward passes have seen what is not finite."""
         if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
             return
-        for key, buffer in self().items():
-            if buffer.shape == copies[key].shape:
-                buffer.copy_(torch.where(skipped > 0, copies[key], buffer))
+        for _, buffer, kept in self.changes():
+            buffer.copy_(torch.where(skipped > 0, kept, buffer))
 
 
 def step(

@@ -96,15 +96,6 @@ def compare_weights(run: Run) -> None:
         _same(run.world, {f"parameter {name}": digest for name, digest in digests.checksums(run.model).items()})
 
 
-def compare_now_and_then(run: Run) -> None:
-    """(all ranks) Compare the weights every `check_every` steps; the buffers also after the first step, before an epoch
-    is spent on what cannot be scored."""
-    if run.check_due:
-        compare_weights(run)
-    elif run.progress.step == 1:
-        check_buffers(run)
-
-
 TODO = "start the same code, config and data on all of them, and change weights on all ranks alike"
 
 

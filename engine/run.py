@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,13 @@ from engine.contract import Loss, Task, check_loss
 from engine.faults.signals import StopRequest
 from engine.files.log import Silent
 from engine.hardware.adamw import AdamW
-from engine.metrics import DeferredRead, GpuClock, Meter
+from engine.metrics import GpuClock, Meter
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.seeds import seed_generators
 from engine.virtual import VirtualWorkers
 from engine.world import World
-
-
-def due(every: int, step: int, epoch_ended: bool) -> bool:
-    """Return whether something that happens every so many steps, or (0) once an epoch, happens now."""
-    return step % every == 0 if every else epoch_ended
 
 
 @dataclass
@@ -93,9 +88,9 @@ class Run:
 
     def __post_init__(self) -> None:
         device = self.world.device
-        self.meter, self.deferred = Meter(device), DeferredRead(device)
-        self.grad_norm = torch.zeros((), device=device)  # of the last step
-        self.log_due = self.save_due = self.check_due = False  # after the last step
+        self.meter = Meter(self.world)
+        self.log_due = self.save_due = False  # after the last step
+        self.check_due = True  # compare ranks after the last step, and virtual workers within the next
         self.vote = torch.zeros((), dtype=torch.float64, device=device)
         self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
         self.gpu_clock: GpuClock | None = None
@@ -124,23 +119,14 @@ class Run:
         for p in self.trained:
             p.grad = None
         self.passes: list[tuple[list[int], Tensor]] = []  # of this rank: samples, loss
-        self.kept_buffers = self.buffers.copies()
+        self.buffers.keep()
 
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
         if self.virtual and micro.opens_worker:
-            self.virtual.begin_buffers(self.buffers, self.kept_buffers)
-
-    def end_pass(self, micro: Any) -> None:
-        """With virtual workers: set aside what a worker has computed, see virtual.py."""
-        if self.virtual and micro.closes_worker:
-            idle = micro.worker >= micro.consumed - self.progress.position
-            check = self.progress.step == 0 or self.check_due
-            self.virtual.keep_buffers(micro.worker, self.buffers, self.kept_buffers, idle, check)
-            if not micro.closes_step:
-                self.virtual.keep_gradients(micro.worker)
+            self.virtual.begin_worker(micro.worker, self.buffers, idle=micro.filler, check=self.check_due)
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
@@ -157,7 +143,7 @@ class Run:
             numbers = torch.zeros_like(numbers)
         else:
             self.passes.append((micro.indices, loss.total.detach()))
-        if micro.closes_step and self.stop.requested:
+        if micro.closes_step and self.stop.reason:
             numbers[0] = 1.0
         return self.virtual.as_row(numbers, micro.worker) if self.virtual else numbers
 
@@ -165,42 +151,39 @@ class Run:
         """Return the (3 + sums,) totals of a step; of virtual workers they come a row for each."""
         return self.virtual.total(totals) if self.virtual else totals
 
-    def end_step(self, totals: Tensor, skipped: Tensor, consumed: int) -> None:
+    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
         """Book a step: its buffers, the average of weights, totals and progress; read its outcome.
 
-        totals    (3 + sums,) of all ranks, as `numbers` gives them
-        skipped   1.0 if the optimizer has left the weights alone
-        consumed  samples of the epoch that all ranks have seen
+        totals     (3 + sums,) of all ranks, as `numbers` gives them
+        grad_norm  before clipping
+        skipped    1.0 if the optimizer has left the weights alone
+        consumed   samples of the epoch that all ranks have seen
         """
         cfg, progress = self.cfg, self.progress
+        samples = consumed - progress.position
         if self.virtual:
-            busy = min(self.plan.workers, consumed - progress.position)
-            self.virtual.average_buffers(self.buffers, self.kept_buffers, busy)
-        self.buffers.put_back(self.kept_buffers, skipped)
+            self.virtual.end_step(self.buffers, busy=min(self.plan.workers, samples))
+        self.buffers.put_back(skipped)
         if cfg.ddp.buffers != "same":
             self.world.unify(self.buffers(of_norms=False).values(), mean=cfg.ddp.buffers == "mean")
         if self.ema is not None:
             optim.update_ema(self.ema, self.model, cfg.optim.ema_decay, skipped)
-        self.meter.add(["loss", "weight", *(self.sum_names or [])], totals[1:], skipped, consumed - progress.position)
-        progress.samples += consumed - progress.position
+        self.meter.timed_samples += samples
+        progress.samples += samples
         progress.step, progress.position = progress.step + 1, consumed
         phase.step = step = progress.step
-        pauses = self.epoch_ended or self.finished
-        progress.evaluation_due = self.finished or due(cfg.eval_every, step, pauses)
-        self.save_due = due(cfg.save_every, step, pauses)
+        finished = self.finished
+        pauses = finished or consumed >= self.plan.num_samples - self.plan.dropped  # or the epoch is
+        progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
+        self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses
         self.log_due = pauses or progress.evaluation_due or step % cfg.log_every == 0
-        self.check_due = bool(cfg.check_every) and step % cfg.check_every == 0
-        with phase.during("waiting for the device", waits=self.world.size > 1):
-            wait = progress.evaluation_due or self.save_due or pauses  # its outcome must be known by then
-            self.news = self.deferred.read(torch.stack([totals[0], skipped]), (step, self.passes), wait)
-            if any(votes for (votes, _), _ in self.news):  # the run stops here
-                self.news += self.deferred.rest()
+        self.check_due = step == 1 or (cfg.check_every > 0 and step % cfg.check_every == 0)
+        numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
+        names = ["loss", "weight", *(self.sum_names or [])]
+        wait = self.log_due or self.save_due  # its outcome must be known by then
+        self.news = self.meter.add(numbers, names, step, self.passes, wait)
 
     # ---- where it stands ----
-
-    @property
-    def epoch_ended(self) -> bool:
-        return self.progress.position >= self.plan.num_samples - self.plan.dropped
 
     @property
     def finished(self) -> bool:
@@ -215,9 +198,8 @@ class Run:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
         self.stopped = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
 
-    def steps(self) -> Iterator[Any]:
+    def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
-        steps = iter(self.train_loader)
-        steps = self.profile.follow(steps) if self.profile else steps
-        return self.log.steps(steps, len(self.train_loader))
+        steps = self.log.progress(self, self.train_loader, "Training")
+        return self.profile.follow(steps) if self.profile else steps

@@ -84,14 +84,14 @@ def check_outcome(run: Run) -> None:
     """(all ranks) Read the outcome of the last step, on a GPU of the one before: votes to stop; skipped steps are
     logged with the samples behind them. Raises LockstepError where the training has diverged."""
     progress, asked, skipped_now = run.progress, False, False
-    for (votes, skipped), (step, passes) in run.news:
-        asked = asked or votes > 0
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
-        if skipped:
+    for outcome in run.news:
+        asked = asked or outcome.votes > 0
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
+        if outcome.skipped:
             skipped_now = True
-            mine = [index for indices, loss in passes if not torch.isfinite(loss) for index in indices]
+            mine = [index for indices, loss in outcome.passes if not torch.isfinite(loss) for index in indices]
             samples = {rank: indices for rank, indices in enumerate(run.world.gather(mine)) if indices}
-            run.log.skipped(run, Skipped(step, samples))
+            run.log.skipped(run, Skipped(outcome.step, samples))
     if skipped_now and (reason := _hopeless(run)):
         error = LockstepError(
             f"the training has diverged: {reason}",

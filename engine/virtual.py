@@ -157,6 +157,55 @@ class VirtualWorkers:
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}  # buffers that are not floating point, after the last worker
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
+        self.worker, self.idle, self.check = -1, False, False  # of the passes under way; -1 before the step's first
+
+    # ---- one worker after the other ----
+
+    def begin_worker(self, worker: int, buffers: Buffers, idle: bool, check: bool) -> None:
+        """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
+
+        idle   it has no samples, because the step has fewer than there are workers
+        check  raise LockstepError if a buffer that cannot be averaged is not the same after this worker
+        """
+        if self.worker >= 0:
+            self.keep_gradients(self.worker)
+            self._keep_buffers(buffers)
+        if pairs := [*buffers.changes()]:
+            torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+        self.worker, self.idle, self.check = worker, idle, check
+
+    def end_step(self, buffers: Buffers, busy: int) -> None:
+        """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had samples."""
+        self._keep_buffers(buffers)
+        self.worker, self.others = -1, {}
+        if not self.changes:
+            return
+        exchange = Exchange(self.everyones, [change for _, (change,) in self.changes])
+        exchange.add()
+        change, at, self.changes = exchange.result() / busy, 0, []
+        for _, buffer, kept in buffers.changes():
+            if buffer.is_floating_point():
+                buffer.copy_(kept.double() + change[at : at + buffer.numel()].view(buffer.shape))
+                at += buffer.numel()
+
+    def _keep_buffers(self, buffers: Buffers) -> None:
+        """Keep what the worker has changed: nothing, if it is idle."""
+        pairs = [*buffers.changes()]
+        others = {name: buffer.clone() for name, buffer, _ in pairs if not buffer.is_floating_point()}
+        for name, buffer in others.items():
+            if self.check and name in self.others and not torch.equal(buffer, self.others[name]):
+                raise LockstepError(
+                    f"the buffer {name} is another after virtual worker {self.worker} than after the one before",
+                    where="virtual_workers",
+                    todo="change it by what all workers share, keep it in floating point, where the workers' mean "
+                    "is taken, or drop virtual_workers",
+                )
+        self.others = others
+        if floats := [(buffer.flatten(), kept.flatten()) for _, buffer, kept in pairs if buffer.is_floating_point()]:
+            after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
+            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
+            node = torch.zeros_like(change) if self.idle else change
+            push(self.changes, ((self.worker, self.worker + 1), [node]))
 
     # ---- gradients ----
 
@@ -188,49 +237,6 @@ class VirtualWorkers:
                 future.set_result(buffer)
             state.pending, state.buckets = [], []
         return future
-
-    # ---- buffers ----
-
-    def begin_buffers(self, buffers: Buffers, kept: dict[str, Tensor]) -> None:
-        """Let a worker begin with the buffers as they were at the beginning of the step."""
-        now = {name: buffer for name, buffer in buffers().items() if buffer.shape == kept[name].shape}
-        if now:
-            torch._foreach_copy_([*now.values()], [kept[name] for name in now])
-
-    def keep_buffers(self, worker: int, buffers: Buffers, kept: dict[str, Tensor], idle: bool, check: bool) -> None:
-        """Keep what a worker has changed: nothing, if it is `idle`, because the step has fewer samples than workers.
-
-        Raises LockstepError, with `check`, if a buffer that cannot be averaged is not the same after every worker.
-        """
-        now = {name: buffer for name, buffer in buffers().items() if buffer.shape == kept[name].shape}
-        floats = [name for name, buffer in now.items() if buffer.is_floating_point()]
-        others = {name: buffer.clone() for name, buffer in now.items() if name not in floats}
-        if check and worker != block(self.workers, self.world.rank, self.world.size)[0]:
-            for name, buffer in others.items():
-                if not torch.equal(buffer, self.others[name]):
-                    raise LockstepError(
-                        f"the buffer {name} is another after virtual worker {worker} than after the one before",
-                        where="virtual_workers",
-                        todo="change it by what all workers share, keep it in floating point, where the workers' mean "
-                        "is taken, or drop virtual_workers",
-                    )
-        self.others = others
-        if floats:
-            after, before = (torch.cat([each[name].flatten() for name in floats]).double() for each in (now, kept))
-            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
-            push(self.changes, ((worker, worker + 1), [torch.zeros_like(change) if idle else change]))
-
-    def average_buffers(self, buffers: Buffers, kept: dict[str, Tensor], busy: int) -> None:
-        """(all ranks) Add the mean change of the `busy` workers, those that had samples, to the buffers."""
-        if not self.changes:
-            return
-        exchange = Exchange(self.everyones, [change for _, (change,) in self.changes])
-        exchange.add()
-        change, at, self.changes = exchange.result() / busy, 0, []
-        for name, buffer in buffers().items():
-            if buffer.is_floating_point() and buffer.shape == kept[name].shape:
-                buffer.copy_(kept[name].double() + change[at : at + buffer.numel()].view(buffer.shape))
-                at += buffer.numel()
 
     # ---- numbers ----
 

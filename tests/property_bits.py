@@ -52,7 +52,7 @@ def configuration(dice: random.Random) -> tuple[list[str], list[list[str]], list
     legs: list[tuple[int, list[str]]] = []
     for step in [*sorted(dice.sample(range(1, 11), dice.randint(0, 3))), None]:
         processes = dice.randint(1, min(5, workers))
-        method = dice.choice(["begin_step", "begin_pass", "end_pass", "end_step"])
+        method = dice.choice(["begin_step", "begin_pass", "numbers", "end_step"])
         how = f"{dice.choice(['SIGKILL', 'SIGTERM'])}:{dice.randrange(processes)}:{step}:{method}"
         legs.append((processes, [how] if step else []))
     free = [

@@ -87,20 +87,20 @@ def test_on_a_gpu_news_come_a_step_late_but_before_any_pause(monkeypatch, steps,
     """So that the last steps of a run are read, too, and a checkpoint knows of all before it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run, outcomes = steps(*words, "fault.kind=nan loss", "fault.step=1", "fault.times=99", "max_skipped_steps=0")
-    run.deferred.on_gpu = True
+    run.meter.on_gpu = True
     known = 0
     for skipped in outcomes:
         known += len(skipped)
         assert known == run.progress.skipped_in_a_row == run.progress.step - (run.progress.step in late)
         if run.finished:
             break
-    assert known == run.progress.step and not run.deferred.posted and Event.waited >= known
+    assert known == run.progress.step and not run.meter.posted and Event.waited >= known
 
 
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
-    run.deferred.on_gpu = True
+    run.meter.on_gpu = True
     assert not next(outcomes)
     run.stop.request("SIGTERM")
     next(outcomes)

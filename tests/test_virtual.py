@@ -97,12 +97,11 @@ def step(change, workers=3, busy=3, check=True):
     net = Net()
     ours = virtual.VirtualWorkers(workers, World(0, 0, 1, torch.device("cpu")), net)
     buffers = Buffers(net)
-    kept = buffers.copies()
+    buffers.keep()
     for worker in range(workers):
-        ours.begin_buffers(buffers, kept)
+        ours.begin_worker(worker, buffers, worker >= busy, check)
         change(net, worker)
-        ours.keep_buffers(worker, buffers, kept, worker >= busy, check)
-    ours.average_buffers(buffers, kept, min(busy, workers))
+    ours.end_step(buffers, min(busy, workers))
     return net
 
 

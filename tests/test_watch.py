@@ -101,7 +101,7 @@ def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
 
 def test_a_stop_is_heard_of_by_all(ranks):
     ranks.mine._share_stop()
-    assert not ranks.mine.stop.requested
+    assert not ranks.mine.stop.reason
     ranks.other.stop.request("SIGTERM")
     ranks.other._share_stop()
     ranks.mine._share_stop()
@@ -125,7 +125,7 @@ def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     mine = Watchdog(ranks.mine.world, StopRequest(), 10.0)
     mine._check_parent()
-    assert not mine.stop.requested
+    assert not mine.stop.reason
     monkeypatch.setattr(os, "getppid", lambda: 1)
     mine._check_parent()
     ranks.passed[0] += 0.9 * mine.orphan_s

@@ -22,22 +22,19 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 
 
 class StopRequest:
-    """Hold whether this process wants to stop, and why. The ranks vote in the all-reduce of every step."""
+    """Hold why this process wants to stop, empty while it does not. The ranks vote in the all-reduce of every step."""
 
     def __init__(self, max_time_s: float = 0.0):
         self.reason = ""
         self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
-        start = oom.began() if oom.times() else time.monotonic()
-        self.deadline = start + max_time_s if max_time_s else float("inf")
+        if max_time_s:
+            spent_s = time.monotonic() - oom.began() if oom.times() else 0.0
+            limit = threading.Timer(max_time_s - spent_s, self.request, ["max_time_s is over"])
+            limit.daemon = True
+            limit.start()
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
-
-    @property
-    def requested(self) -> bool:
-        if time.monotonic() > self.deadline:
-            self.request("max_time_s is over")
-        return bool(self.reason)
 
     def install_handlers(self) -> None:
         """Make signals only request a stop from here on; a second Ctrl-C quits at once. Installs handlers even where a

@@ -113,7 +113,7 @@ class Watchdog:
 
     def _share_stop(self) -> None:
         """Tell all ranks within a beat of a stop requested on one; the loop votes on the step it happens after."""
-        if self.stop.requested:
+        if self.stop.reason:
             self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
         elif note := self.notes.get_first("stop"):
             self.stop.request(f"{note['reason']} on rank {note['rank']}")

@@ -40,11 +40,8 @@ class Silent:
     """The log of every rank but the main one: prints and writes nothing."""
 
     def say(self, text: str = "") -> None: ...
-    def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
-        yield from items
-
-    def steps(self, items: Iterable[T], total: int) -> Iterator[T]:
-        yield from items
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
+        return items
 
     def train(self, run: Run, metrics: dict[str, float]) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
@@ -97,18 +94,18 @@ class Log(Silent):
 
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
-    def progress(self, items: Iterable[T], total: int, name: str) -> Iterator[T]:
-        """Pass `items` through, with a bar of their own on a terminal."""
-        outer, self.bar = self.bar, self._bar(iterable=items, total=total, desc=name, leave=False)
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
+        """Return `items`; on a terminal they move a bar of their own."""
+        return self._with_bar(run, items, name) if self.bars else items
+
+    def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
+        self.epochs.update(run.progress.epoch - self.epochs.n)
+        outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
             yield from self.bar
         finally:
             self.bar.close()
             self.bar = outer
-
-    def steps(self, items: Iterable[T], total: int) -> Iterator[T]:
-        yield from self.progress(items, total, "Training")
-        self.epochs.update()
 
     def end_bars(self, run: Run) -> None:
         """Close the bar, which is full unless the run was stopped: later lines stand below it."""
