@@ -104,7 +104,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     cfg, world, model = run.cfg.ddp, run.world, run.model
     if run.plan.devices:
         return DataParallel(precision.Autocast(model, run.precision), list(run.plan.devices))
-    if world.size == 1 and not (always or run.virtual):
+    if world.size == 1 and not always:
         return model
     if cfg.sync_bn:
         model = ddp.sync_batch_norm(model, world)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from engine import optim
@@ -125,8 +126,11 @@ class Run:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
-        if self.virtual and micro.opens_worker:
-            self.virtual.begin_worker(micro.worker, self.buffers, idle=micro.filler, check=self.check_due)
+        if self.virtual:
+            if micro.opens_worker:
+                self.virtual.begin_worker(micro.worker, self.buffers, idle=micro.filler, check=self.check_due)
+            ddp_sums = micro.closes_step and isinstance(self.net, DistributedDataParallel)
+            self.virtual.takes = micro.closes_worker and not ddp_sums
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.

@@ -10,7 +10,9 @@ The idea is that of EasyScale (Li et al., SC'23, arXiv 2208.14228). See docs/sam
 
 # No `from __future__ import annotations`: DDP refuses a hook whose annotations are texts.
 
+import collections
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,20 +145,24 @@ class Exchange:
 class VirtualWorkers:
     """What one process keeps of its workers within a step.
 
-    pending  nodes of the tree of gradients: at most log2(workers of a process) + 1
+    pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
+    takes    this is the last backward pass of a worker, and `hook` will not see it
     changes  nodes of the tree of changes of running statistics, float64
     """
 
     def __init__(self, workers: int, world: World, model: nn.Module):
         self.workers, self.world = workers, world
         self.everyones = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
-        self.last = block(workers, world.rank, world.size)[-1]
+        self.block = block(workers, world.rank, world.size)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
-        self.pending: list[Node] = []
+        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
+        for number, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(partial(self._take, number))
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}  # buffers that are not floating point, after the last worker
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
+        self.takes = False
         self.worker, self.idle, self.check = -1, False, False  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
@@ -168,7 +174,6 @@ class VirtualWorkers:
         check  raise LockstepError if a buffer that cannot be averaged is not the same after this worker
         """
         if self.worker >= 0:
-            self.keep_gradients(self.worker)
             self._keep_buffers(buffers)
         if pairs := [*buffers.changes()]:
             torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
@@ -209,13 +214,21 @@ class VirtualWorkers:
 
     # ---- gradients ----
 
-    def keep_gradients(self, worker: int) -> None:
-        """Take a worker's gradients from the parameters, and add up what belongs together. Not those of the process's
-        last worker, which DDP hands to `hook`."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        for p in self.parameters:
+    def _take(self, number: int, p: Tensor) -> None:
+        """Add a worker's gradient to the tree of its parameter as soon as it is there, while it is in the cache."""
+        if self.takes and p.grad is not None:
+            self._push(number, self.worker, p.grad)
             p.grad = None
-        push(self.pending, ((worker, worker + 1), grads))
+
+    def _push(self, number: int, worker: int, grad: Tensor) -> None:
+        nodes = self.pending[number]
+        self._fill(nodes, worker, grad)
+        push(nodes, ((worker, worker + 1), [grad]))
+
+    def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
+        """Push zeros for the workers before `end` whose passes did not use the parameter."""
+        for idle in range(nodes[-1][0][1] if nodes else self.block.start, end):
+            push(nodes, ((idle, idle + 1), [torch.zeros_like(like)]))
 
     @staticmethod
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -223,9 +236,11 @@ class VirtualWorkers:
         when the last one is: the backward pass continues meanwhile."""
         buffer, views = bucket.buffer(), bucket.gradients()
         places = [state.number[id(p)] for p in bucket.parameters()]
-        nodes = [(span, [grads[place] for place in places]) for span, grads in state.pending]
-        push(nodes, ((state.last, state.last + 1), views))
-        mine = [_like_bucket(buffer, views, grads) for _, grads in nodes[:-1]]
+        for place, view in zip(places, views, strict=True):
+            state._push(place, state.block[-1], view)
+        nodes = zip(*(state.pending.pop(place) for place in places), strict=True)
+        *others, _ = ([grad for _, (grad,) in each] for each in nodes)  # the last one is in the bucket
+        mine = [_like_bucket(buffer, views, grads) for grads in others]
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
         if bucket.is_last():
@@ -235,7 +250,7 @@ class VirtualWorkers:
                 if (total := exchange.result()) is not buffer:
                     buffer.copy_(total)
                 future.set_result(buffer)
-            state.pending, state.buckets = [], []
+            state.buckets = []
         return future
 
     # ---- numbers ----
@@ -248,7 +263,13 @@ class VirtualWorkers:
         return rows
 
     def total(self, rows: Tensor) -> Tensor:
-        """Return (columns,): the root of the tree over the rows."""
+        """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
+        process has all workers and no DDP."""
+        for number, nodes in self.pending.items():
+            p = self.parameters[number]
+            self._fill(nodes, self.block.stop, p)
+            (p.grad,) = fold(nodes)
+        self.pending.clear()
         return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import tasks
 from engine import config, digests, plan, virtual
 from engine.contract import LockstepError
+from engine.hardware.device_cache import same_bits
 from engine.optim import Buffers
 from engine.world import World
 
@@ -129,6 +130,28 @@ def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
     with pytest.raises(LockstepError, match="the buffer calls is another after virtual worker 1 than after the one be"):
         step(change)
     step(change, check=False)
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("used", [{0, 3}, {1, 2}, {4}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set()])
+def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used):
+    """Also to the last bit: zeros make 0.0 of -0.0, and the shape of the tree is the same."""
+    torch.manual_seed(0)
+    net = nn.Linear(70, 30, bias=False)
+    ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net)
+    grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
+    for worker in range(5):
+        ours.worker, ours.takes = worker, True
+        if worker in used:
+            (net.weight * grads[worker]).sum().backward()
+    assert ours.total(torch.eye(5)).tolist() == [1.0] * 5
+    if not used:
+        assert net.weight.grad is None
+        return
+    a, b, c, d, e = (grads[worker] if worker in used else torch.zeros(30, 70) for worker in range(5))
+    assert same_bits(net.weight.grad, ((a + b) + (c + d)) + e)
 
 
 # ---- the plan, and what people are told ----
