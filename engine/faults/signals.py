@@ -58,9 +58,10 @@ class StopRequest:
             echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
             if self.interrupted and now - self.interrupted > echo:
                 quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
-            if not self.interrupted and launch.speaks():
-                terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
-            self.interrupted = self.interrupted or now
+            if not self.interrupted:
+                self.interrupted = now  # before it is said: the echo may interrupt that
+                if launch.speaks():
+                    terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
         self.request(signal.Signals(number).name)
 
 
