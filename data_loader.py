@@ -51,7 +51,7 @@ class Micro(NamedTuple):
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
-    opens_worker  this is its first pass of the step
+    opens_worker, closes_worker  this is its first, its last pass of the step
     filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
     mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     """
@@ -64,6 +64,7 @@ class Micro(NamedTuple):
     mean_weight: float | None
     worker: int = 0
     opens_worker: bool = True
+    closes_worker: bool = True
 
 
 class TrainSampler(DistributedSampler[Any]):
@@ -119,6 +120,7 @@ class TrainSampler(DistributedSampler[Any]):
                     mean_weight=mean_weight,
                     worker=worker,
                     opens_worker=not done,
+                    closes_worker=done == passes[-1],
                 )
 
     def __iter__(self) -> Iterator[Any]:
