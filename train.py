@@ -121,10 +121,11 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
     return ddp.add_comm_hook(net, run.virtual or cfg.comm_hook)
 
 
-def train(run: Run) -> dict[str, float]:
-    """(all ranks) Take steps until the run is finished or asked to stop; returns the metrics of the last evaluation."""
+def train(run: Run) -> None:
+    """(all ranks) Take steps until the run is finished or asked to stop."""
     progress = run.progress
-    metrics = evaluate(run) if progress.evaluation_due else {}  # the last run was stopped just before it
+    if progress.evaluation_due:  # it was stopped just before
+        evaluate(run)
     while not (run.finished or run.stopped):
         run.train_loader.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
         for passes in run.steps():
@@ -135,14 +136,13 @@ def train(run: Run) -> dict[str, float]:
             if run.check_due:
                 preflight.compare_weights(run)  # the ranks hold the same ones, and the same buffers
             if progress.evaluation_due and not run.stopped:
-                metrics = evaluate(run)
+                evaluate(run)
             elif run.stopped or run.save_due:
                 save(run)
             if run.finished or run.stopped:
                 break
         else:
             progress.next_epoch()
-    return metrics
 
 
 def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
@@ -154,7 +154,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     """
     world, net, plan = run.world, run.net, run.plan
     run.begin_step()  # no gradients, training mode
-    totals: Any = None
+    totals: Any = 0
     for batch, micro in passes:
         phase("forward")
         run.begin_pass(micro)  # random numbers that depend on the samples, not on the rank
@@ -162,8 +162,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
         with net.no_sync() if ddp_waits else nullcontext():  # the forward too: DDP decides there
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
-            numbers = run.numbers(loss, micro)  # (stop votes, total, weight, *sums), float64; a filler's are zeros
-            totals = numbers if totals is None else totals + numbers
+            totals += run.numbers(loss, micro)  # (stop votes, total, weight, *sums), float64; a filler's are zeros
             if micro.closes_step:
                 summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
             scale = 0.0 if micro.filler else plan.loss_scale
@@ -180,7 +179,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     phase("logging")
 
 
-def evaluate(run: Run) -> dict[str, float]:
+def evaluate(run: Run) -> None:
     """(all ranks) Score every sample of the split once, and save; the metrics are the same on every rank.
 
     The bare module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums meet.
@@ -190,7 +189,7 @@ def evaluate(run: Run) -> dict[str, float]:
         scored = evaluate_split(run, run.log.progress(run, run.val_loader, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
-            return {}
+            return
         run.metrics, sums = scored
         run.log.evaluation(run, run.metrics, sums)
     better = run.progress.note_score(run.metrics[run.task.monitor], run.task.higher_is_better)
@@ -198,7 +197,6 @@ def evaluate(run: Run) -> dict[str, float]:
     if better or run.save_due or run.finished:
         save(run, state, best=better)
     run.meter.restart_clock()  # the speed of training is without that of evaluation
-    return run.metrics
 
 
 def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> None:
@@ -218,21 +216,17 @@ def main(argv: list[str], strict: bool = False) -> int:
     launch.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
     with survive.watch(world, stop, args.cfg):  # a heartbeat per rank: who failed, who hangs
-        code = fit(args, world, stop, strict)
-    launch.drain()  # DDP's hooks must die before their group does, and all ranks be through
+        preflight.check_wandb(args.cfg, world)
+        run = build(args, world, stop, strict)
+        preflight.describe(run, strict)  # the plan
+        if not args.dry_run and not already_complete(run):
+            with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
+                train(run)
+        stopped = run.stopped
+    del run  # DDP's hooks must die before their group does
+    launch.drain()  # (all ranks) wait for the others
     dist.destroy_process_group()  # after success only: after a failure it can hang
-    return code
-
-
-def fit(args: config.Args, world: World, stop: StopRequest, strict: bool) -> int:
-    """(all ranks) Build, print the plan, train."""
-    preflight.check_wandb(args.cfg, world)
-    run = build(args, world, stop, strict)
-    preflight.describe(run, strict)
-    if not args.dry_run and not already_complete(run):
-        with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
-            train(run)
-    return survive.exit_code(run)
+    return survive.exit_code(stopped)
 
 
 if __name__ == "__main__":

@@ -182,12 +182,11 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         step(run, passes)
         clock.step()
 
-    def last(run: Any) -> Any:
+    def last(run: Any) -> None:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
-        metrics = evaluate(run)
-        kept.update(metrics, note=run.precision.name, weights=_weights(run.model))
-        return metrics
+        evaluate(run)
+        kept.update(run.metrics, note=run.precision.name, weights=_weights(run.model))
 
     train.train_step, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts

@@ -115,6 +115,6 @@ def _hopeless(run: Run) -> str:
     return ""
 
 
-def exit_code(run: Run) -> int:
+def exit_code(stopped: str) -> int:
     """Return 0, or 75 for a run that was stopped: the same command resumes it."""
-    return status.STOPPED if run.stopped else status.DONE
+    return status.STOPPED if stopped else status.DONE
