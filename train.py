@@ -31,7 +31,7 @@ from engine.faults.signals import StopRequest
 from engine.files.open_log import already_complete, open_log
 from engine.metrics import evaluate_split, log_metrics
 from engine.phases import phase
-from engine.plan import Plan, make_plan
+from engine.plan import make_plan
 from engine.run import Run
 from engine.world import World
 
@@ -60,7 +60,14 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     """(all ranks) Build all up to the first step; writes nothing. With `split` that part of the data is scored."""
     speed.set_backends(args.cfg)
     cfg, resumed, state = checkpoint.find(args.cfg, world)
-    task, plan, loaders, data = load_data(args._replace(cfg=cfg), world, resumed, state, split)
+    with survive.sync_errors(world):  # if one rank fails in here, all stop, with its message
+        task = tasks.load(cfg.task)(cfg)
+        task.resuming = resumed is not None
+        train_set, val_set = load_datasets(task, split, state)
+        plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
+        loaders = create_data_loaders(cfg, world, plan, train_set, val_set)  # a DistributedSampler that never pads
+        data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
+        checkpoint.check_same_run(state, args, task, plan, data, resumed, split)
     plan = speed.agree(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks
     amp = precision.choose_together(cfg, world, state, strict)  # bf16, fp16 or off
     console.info("Creating model...")
@@ -83,20 +90,6 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     preflight.sanity_check(run)  # a mistake in the evaluation shows now, not after an epoch
     run.plan = speed.finish(run)  # threads, allocator
     return run
-
-
-def load_data(args: config.Args, world: World, resumed: Any, state: Any, split: str) -> tuple[Any, Plan, Any, str]:
-    """(all ranks) Return the task, the arithmetic of the run, the loaders and the fingerprint of the data."""
-    cfg = args.cfg
-    with survive.sync_errors(world):  # if one rank fails in here, all stop, with its message
-        task = tasks.load(cfg.task)(cfg)
-        task.resuming = resumed is not None
-        train_set, val_set = load_datasets(task, split, state)
-        plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
-        loaders = create_data_loaders(cfg, world, plan, train_set, val_set)  # a DistributedSampler that never pads
-        data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
-        checkpoint.check_same_run(state, args, task, plan, data, resumed, split)
-    return task, plan, loaders, data
 
 
 def wrap_ddp(run: Run, always: bool) -> nn.Module:
