@@ -73,6 +73,36 @@ def test_layouts_change_no_number():
     assert memory.set_memory_format(last, "contiguous")[0].weight.is_contiguous()
 
 
+def network_1d():
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 6, 1))
+    last = nn.Sequential(
+        nn.ConvTranspose1d(6, 5, 3), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(20, 4), nn.BatchNorm1d(4)
+    )
+    return nn.Sequential(*first, *last).double()
+
+
+def test_networks_of_one_dimension_take_the_fast_order_from_end_to_end():
+    """On CPUs, as images of height 1: the same network, gradients, statistics and checkpoint."""
+    usual, last = network_1d(), memory.set_memory_format(network_1d(), "channels_last")
+    x = torch.randn(2, 3, 16, dtype=torch.double)
+    for layers in range(1, 8):
+        assert last[:layers](x).stride()[1] == 1 != usual[:layers](x).stride()[1], "channels are neighbours"
+    for _ in range(2):
+        for net in (usual, last):
+            net(x).square().sum().backward()
+    torch.testing.assert_close(last(x), usual(x), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(last.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(last.state_dict(), usual.state_dict(), rtol=1e-12, atol=1e-12)
+    usual.load_state_dict(last.state_dict())
+    back = memory.set_memory_format(last, "contiguous")
+    assert [type(module) for module in back] == [type(module) for module in network_1d()]
+    assert back[0].weight.is_contiguous() and torch.equal(back.eval()(x), usual.eval()(x))
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        memory.set_memory_format(network_1d(), "channels_last")[1](x[None])
+
+
 CONV = ["har", "dataset.stride=512", "model.width=8"]
 
 
