@@ -33,6 +33,7 @@ def compare_ranks(run: Run) -> None:
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),
         "data": run.fingerprint,
+        "order of convolutions": run.plan.memory_format,
     }
     status.current.note(
         parameter_names=[name for name, p in run.model.named_parameters() if p.requires_grad],

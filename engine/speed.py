@@ -5,6 +5,7 @@ A script without these calls trains the same, more slowly.
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from typing import Any
@@ -68,19 +69,40 @@ def memory_format_of(state: dict[str, Any]) -> str:
     return state.get("memory_format") or state["config"].get("memory_format", "auto")
 
 
-def set_memory_format(cfg: Any, world: World, plan: Plan, model: nn.Module, precision: Precision, state: Any) -> Plan:
-    """Put the kernels of convolutions into the faster order; return the plan with its name.
+def set_memory_format(run: Run, state: dict[str, Any] | None) -> None:
+    """Put the kernels of convolutions into the faster order, and name it in the plan.
 
     state  of the checkpoint to resume, whose order stays
     """
-    order = cfg.memory_format
+    order = run.cfg.memory_format
     if order == "auto" and state:
         order = memory_format_of(state)
     if order == "auto":
-        order = memory.faster_order(model, world.device, precision.name)
-    if memory.convolutions(model):
-        memory.set_memory_format(model, order)
-    return replace(plan, memory_format=order)
+        order = memory.faster_order(run.model, run.world.device, run.precision.name)
+    run.plan = replace(run.plan, memory_format=order)
+    if not memory.convolutions(run.model):
+        return
+    memory.set_memory_format(run.model, order)
+    if order != "contiguous" and run.cfg.memory_format == "auto" and _needs_usual_order(run):
+        run.plan = replace(run.plan, memory_format="contiguous")
+        memory.set_memory_format(run.model, "contiguous")
+    if run.ema is not None:
+        memory.set_memory_format(run.ema.module, run.plan.memory_format)
+
+
+@torch.no_grad()
+def _needs_usual_order(run: Run) -> bool:
+    """Return whether the model asks for a `view` of features that only the usual order allows: tried with two samples.
+    Other errors are not for here."""
+    batch = {name: value[:2] for name, value in run.train_loader.example().items()}
+    try:
+        with run.precision.autocast():
+            run.task.loss(copy.deepcopy(run.model).eval(), batch)
+    except RuntimeError as error:
+        return "view size is not compatible" in str(error)
+    except Exception:
+        return False
+    return False
 
 
 def compile_model(run: Run) -> None:

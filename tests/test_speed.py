@@ -120,6 +120,50 @@ def test_the_order_of_convolutions_is_one_for_every_cut_and_stays_that_of_a_run(
     assert order_said(succeed(launch.python("train.py", *run, "steps=4"))) == "channels-last"
 
 
+A_VIEW = """
+import torch
+from torch import nn
+from engine.contract import Loss, Sums, Task as Base
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv{n}d(3, 4, 1), nn.Linear(4 * 5 ** {n}, 2)
+
+    def forward(self, x):
+        return self.head(self.conv(x).view(len(x), -1))
+
+class Task(Base):
+    def datasets(self):
+        rows = [{{"x": torch.full((3, *[5] * {n}), float(k)), "y": torch.tensor(k % 2)}} for k in range(12)]
+        return rows, rows
+
+    def model(self):
+        return Net()
+
+    def loss(self, net, batch):
+        return Loss(nn.functional.cross_entropy(net(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+    def score(self, model, batch):
+        return Sums(loss=self.loss(model, batch).total, count=torch.tensor(len(batch["y"])))
+
+    def report(self, sums):
+        return {{"loss": sums["loss"] / sums["count"]}}
+"""
+
+
+@pytest.mark.parametrize(("axes", "processes"), [(1, 1), (2, 2), (3, 1)])
+def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, tmp_path, axes, processes):
+    """`x.view(len(x), -1)` after a convolution, as in many tutorials: no view flattens the other order."""
+    task = tmp_path / "views.py"
+    task.write_text(A_VIEW.format(n=axes))
+    words = [str(task), "steps=2", "optim.ema_decay=0.9", f"save_dir={tmp_path / 'run'}"]
+    assert order_said(succeed(launch.torchrun(processes, "train.py", *words))) == "the usual"
+    reshaped = task.with_name("reshapes.py")
+    reshaped.write_text(task.read_text().replace(".view(", ".reshape("))
+    assert order_said(succeed(launch.python("train.py", str(reshaped), "--dry-run"))) == "channels-last"
+
+
 @pytest.mark.parametrize(
     ("device", "amp", "norm", "order"),
     [("cpu", "off", nn.GroupNorm(2, 4), "contiguous"), ("cpu", "bf16", nn.GroupNorm(2, 4), "contiguous"),
