@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine import launch
 from engine.errors import LockstepError, amount
 from engine.hardware import compiler, cores, memory, shm_backend
 from engine.hardware.device_cache import CachedDataset
 from engine.plan import Plan
-from engine.precision import Precision
 from engine.run import Run
 from engine.world import World
 
