@@ -248,7 +248,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
             if self.size() == 1:
                 future: Future[list[Tensor]] = Future()
-                future.set_result(tensors)
+                future.set_result(tensors if tensors[0].device.type == "cpu" else [])  # for DDP: on GPUs it has NCCL
                 return _create_work_from_future(future)
             if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
                 return Sum(self.channel, tensors[0])
