@@ -175,6 +175,8 @@ def enter(namespaces: list[str]) -> None:
 
 def preload() -> None:
     sys.path[0] = str(ROOT)
+    import numpy.ma
+    import PIL.Image
     import torch
     import torch.distributed.launch
     import torch.distributed.run
@@ -189,6 +191,10 @@ def preload() -> None:
     import train
     import train_ddp  # noqa: F401
 
+    # First calls import and read more.
+    PIL.Image.init()
+    numpy.random.seed()
+    torch.manual_seed(0)
     with suppress(Exception):
         # DDP's first forward pass imports it and swallows all errors: that of a loader killed meanwhile, too.
         from torch.profiler import _cupti_monitor  # noqa: F401
@@ -197,6 +203,7 @@ def preload() -> None:
     torch.zeros(1).sum().item()  # operators' tables
     subprocess_handler.SubprocessHandler._popen = fork_rank
     assert train and threading.active_count() == 1, "a fork has only the thread that forks"
+    gc.collect(), gc.freeze()  # else each collection in a fork would copy the pages of all that is here
 
 
 def fork_rank(handler, command: tuple[str, ...], env: dict[str, str]) -> Forked:
@@ -294,7 +301,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
         file.write(f"rank {env['RANK']}" if "RANK" in env else "python")
     tempfile.tempdir = None  # TMPDIR is read again
     weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
-    random.seed(), numpy.random.seed(), torch.seed()
+    random.seed(), numpy.random.seed(), torch.default_generator.seed()  # torch.seed formats a stack
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.faults.signals._parent, engine.faults.oom._BEGAN = os.getppid(), time.monotonic()
     engine.faults.watchdog.MACHINE = engine.faults.watchdog.machine()

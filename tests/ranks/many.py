@@ -34,6 +34,8 @@ def naive_epoch(run):
             run.optimizer.step()
             run.progress.step, run.progress.position = run.progress.step + 1, micro.consumed
             run.optimizer.zero_grad()
+            if run.progress.step == run.plan.total_steps:
+                return
 
 
 def main() -> None:
