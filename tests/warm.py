@@ -179,6 +179,7 @@ def preload() -> None:
     import PIL.Image
     import torch
     import torch.distributed.launch
+    import torch.distributed.optim
     import torch.distributed.run
     import torch.utils.tensorboard  # the slowest of all but torch
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: F401
