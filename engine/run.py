@@ -141,8 +141,8 @@ class Run:
         usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names
         if not usual or loss.total.ndim or not loss.total.requires_grad:
             self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
-        parts = [loss.total, torch.as_tensor(loss.weight), *loss.sums.values()]  # from any device
-        numbers = torch.stack([self.vote, *[part.detach().to(self.world.device) for part in parts]])
+        parts = [loss.total, torch.as_tensor(loss.weight), *loss.sums.values()]
+        numbers = torch.stack([self.vote, *[_on(self.world.device, part.detach()) for part in parts]])
         if micro.filler:
             numbers = torch.zeros_like(numbers)
         else:
@@ -207,3 +207,10 @@ class Run:
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
         steps = self.log.progress(self, self.train_loader, "Training")
         return self.profile.follow(steps) if self.profile else steps
+
+
+def _on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a scalar from any device on this one. From the host by a fill, because a copy is a sync point."""
+    if number.device.type == "cpu" != device.type:
+        return torch.full((), number.item(), dtype=number.dtype, device=device)
+    return number.to(device)

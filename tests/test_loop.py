@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAULTY, ROOT
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch, preflight, survive
+from engine import checkpoint, config, console, launch, optim, preflight, survive
+from engine.contract import Loss
 from engine.files import status
 from engine.files.log import Silent
 from engine.metrics import evaluate_split, training_metrics
+from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 
@@ -109,6 +113,59 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     assert run.stopped == "SIGTERM" and [skipped.step for skipped in last] == [2, 3]
     blamed = [index for skipped in last for index in skipped.samples[0]]
     assert len(set(blamed)) == len(blamed) == 24, "each step's own samples"
+
+
+class Reads(TorchDispatchMode):
+    """Note the calls by which the host reads a number of a tensor, or copies between host and device and waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        copies = func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default) or copies:
+            self.seen.append(func)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("words", [[], ["gradient_accumulation_steps=3", "batch_size=4"]], ids=["one", "three"])
+def test_the_host_reads_nothing_between_log_points(monkeypatch, steps, words):
+    """On a GPU each would wait for all that is under way. What is asked on CPUs only is left out here."""
+    monkeypatch.setattr(optim.Buffers, "put_back", lambda self, skipped: None)
+    more = ["optim.ema_decay=0.5", "optim.grad_clip=0.5", "log_every=100", "epochs=1"]
+    run, outcomes = steps(*more, *words, task=BUFFERS)
+    next(outcomes)  # the first makes the moments, and compares names
+    with (reads := Reads()):
+        for _ in itertools.islice(outcomes, 3):
+            pass
+    assert run.progress.step == 4 and not reads.seen
+
+
+def test_the_host_reads_nothing_in_a_batch_of_an_evaluation():
+    task = Classification(SimpleNamespace(loss=LossSettings()))
+    task.classes, task.train_counts = ["a", "b", "c"], np.array([4, 2, 1])
+    y, guesses = torch.tensor([0, 2, 2, 0, 0]), torch.tensor([0, 1, 2, 1, 0])
+    batch = {"x": nn.functional.one_hot(guesses, 3).float(), "y": y}
+    task.weights(batch["x"])  # copied once
+    with (reads := Reads()):
+        sums = task.score(nn.Identity(), batch)
+    assert not reads.seen and sums["confusion"].tolist() == [[2, 1, 0], [0, 0, 0], [0, 1, 1]]
+
+
+@pytest.mark.parametrize("weight", [12, 0.5, np.float64(0.5), torch.tensor(12)], ids=repr)
+def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
+    """`Loss(total, len(batch))`, as in the README. Its device stands in for a GPU: it has no memory to copy to."""
+    run, outcomes = steps()
+    next(outcomes)
+    run.world = replace(run.world, device=torch.device("meta"))
+    run.vote, total = run.vote.to("meta"), torch.zeros((), device="meta", requires_grad=True)
+    loss, micro = Loss(total, weight), SimpleNamespace(filler=False, closes_step=False, indices=[])
+    with (reads := Reads()):
+        numbers = run.numbers(loss, micro)
+    assert numbers.device.type == "meta" and numbers.dtype == torch.float64
+    assert not [func for func in reads.seen if func is torch.ops.aten._to_copy.default]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class AdamW(torch.optim.AdamW):
         """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # The kernel leaves everything alone where found_inf is 1; so do the counters.
-        taken = 1.0 if found_inf is None else 1 - found_inf
+        taken: Any = 1.0 if found_inf is None else 1 - found_inf
         for group in self.param_groups:
             known = len(self.state)
             lists: list[list[Tensor]] = [[] for _ in range(6)]
@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
                 self._share_counters()
                 counts = [self.state[p]["step"] for p in params]
             counters = [*{id(count): count for count in counts}.values()]
-            torch._foreach_add_(counters, taken)
+            torch._foreach_add_(counters, [taken] * len(counters))  # of one tensor it would read it: a sync point
             torch._fused_adamw_(
                 params, grads, first, second, none, counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
