@@ -78,6 +78,10 @@ class Plan:
         return self.peak_lr * (final + (1 - final) * factor)
 
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record CUDA graphs."""
+
+
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
@@ -102,6 +106,13 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
             where="ddp.static_graph",
             todo="drop it, or use a larger batch_size",
+        )
+    if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda" and accumulation > 1:
+        raise LockstepError(
+            f"compile={cfg.compile} with {accumulation} forward passes a step: each would overwrite the gradients of "
+            "the one before, which lie in the memory of a CUDA graph",  # pytorch#169545
+            where="compile",
+            todo="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
         )
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
     if cfg.steps:

@@ -11,13 +11,17 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config
+from engine import config, plan
+from engine.errors import LockstepError
 from engine.hardware import compiler, memory
+from engine.world import World
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
 import contest
 import run as benchmark
+
+from tests.tasks import toy
 
 FAULTS = """
 import resource, sys, torch
@@ -374,6 +378,38 @@ def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected, monke
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", "")
         assert compiler.choose("auto", torch.device("cuda"), 10**6) == "off", "Triton needs a compiler"
+
+
+def test_a_short_batch_leaves_full_ones_their_graph(monkeypatch):
+    """And not one for all sizes, which torch would take from the second size on; recorded here, not compiled."""
+    taken = []
+
+    def record(graph, inputs):
+        fixed = all(isinstance(value, torch.Tensor) for value in inputs)  # a size is an input of its own
+        return lambda *args: taken.append(fixed) or graph(*args)
+
+    whole = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **how: whole(self, backend=record, **how))
+    monkeypatch.setenv("CXX", "g++")
+    model = toy.Net(3, 0.0)
+    compiler.compile_in_place(model, "default", torch.device("cpu"))
+    for size in (12, 12, 5, 12, 7, 12):
+        model(torch.ones(size, 8))
+    assert taken == [True] * 6
+
+
+def test_cuda_graphs_and_several_passes_a_step_are_refused():
+    """In the second pass a graph would overwrite the gradients of the first."""
+
+    def planned(mode, device, passes):
+        cfg = config.Config(compile=mode, batch_size=4, gradient_accumulation_steps=passes)
+        return plan.make_plan(cfg, World(0, 0, 1, torch.device(device)), 61)
+
+    for mode in ("reduce-overhead", "max-autotune"):
+        with pytest.raises(LockstepError, match=rf"^compile={mode} with 3 forward passes a step: .*no-cudagraphs"):
+            planned(mode, "cuda", 3)
+        assert planned(mode, "cuda", 1).accumulation == 1 and planned(mode, "cpu", 3).accumulation == 3
+    assert planned("max-autotune-no-cudagraphs", "cuda", 3).accumulation == 3
 
 
 def test_without_a_compiler_it_says_so(launch, tmp_path):

@@ -131,10 +131,12 @@ class Config:
     oom: Literal["stop", "shrink"] = option(
         "stop", "when memory runs out: say which batch would fit, or start all ranks again with it, the same steps"
     )
-    compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune"] = option(
-        "off",
-        "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a GPU, "
-        "in runs of 5000 steps and more",
+    compile: Literal["off", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        option(
+            "off",
+            "compile the model with torch.compile: for long runs, as the first steps take half a minute; auto: on a "
+            "GPU, in runs of 5000 steps and more",
+        )
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",

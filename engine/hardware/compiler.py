@@ -43,7 +43,8 @@ def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
         raise LockstepError(what, where="compile", todo="install g++, name one in CXX, or use compile=off")
-    model.compile(mode=mode)
+    # A graph for each shape: else the first short batch gives a slower one for all sizes, which later ones would take.
+    model.compile(mode=mode, dynamic=False)
 
 
 _SHIELDED = (
