@@ -74,6 +74,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     with survive.sync_errors(world):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = task.model().to(world.device)
+        plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, state)
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
@@ -81,7 +82,6 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
             train_loader=loaders[0], val_loader=loaders[1], fingerprint=data, stop=stop or StopRequest(),
         )  # fmt: skip
-        speed.set_memory_format(run, state)
         if state:
             checkpoint.restore(run, state, resumed)
         speed.compile_model(run)

@@ -11,12 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine import launch
+from engine.contract import Task
 from engine.errors import LockstepError, amount
 from engine.hardware import compiler, cores, memory, shm_backend
 from engine.hardware.device_cache import CachedDataset
 from engine.plan import Plan
+from engine.precision import Precision
 from engine.run import Run
 from engine.world import World
 
@@ -67,35 +70,35 @@ def memory_format_of(state: dict[str, Any]) -> str:
     return state.get("memory_format") or state["config"].get("memory_format", "auto")
 
 
-def set_memory_format(run: Run, state: dict[str, Any] | None) -> None:
-    """Put the kernels of convolutions into the faster order, and name it in the plan.
+def set_memory_format(
+    cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, state: dict[str, Any] | None
+) -> Plan:
+    """Put the kernels of convolutions into the faster order; return the plan with its name. Before anything else holds
+    the memory of the parameters.
 
     state  of the checkpoint to resume, whose order stays
     """
-    order = run.cfg.memory_format
+    order = cfg.memory_format
     if order == "auto" and state:
         order = memory_format_of(state)
     if order == "auto":
-        order = memory.faster_order(run.model, run.world.device, run.precision.name)
-    run.plan = replace(run.plan, memory_format=order)
-    if not memory.convolutions(run.model):
-        return
-    memory.set_memory_format(run.model, order)
-    if order != "contiguous" and run.cfg.memory_format == "auto" and _needs_usual_order(run):
-        run.plan = replace(run.plan, memory_format="contiguous")
-        memory.set_memory_format(run.model, "contiguous")
-    if run.ema is not None:
-        memory.set_memory_format(run.ema.module, run.plan.memory_format)
+        order = memory.faster_order(model, loader.device, amp.name)
+    if memory.convolutions(model):
+        memory.set_memory_format(model, order)
+        if order != "contiguous" and cfg.memory_format == "auto" and _needs_usual_order(task, model, loader, amp):
+            order = "contiguous"
+            memory.set_memory_format(model, order)
+    return replace(plan, memory_format=order)
 
 
 @torch.no_grad()
-def _needs_usual_order(run: Run) -> bool:
+def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
     """Return whether the model asks for a `view` of features that only the usual order allows: tried with two samples.
     Other errors are not for here."""
-    batch = {name: value[:2] for name, value in run.train_loader.example().items()}
+    batch = {name: value[:2] for name, value in loader.example().items()}
     try:
-        with run.precision.autocast():
-            run.task.loss(copy.deepcopy(run.model).eval(), batch)
+        with amp.autocast():
+            task.loss(copy.deepcopy(model).eval(), batch)
     except RuntimeError as error:
         return "view size is not compatible" in str(error)
     except Exception:

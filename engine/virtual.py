@@ -234,13 +234,16 @@ class VirtualWorkers:
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
         """Sum a bucket over all workers, as DDP's communication hook. A bucket is sent when it is full, and added up
         when the last one is: the backward pass continues meanwhile."""
-        buffer, views = bucket.buffer(), bucket.gradients()
-        places = [state.number[id(p)] for p in bucket.parameters()]
-        for place, view in zip(places, views, strict=True):
-            state._push(place, state.block[-1], view)
-        nodes = zip(*(state.pending.pop(place) for place in places), strict=True)
-        *others, _ = ([grad for _, (grad,) in each] for each in nodes)  # the last one is in the bucket
-        mine = [_like_bucket(buffer, views, grads) for grads in others]
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of the parameters.
+        places = [view.storage_offset() - buffer.storage_offset() for view in bucket.gradients()]
+        numbers = [state.number[id(p)] for p in parameters]
+        for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
+            state._push(number, state.block[-1], view)
+        nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
+        mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
+        for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
+            torch._foreach_copy_(_views(flat, parameters, places), [grad for _, (grad,) in node])
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
         if bucket.is_last():
@@ -273,11 +276,16 @@ class VirtualWorkers:
         return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
 
-def _like_bucket(buffer: Tensor, views: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """Return gradients as one flat tensor, in the order and the layouts of a bucket."""
-    flat = torch.zeros_like(buffer)
-    places = [view.storage_offset() - buffer.storage_offset() for view in views]
-    torch._foreach_copy_(
-        [flat.as_strided(view.shape, view.stride(), place) for view, place in zip(views, places, strict=True)], grads
-    )
-    return flat
+def _views(flat: Tensor, parameters: list[Tensor], places: list[int]) -> list[Tensor]:
+    """Return the views of a bucket's flat tensor in which DDP keeps the gradients of `parameters`."""
+    return [
+        flat.as_strided(p.shape, _dense_strides(p), flat.storage_offset() + place)
+        for p, place in zip(parameters, places, strict=True)
+    ]
+
+
+def _dense_strides(p: Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp, read in 2.13): those of
+    its parameter if they leave no gaps, or else the usual ones."""
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()
+    return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
