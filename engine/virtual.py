@@ -285,7 +285,7 @@ def _views(flat: Tensor, parameters: list[Tensor], places: list[int]) -> list[Te
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp, read in 2.13): those of
-    its parameter if they leave no gaps, or else the usual ones."""
+    """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp, read in 2.13): those
+    of its parameter if they leave no gaps, or else the usual ones."""
     dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
