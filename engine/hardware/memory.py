@@ -85,13 +85,10 @@ def set_memory_format(model: nn.Module, order: str) -> nn.Module:
     for module in (chosen := convolutions(model)):
         layout = _FORMATS[type(module)] if last else torch.contiguous_format
         for p in module.parameters(recurse=False):
-            if p.ndim < 3:
-                continue
-            shape = (*p.shape[:2], 1, p.shape[2]) if p.ndim == 3 else p.shape
-            like = torch.empty(shape, device="meta", memory_format=layout)
-            like = like.squeeze(2) if p.ndim == 3 else like
-            # In its own memory: with optim.zero that is a part of a piece that is broadcast.
-            p.data = p.data.as_strided(p.shape, like.stride(), p.data.storage_offset()).copy_(p.data.clone())
+            if p.ndim > 3:  # copied: `contiguous` returns a kernel of one channel, or one pixel, as it is
+                p.data = torch.empty_like(p.data, memory_format=layout).copy_(p.data)
+            elif p.ndim == 3:
+                p.data = torch.empty_like(p.data.unsqueeze(2), memory_format=layout).squeeze(2).copy_(p.data)
     if any(module.weight.ndim == 3 for module in chosen):
         for module in model.modules():
             if type(module) in (nn.BatchNorm1d, BatchNorm1dLast):
