@@ -112,7 +112,7 @@ def test_every_number_of_processes_ends_in_the_same_bits(trained, workers, proce
 
 @pytest.mark.slow
 def test_the_steps_are_those_of_a_run_without(launch, tmp_path):
-    """In float64, where rounding is far below 1e-9; a training without BatchNorm and dropout, which see other passes."""
+    """In float64, where rounding is far below 1e-9; without BatchNorm and dropout, which see other passes."""
     words = ["train.py", TOY, "model.double=true", "global_batch=13", "sampler=balanced", *COMMON]
     ours, plain = tmp_path / "ours", tmp_path / "plain"
     succeed(launch.torchrun(2, *words, "batch_size=2", "virtual_workers=5", f"save_dir={ours}"))
