@@ -236,7 +236,7 @@ class VirtualWorkers:
         when the last one is: the backward pass continues meanwhile."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of the parameters.
-        places = [view.storage_offset() - buffer.storage_offset() for view in bucket.gradients()]
+        places = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
         numbers = [state.number[id(p)] for p in parameters]
         for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
             state._push(number, state.block[-1], view)
