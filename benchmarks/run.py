@@ -156,12 +156,21 @@ def apart(about: dict[str, Any], processes: int, threads: int) -> dict[str, Any]
     return each[0] | {"step_ms": statistics.mean(one["step_ms"] for one in each)}
 
 
-def limits(workload: str, everything: bool) -> list[str]:
+def has_bf16() -> bool:
+    """Return whether this CPU has bf16 instructions, as /proc/cpuinfo says."""
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and "avx512_bf16" in flags.read_text()
+
+
+def limits(workload: str, everything: bool, bf16: bool) -> list[str]:
+    """Return the names of the loops that a workload is held to: `limit`, and how it is made fast."""
     found = ["limit allocator"]
     if workload in ("video", "har_conv", "act"):
         found.append("limit allocator channels_last")
+    if bf16:  # Lockstep takes it by itself: a limit without would be none
+        found += [f"{one} bf16" for one in found]
     if everything:
-        found += ["limit", *[f"{one} {more}" for one in found for more in ("compile", "bf16")]]
+        found += ["limit", *[f"{one} compile" for one in found]]
     return found
 
 
@@ -182,7 +191,11 @@ def compete(workload: str, processes: int, args: argparse.Namespace) -> dict[str
     absent = [peer for peer in PEERS if peer in MODULES and not find_spec(MODULES[peer])]
     if absent:
         print(f"not installed, left out: {', '.join(absent)} (pip install -e '.[bench]')")
-    names = ["lockstep", *[peer for peer in PEERS if peer not in absent], *limits(workload, args.limits)]
+    names = [
+        "lockstep",
+        *[peer for peer in PEERS if peer not in absent],
+        *limits(workload, args.limits, args.gpu or has_bf16()),
+    ]
     names += ["lerobot"] if workload == "act" and find_spec("lerobot") else []
     names += ["apart"] if processes > 1 else ["start"] if workload in BARS["start"] else []
     if args.contestants:
@@ -292,7 +305,7 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
             continue
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":")[1].strip() for line in flags.splitlines() if line.startswith("model name")), "?")
-    device = f"{os.cpu_count()} cores of {model}{'' if 'avx512_bf16' in flags else ' without bf16 instructions'}"
+    device = f"{os.cpu_count()} cores of {model}{'' if has_bf16() else ' without bf16 instructions'}"
     if args.gpu:
         import torch
 
@@ -317,7 +330,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=0, help="instead of each workload's own")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each process")
     parser.add_argument("--contestants", default="", help="only these, separated by commas")
-    parser.add_argument("--limits", action="store_true", help="more limits: compiled, bf16, without the allocator")
+    parser.add_argument("--limits", action="store_true", help="more limits: compiled, without the allocator")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", default="", help="name of the two files in benchmarks/results; empty: print only")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a bar is missed")
