@@ -35,7 +35,7 @@ RUNS = {
         "perceptron": [*PERCEPTRON, "global_batch=13", "drop_last=true", "optim.zero=true"],
     },
     6: {
-        "video": ["video", *SMALL["video"], "global_batch=12", "optim.zero=true"],
+        "video": ["video", *SMALL["video"], "global_batch=12", "optim.zero=true", "memory_format=channels_last"],
         "attention": [*ATTENTION, "global_batch=13", "amp=bf16", SMALL_BUCKETS],
         "perceptron": [
             *PERCEPTRON,
