@@ -8,11 +8,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
     """Up to eight groups. Not BatchNorm, because the step would depend on how the batch is cut."""
-    return nn.GroupNorm(math.gcd(8, channels), channels)
+    return GroupNorm(math.gcd(8, channels), channels)
+
+
+class GroupNorm(nn.GroupNorm):
+    """torch's, with the bits of torch's under autocast, but less memory on GPUs: see `GroupNormOfHalf`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype == torch.float32:
+            y: Tensor = GroupNormOfHalf.apply(x, self.weight, self.bias, self.num_groups, self.eps)
+            return y
+        return super().forward(x)
+
+
+class GroupNormOfHalf(torch.autograd.Function):
+    """GroupNorm in float32 of a bf16 or fp16 input, which is kept for the backward pass, and so is the output: CUDA's
+    autocast keeps both in float32, more than float32 training does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+        ctx.sizes = n, c, size, _ = (len(x), x.shape[1], x.numel() // max(1, len(x) * x.shape[1]), groups)
+        y, mean, rstd = torch.native_group_norm(x.float().contiguous(), weight, bias, n, c, size, groups, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        wide, grad = (value.float().contiguous() for value in (x, grad))
+        of_x, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
+            grad, wide, mean, rstd, weight, *ctx.sizes, [True, True, True]
+        )
+        return of_x.to(x.dtype), of_weight, of_bias, None, None
 
 
 def sine_code(positions: Tensor, width: int) -> Tensor:

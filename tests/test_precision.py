@@ -6,8 +6,10 @@ import pytest
 import torch
 from conftest import succeed
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from engine.precision import Precision, _in_float32, choose, choose_together
+from models.layers import GroupNormOfHalf, group_norm
 
 CPU_BF16 = Precision("bf16", torch.device("cpu"), "")
 
@@ -125,3 +127,37 @@ def test_torch_says_which_instructions_are_hidden(launch):
 def test_what_bf16_gains_is_measured(launch):
     done = succeed(launch.python("benchmarks/precision.py", "--only", "flatten", "--rounds", "2", "--seconds", "0.01"))
     assert "amp=auto is" in done.out and "\n| flatten | " in done.out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 24, 5, 6, 7), (2, 12, 9)], ids=str)
+def test_a_norm_on_a_gpu_has_the_bits_of_autocasts_and_keeps_half(dtype, shape):
+    """CUDA's autocast gives GroupNorm a float32 input, and the next convolution a bf16 copy of its output."""
+    torch.manual_seed(0)
+    norm, x = group_norm(shape[1]), (torch.randn(shape) * 3 + 1).to(dtype)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    grad, kept = torch.randn(shape).to(dtype), []
+
+    def passes(forward):
+        norm.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+            y = forward(leaf)
+        y.backward(grad)
+        return y, leaf.grad, norm.weight.grad, norm.bias.grad
+
+    theirs = passes(lambda x: nn.functional.group_norm(x.float(), norm.num_groups, norm.weight, norm.bias).to(dtype))
+    kept.clear()
+    ours = passes(lambda x: GroupNormOfHalf.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps))
+    assert all(map(torch.equal, ours, theirs)) and ours[0].dtype == dtype
+    assert [value.dtype for value in kept if value.numel() == x.numel()] == [dtype]
+
+
+def test_a_norm_takes_that_way_on_gpus_alone(monkeypatch):
+    taken = []
+    monkeypatch.setattr(GroupNormOfHalf, "apply", lambda x, *rest: taken.append((x.device.type, x.dtype)) or x)
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode(), torch.device(device), torch.no_grad():  # autograd itself would look for a GPU
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                assert group_norm(24)(torch.ones(2, 24, 5, dtype=dtype)).dtype == dtype
+    assert taken == [("cuda", torch.bfloat16), ("cuda", torch.float16)]

@@ -172,7 +172,8 @@ def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, t
     ("device", "amp", "norm", "order"),
     [("cpu", "off", nn.GroupNorm(2, 4), "contiguous"), ("cpu", "bf16", nn.GroupNorm(2, 4), "contiguous"),
      ("cpu", "off", nn.BatchNorm2d(4), "channels_last"), ("cpu", "bf16", nn.Identity(), "channels_last"),
-     ("cuda", "off", nn.Identity(), "contiguous"), ("cuda", "bf16", nn.GroupNorm(2, 4), "channels_last"),
+     ("cuda", "off", nn.Identity(), "contiguous"), ("cuda", "bf16", nn.GroupNorm(2, 4), "contiguous"),
+     ("cuda", "bf16", nn.BatchNorm2d(4), "channels_last"),
      ("cuda", "fp16", nn.Identity(), "channels_last")],
 )  # fmt: skip
 def test_the_order_of_convolutions_is_chosen_by_rule(device, amp, norm, order):

@@ -140,8 +140,8 @@ class Config:
     )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",
-        "layout of convolutions: auto is the faster one, on CPUs channels_last if the model has no GroupNorm, on GPUs "
-        "(2-D and 3-D) channels_last with mixed precision; contiguous if the model calls `view` on features",
+        "layout of convolutions: auto is the faster one, channels_last if the model has no GroupNorm (on GPUs: of 2-D "
+        "and 3-D ones, with mixed precision); contiguous if the model calls `view` on features",
     )
     allocator: Literal["keep", "system"] = option(
         "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"

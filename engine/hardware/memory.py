@@ -68,14 +68,11 @@ def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
     """Choose one of ORDERS. By rule, not by timing, so that all ranks, and a run on another day, agree.
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
-    (`benchmarks/precision.py`): more than the convolutions gain. On GPUs cuDNN's fast float32 kernels are those of the
-    usual order.
+    (`benchmarks/precision.py`): more than the convolutions gain. On GPUs it copies its input to the usual order
+    (pytorch#111824), and cuDNN's fast float32 kernels are those of that order.
     """
-    if device.type == "cpu":
-        usual = any(isinstance(module, nn.GroupNorm) for module in model.modules())
-    else:
-        usual = precision == "off"
-    return "contiguous" if usual else "channels_last"
+    usual = any(isinstance(module, nn.GroupNorm) for module in model.modules())
+    return "contiguous" if usual or (device.type != "cpu" and precision == "off") else "channels_last"
 
 
 def set_memory_format(model: nn.Module, order: str) -> nn.Module:
