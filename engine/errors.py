@@ -16,6 +16,13 @@ class LockstepError(Exception):
         self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
 
 
+def headline(error: BaseException) -> str:
+    """Return the first line of an error's text, and of NCCL's also the reason, which stands below `Last error:`."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
+    return ": ".join([*lines[:1], *reason[:1]])
+
+
 def amount(number: int, noun: str) -> str:
     """Return `1 GPU`, `2 GPUs`, `2 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from engine.config import Config
 from engine.console import console, set_up
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, headline
 from engine.faults import agent, oom
-from engine.network import choose_network
+from engine.network import choose_network, set_up_nccl
 from engine.phases import phase
 from engine.world import World
 
@@ -142,7 +142,8 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     if not env.launched:  # under torchrun the user chose them
         check_gpu_ids(cfg.gpu_ids, visible)
         return torch.device("cuda", (cfg.gpu_ids or [0])[0])
-    if env.local_rank >= visible and cfg.ddp.backend != "gloo":
+    own_gpu = visible == 1 and os.environ.get("SLURM_LOCALID") == str(env.local_rank)  # Slurm shows each task its own
+    if env.local_rank >= visible and not own_gpu and cfg.ddp.backend != "gloo":
         raise LockstepError(
             f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible",
             where="environment",
@@ -181,6 +182,8 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
+    if backend == "nccl":
+        set_up_nccl(cfg.ddp.timeout_s)
     wait = timedelta(seconds=cfg.ddp.init_timeout_s)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
@@ -247,7 +250,7 @@ def explained(env: Environment) -> Iterator[None]:
 
 
 def _cannot_join(error: Exception, env: Environment) -> LockstepError:
-    text = str(error).splitlines()[0]
+    text = headline(error)
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return LockstepError(

@@ -1,19 +1,23 @@
 """Two doors, one loop; a task dropped anywhere; who writes; what precision really runs."""
 
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import config
+from engine import config, network
 from engine.contract import LockstepError
 from engine.digests import code
-from engine.launch import Environment, data_parallel_devices, environment, pick_device
+from engine.errors import headline
+from engine.faults import blame
+from engine.launch import Environment, data_parallel_devices, environment, explained, meeting, pick_device, rendezvous
 
 SPY = """
 import torch
@@ -224,8 +228,79 @@ def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
     assert (device, data_parallel_devices(cfg, device)) == (torch.device("cuda:1"), (1, 0))
     with pytest.raises(LockstepError, match=r"gpu_ids=\[3\] asked, 2 visible"):
         pick_device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), Environment())
+    # Slurm with --gpus-per-task=1: each task sees its own GPU, and no other.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fourth = Environment(3, 3, 4, launched=True)
+    with pytest.raises(LockstepError, match="LOCAL_RANK=3, but 1 GPU visible"):
+        pick_device(config.Config(), fourth)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert pick_device(config.Config(), fourth) == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     # `--multi-gpu ddp --gpu-ids 0,1,3`: torchrun's children see only those, counted from 0, and are given the flag too.
     assert pick_device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), second_of_two).index == 1
+
+
+@pytest.fixture
+def no_nccl(monkeypatch, tmp_path):
+    """No variable and no file of NCCL's, and no InfiniBand; what is set here is unset again."""
+    theirs = {name for name in os.environ if "NCCL_" in name} | {"GLOO_SOCKET_IFNAME", "MASTER_ADDR"}
+    mine = {name: value for name, value in os.environ.items() if name not in theirs}
+    monkeypatch.setattr(os, "environ", mine | {"HOME": str(tmp_path)})
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path / "infiniband")
+    return tmp_path
+
+
+@pytest.mark.parametrize("known", ["", "file", "home", "infiniband"])
+def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatch, known):
+    """That one alone: without the = it would take eth10 for eth1."""
+    monkeypatch.setattr(network.agent, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    store = dist.HashStore()
+    for rank in range(2):
+        store.set(f"rank{rank}_is_at", f"10.0.0.{rank + 1}")
+    if known == "infiniband":
+        (network.INFINIBAND / "mlx5_0").mkdir(parents=True)
+    elif known:
+        file = no_nccl / {"file": "nccl.conf", "home": ".nccl.conf"}[known]
+        file.write_text("# of the cluster\nNCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
+        os.environ |= {"NCCL_CONF_FILE": str(file)} if known == "file" else {}
+    assert network.choose_network(store, 2) == "eth1 (10.0.0.2)"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1" and os.environ.get("NCCL_SOCKET_IFNAME") == (
+        None if known else "=eth1"
+    )
+
+
+def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
+    """Nothing of it ends this process before the watchdog would; what the user has set stays."""
+    monkeypatch.setattr(meeting, "notes", None), monkeypatch.setattr(meeting, "lasting", None)
+    cfg = config.parse([TOY, "ddp.timeout_s=1800"], tasks.load).cfg
+    rendezvous(Environment(), cfg, "gloo")
+    assert not [name for name in os.environ if "NCCL_" in name]
+    rendezvous(Environment(), cfg, "nccl")
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "1"
+    rendezvous(Environment(), cfg, "nccl")
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"
+
+
+NCCL_SAYS = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error, NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. 
+Last error:
+socketPollConnect: connect to 10.0.0.2<45000> returned No route to host
+"""
+
+
+def test_an_error_of_nccl_keeps_its_reason():
+    for error in (dist.DistBackendError(NCCL_SAYS), dist.DistBackendError(NCCL_SAYS.replace("\n", "\n\n"))):
+        with (
+            pytest.raises(
+                LockstepError, match=r"could not join.*NCCL version 2\.27\.5: socketPollConnect: .*to host \("
+            ),
+            explained(Environment(1, 1, 2, launched=True)),
+        ):
+            raise error
+        assert "version 2.27.5: socketPollConnect: " in str(blame.explain(error, None))
+    assert headline(RuntimeError("\none\ntwo")) == "one" and headline(RuntimeError("Last error:")) == "Last error:"
 
 
 def test_a_port_in_use_is_named(launch, tmp_path):

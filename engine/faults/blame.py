@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from engine import launch
-from engine.errors import LockstepError
+from engine.errors import LockstepError, headline
 from engine.faults import oom, terminal, watchdog
 from engine.faults.signals import leave_nothing
 from engine.files import status
@@ -92,7 +92,7 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
         place += [f"rank {world.rank}"] if world.size > 1 else []
         place += [f"{phase.name} at step {phase.step}"]
     where = ", ".join(words for words in place if words)
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = headline(error)
     if oom.ran_out(error):
         return _out_of_memory(text or "no words", where, world)
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
