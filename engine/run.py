@@ -127,10 +127,8 @@ class Run:
         on nothing but the seed and the cut; no state of a generator has to be kept."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
         if self.virtual:
-            if micro.opens_worker:
-                self.virtual.begin_worker(micro.worker, self.buffers, idle=micro.filler, check=self.check_due)
-            ddp_sums = micro.closes_step and isinstance(self.net, DistributedDataParallel)
-            self.virtual.takes = micro.closes_worker and not ddp_sums
+            in_ddp = isinstance(self.net, DistributedDataParallel)
+            self.virtual.begin_pass(micro, self.buffers, check=self.check_due, in_ddp=in_ddp)
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
@@ -141,8 +139,9 @@ class Run:
         usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names
         if not usual or loss.total.ndim or not loss.total.requires_grad:
             self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
-        parts = [loss.total, torch.as_tensor(loss.weight), *loss.sums.values()]
-        numbers = torch.stack([self.vote, *[_on(self.world.device, part.detach()) for part in parts]])
+        here = self.world.device
+        parts = [part.detach() for part in (loss.total, torch.as_tensor(loss.weight), *loss.sums.values())]
+        numbers = torch.stack([self.vote, *[part if part.device == here else _on(here, part) for part in parts]])
         if micro.filler:
             numbers = torch.zeros_like(numbers)
         else:

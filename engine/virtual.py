@@ -167,6 +167,12 @@ class VirtualWorkers:
 
     # ---- one worker after the other ----
 
+    def begin_pass(self, micro: Any, buffers: Buffers, check: bool, in_ddp: bool) -> None:
+        """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`."""
+        if micro.opens_worker:
+            self.begin_worker(micro.worker, buffers, micro.filler, check)
+        self.takes = micro.closes_worker and not (micro.closes_step and in_ddp)
+
     def begin_worker(self, worker: int, buffers: Buffers, idle: bool, check: bool) -> None:
         """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
 
