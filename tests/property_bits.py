@@ -38,7 +38,7 @@ def configuration(dice: random.Random) -> tuple[list[str], list[list[str]], list
         f"virtual_workers={workers}",
         *size,
         f"drop_last={str(whole or dice.random() < 0.3).lower()}",
-        f"dataset.samples={workers * batch * passes + dice.randint(0, 60)}",
+        f"dataset.samples={max(30, workers * batch * passes) + dice.randint(0, 60)}",
         f"sampler={dice.choice(['shuffle', 'balanced'])}",
         f"amp={dice.choice(['off', 'off', 'fp16', 'bf16'])}",
         f"optim.grad_clip={dice.choice([0, 0.1, 1])}",
