@@ -42,11 +42,18 @@ whole() { # NAME VALUE LOW HIGH
 }
 
 # Sets `gpus`: the lines of `nvidia-smi -L` that CUDA will show, by its rules: it stops at the first invalid entry,
-# sees nothing if one is repeated, and never more than one slice of a GPU in MIG mode.
+# sees nothing if one is repeated, and never more than one slice of a GPU in MIG mode. Where there is no nvidia-smi, but
+# a device (ROCm, a slim container), torch is asked: importing it takes seconds.
 find_gpus() {
     local listing line wanted entry i hits all=() slices=() taken=,
     gpus=()
-    command -v nvidia-smi >/dev/null || return 0
+    if ! command -v nvidia-smi >/dev/null; then
+        [[ -e /dev/nvidiactl || -e /dev/kfd || -e /dev/dxg ]] || return 0
+        listing='import torch
+print(*[f"GPU {i}: {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())], sep="\n", end="")'
+        mapfile -t gpus < <("$python" -c "$listing" 2>/dev/null)
+        return 0
+    fi
     listing=$(nvidia-smi -L 2>&1) || { warn "nvidia-smi failed, no GPU is used: ${listing%%$'\n'*}"; return 0; }
     while IFS= read -r line; do
         [[ $line != "GPU "* ]] || all+=("$line")
@@ -159,8 +166,8 @@ for argument in "$@"; do
 done
 [[ -f $script ]] || fail "no $script: keep train_multigpu.sh in the folder of the training scripts"
 find_nodes
-find_gpus
 find_python
+find_gpus
 
 found=${#gpus[@]} processes=${asked:-$((${#gpus[@]} ? ${#gpus[@]} : 1))}
 visible="$found GPU$( ((found == 1)) || echo s) visible"

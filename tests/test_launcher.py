@@ -103,8 +103,9 @@ class Home:
             path.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
-        shutil.copy(LAUNCHER, self.folder)
         self.script = self.folder / LAUNCHER.name
+        shutil.copy(LAUNCHER, self.script)
+        self.script.write_text(re.sub(r"/dev/(nvidiactl|kfd|dxg)\b", rf"{self.folder}/\1", self.script.read_text()))
         self.env = {
             "PATH": str(self.bin),
             "HOME": str(folder),
@@ -255,9 +256,25 @@ def test_visible_gpus(home: Home, listing: list[str] | None, visible: str | None
         assert "Available GPUs:" not in lines
 
 
+@pytest.mark.parametrize("device", ["kfd", "nvidiactl", ""])
+@pytest.mark.parametrize("count", [0, 2])
+def test_gpus_without_nvidia_smi(home: Home, device: str, count: int) -> None:
+    """ROCm's, or those of a container without the tool: torch counts them; no GPU's device, nobody is asked."""
+    listing = [f"GPU {i}: AMD Instinct MI300X" for i in range(count)]
+    asked = home.out / "asked"
+    answer = f": >{asked}" + (f"; printf '%s\\n' {shlex.join(listing)}" if listing else "")
+    python = home.tool("python", f'case "$2" in *device_count*) {answer};; *) echo True;; esac')
+    if device:
+        (home.folder / device).touch()
+    expected = listing if device else []
+    assert processes_of(home.words(PYTHON=str(python))) == str(len(expected) or 1)
+    assert asked.exists() is bool(device)
+    assert [line for line in banner(home, PYTHON=str(python)) if line.startswith("GPU ")] == expected
+
+
 def banner(home: Home, *args: str, **env: str) -> list[str]:
     """Return what is printed before torchrun starts."""
-    done = home.run(*args, PYTHON=home.idle_python(), **env)
+    done = home.run(*args, **{"PYTHON": home.idle_python()} | env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
