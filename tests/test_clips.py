@@ -620,13 +620,13 @@ def test_motion_is_needed_and_enough(tmp_path):
     clips = Clips(ensure(tmp_path / "e", recipe))
     train, val = split_by_video(clips.videos, clips.labels, 0.2)
     data = clips.__getitems__(range(len(clips)))
-    # Twelve epochs on 400 small clips give .85 to .95, by seed and rounding; test_learning.py has the config's own bar.
-    assert _macro_f1(data["x"], data["y"], train, val) > 0.75
+    # Eight epochs on 400 small clips give .63 to .79, by seed and rounding; test_learning.py has the config's own bar.
+    assert _macro_f1(data["x"], data["y"], train, val) > 0.5
     frozen = data["x"][:, 4:5].expand(-1, 9, -1, -1).contiguous()
     assert _macro_f1(frozen, data["y"], train, val) < 0.35
 
 
-def _macro_f1(x: torch.Tensor, y: torch.Tensor, train: np.ndarray, val: np.ndarray, epochs: int = 12) -> float:
+def _macro_f1(x: torch.Tensor, y: torch.Tensor, train: np.ndarray, val: np.ndarray, epochs: int = 8) -> float:
     torch.manual_seed(0)
     model = CNN3d(5, width=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, fused=True)

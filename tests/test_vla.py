@@ -360,9 +360,9 @@ def test_places_are_told_apart():
 
 @pytest.mark.slow
 def test_it_learns_to_repeat_what_it_was_shown():
-    """Twelve demonstrations by heart: driven by the policy, their worlds end as their commands say. (On new worlds it
+    """Six demonstrations by heart: driven by the policy, their worlds end as their commands say. (On new worlds it
     takes many more demonstrations, and minutes.)"""
-    seeds = np.arange(12)
+    seeds = np.arange(6)
     episodes = list(trials.demonstrate(discs.Discs(seeds), seeds, 0.1))
     frames = {name: np.concatenate([e.features[name] for e in episodes]) for name in (discs.STATE, TOP, discs.ACTION)}
     words = np.concatenate([[hash_words(e.command, 9, 512)] * len(e.features[discs.ACTION]) for e in episodes])
@@ -378,7 +378,7 @@ def test_it_learns_to_repeat_what_it_was_shown():
         return net.sample(normalised(seen[discs.STATE], seen[TOP], said)).numpy() * 0.5
 
     assert trials.roll_out(drive, discs.Discs(seeds), 1)[0].mean() < 0.1
-    for step in range(500):
+    for step in range(250):
         at = torch.randint(len(words), (32,), generator=torch.Generator().manual_seed(step)).numpy()
         batch = normalised(frames[discs.STATE][at], frames[TOP][at], words[at])
         batch |= {"action": torch.as_tensor(frames[discs.ACTION][at])[:, None] / 0.5}
