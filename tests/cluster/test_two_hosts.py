@@ -20,7 +20,7 @@ RUN += ["log_every=1", "ddp.init_timeout_s=60"]
 
 def slowly(seconds):
     """Each step of one rank, so that there is time to interrupt them."""
-    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=4"]
+    return ["fault.kind=slow", "fault.step=1", "fault.times=100000", f"fault.seconds={seconds}", "ddp.timeout_s=2"]
 
 
 pytestmark = pytest.mark.slow
@@ -98,7 +98,7 @@ GONE = {
 def test_a_host_is_lost_and_the_same_commands_resume(launch, tmp_path, straight, how, lost):
     """The survivor ends with an error; then both start again (once: the folder is the same whoever is lost)."""
     launch.may_stay.append("lockstep_")  # a machine that is killed removes nothing
-    run, words = tmp_path / "run", [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
+    run, words = tmp_path / "run", [f"save_dir={tmp_path / 'run'}", *slowly(0.05)]
     with two_hosts() as hosts:
         runs = start_both(launch, hosts, *words)
         runs[0].wait_for("step 10/")
@@ -122,7 +122,7 @@ def test_a_host_is_lost_and_the_same_commands_resume(launch, tmp_path, straight,
 def test_a_killed_host_comes_back_alone(launch, hosts, tmp_path, straight):
     """With c10d and restarts: the other one waits for it and resumes."""
     launch.may_stay.append("lockstep_")
-    words = [f"save_dir={tmp_path / 'run'}", *slowly(0.1)]
+    words = [f"save_dir={tmp_path / 'run'}", *slowly(0.05)]
     # Torch takes a silent node for dead after three times as long.
     env = {"RDZV": "c10d", "NODE_RANK": None, "TORCHRUN_ARGS": "--max-restarts=1 --rdzv_conf=keep_alive_interval=1"}
     stays, dies = start_both(launch, hosts, *words, **env)
