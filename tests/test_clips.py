@@ -392,7 +392,7 @@ def test_ensure_refuses_the_clips_of_another_recipe(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_ensure_at_once_build_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     together, seen = context.Barrier(2), context.Queue()
     recipe = Recipe(trials=200, videos=20, frames=9, size=32)
     workers = [context.Process(target=_ensure_there, args=(tmp_path / "c", recipe, together, seen)) for _ in range(2)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import succeed
 
 from formats.clips import Clips
 from tools import prepare_clips
@@ -164,10 +165,10 @@ def test_without_pyav_it_says_what_to_install(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_runs_as_a_script_from_the_root(videos):
+def test_it_runs_as_a_script_from_the_root(launch, videos):
     command = [sys.executable, "tools/prepare_clips.py"]
-    shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert shown.returncode == 0 and "start, center or end" in shown.stdout and "--skip-broken" in shown.stdout
+    shown = succeed(launch(*command, "--help")).out
+    assert "start, center or end" in shown and "--skip-broken" in shown
     table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
     done = subprocess.run([*command, table, videos / "out"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -94,8 +94,8 @@ def test_the_expert_pushes_the_block_home():
 @pytest.mark.slow
 def test_record_train_try(launch, tmp_path):
     """Two processes record, train and try as one does."""
-    words = "robot env.type=pusht env.demonstrations=4 env.size=32 env.noise=0 policy.chunk_size=4 steps=3 "
-    words += "eval.n_episodes=3 dataset.eval_split=0"
+    words = "robot env.type=pusht env.demonstrations=4 env.size=32 env.noise=0 policy.chunk_size=4 policy.num_steps=1 "
+    words += "steps=3 eval.n_episodes=3 dataset.eval_split=0"
     done = succeed(launch.torchrun(2, "train.py", *words.split(), f"save_dir={tmp_path / 'run'}"))
     assert "observation.state 2, observation.environment_state 16, action 2, 1 camera;" in done.out
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

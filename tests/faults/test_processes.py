@@ -427,7 +427,7 @@ def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
 @pytest.mark.slow
 def test_a_ctrl_c_that_arrives_twice_is_one(launch, tmp_path):
     """A rank gets it from whoever signals all processes, and from torchrun: here both in the middle of one step."""
-    words = words_of("slow", tmp_path / "run", "fault.rank=0", "fault.seconds=4", "log_every=1")
+    words = words_of("slow", tmp_path / "run", "fault.rank=0", "fault.seconds=2", "log_every=1")
     run = launch.start_launcher(2, *words)
     run.wait_for("Starting training")
     rank_0 = launch.rank_pid(0)
