@@ -28,7 +28,7 @@ def set_backends(cfg: Any) -> None:
     """Set torch's switches: for speed, or for the same bits every time."""
     deterministic = cfg.deterministic or bool(cfg.virtual_workers)
     torch.backends.cudnn.benchmark = not deterministic
-    tf32 = cfg.amp != "off" and not deterministic  # amp=off is float32 to the last digit
+    tf32 = cfg.amp != "off"  # that is float32 to the last digit
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read

@@ -421,6 +421,24 @@ def test_a_driver_too_old_for_torch(smi, monkeypatch):
     assert failed.text.endswith("can use no GPU: CUDA initialization: The NVIDIA driver on your system is too old")
 
 
+@pytest.mark.parametrize(
+    ("plain", "cudnn", "warned"),
+    [("2.13.0", 92000, False), ("2.9.1", 91500, False), ("2.9.1", 91300, True), ("2.9.0", 91500, True),
+     ("2.8.0", 91002, True), ("2.7.0", 90501, False)],
+)  # fmt: skip
+def test_versions_that_cannot_do_3d_convolutions_in_bf16(smi, monkeypatch, plain, cudnn, warned):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch, "__version__", f"{plain}+cu128")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 5)))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    lines = machine.cards(config.Config())
+    assert [line.text for line in lines if "3-D convolutions in bf16" in line.text] == [
+        f"torch {plain} with cuDNN {cudnn // 10000}.{cudnn // 100 % 100}: 3-D convolutions in bf16 are wrong or slow"
+    ] * warned
+
+
 def test_a_driver_that_fails(smi, cpu_build):
     smi(cards="Failed to initialize NVML: Driver/library version mismatch\n", broken=True)
     line = only(machine.attempt(machine.cards, config.Config()))

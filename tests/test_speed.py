@@ -1,6 +1,7 @@
 """What speed rests on, as facts that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
 
 import json
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, plan
+from engine import config, plan, speed
 from engine.errors import LockstepError
 from engine.hardware import compiler, memory
 from engine.world import World
@@ -179,6 +180,20 @@ def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, t
 def test_the_order_of_convolutions_is_chosen_by_rule(device, amp, norm, order):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
     assert memory.faster_order(model, torch.device(device), amp) == order
+
+
+@pytest.mark.parametrize(("words", "tf32"), [([], True), (["amp=off"], False)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tf32_is_for_mixed_precision_and_deterministic_anyway(monkeypatch, words, tf32, deterministic):
+    cuda, cudnn = SimpleNamespace(matmul=SimpleNamespace()), SimpleNamespace()
+    cfg = config.parse([TOY, *words, f"deterministic={str(deterministic).lower()}"], tasks.load).cfg
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "backends", SimpleNamespace(cuda=cuda, cudnn=cudnn))
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        patch.setattr(compiler, "set_deterministic", lambda wanted: None)
+        patch.setattr(os, "environ", {})
+        speed.set_backends(cfg)
+    assert cuda.matmul.allow_tf32 is cudnn.allow_tf32 is tf32 and cudnn.benchmark is not deterministic
 
 
 def rounds(**step_ms):

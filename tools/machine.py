@@ -251,7 +251,17 @@ def _cuda(there: list[nvidia.Card]) -> list[Line]:
         return [failure(what, "a newer driver, or torch for an older CUDA; for a container, --gpus all")]
     if torch.version.hip:
         return []
-    return [ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}")]
+    return [ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}"), *_cudnn()]
+
+
+def _cudnn() -> list[Line]:
+    """Warn of versions that compute 3-D convolutions wrongly (pytorch#163539), or in which torch avoids them at several
+    times the time and memory (pytorch#166122, #166643)."""
+    plain, found = torch.__version__.split("+")[0], torch.backends.cudnn.version() or 0
+    if plain != "2.9.0" and not 90800 <= found < 91500:
+        return []
+    what = f"torch {plain} with cuDNN {found // 10000}.{found // 100 % 100}: 3-D convolutions in bf16 are wrong or slow"
+    return [warning(what, "torch 2.9.1 or newer with cuDNN 9.15 or newer, or amp=off where there are such")]
 
 
 def nccl() -> str:
