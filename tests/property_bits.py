@@ -74,7 +74,7 @@ def try_one(seed: int) -> str:
     run.append("steps=12")
     with tempfile.TemporaryDirectory(prefix="bits_") as scratch, launching() as launch:
         ours, straight = Path(scratch) / "ours", Path(scratch) / "straight"
-        launch.may_stay.append("lockstep_")  # the scratch of a process that was killed
+        launch.may_stay += ["lockstep_", "torch_"]  # of a process that was killed
         for (processes, interrupted), more in zip(legs, free, strict=True):
             words = BITS, json.dumps([[*run, *more, f"save_dir={ours}"]]), *interrupted
             done = launch.python(*words) if processes == 1 else launch.torchrun(processes, *words)
