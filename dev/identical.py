@@ -72,7 +72,7 @@ def load(run: Path) -> dict[str, Any]:
 
 
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Where two nested values are not the same, to the last bit."""
+    """Return the places where two nested values are not the same, to the last bit."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             if key not in before or key not in now:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What came of a step.
+    """The outcome of a step.
 
     passes   of this rank: dataset indices, loss
     votes    for a stop after it, of all ranks

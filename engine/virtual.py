@@ -143,7 +143,7 @@ class Exchange:
 
 
 class VirtualWorkers:
-    """What one process keeps of its workers within a step.
+    """Keep what the virtual workers of one process compute within a step.
 
     pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
     takes    this is the last backward pass of a worker, and `hook` will not see it

@@ -1,4 +1,4 @@
-"""Which cores a process keeps to, on machines that this one is not: a folder stands in for /sys."""
+"""The cores that a process keeps to, on machines that this one is not: a folder stands in for /sys."""
 
 import math
 import multiprocessing
@@ -229,7 +229,7 @@ def test_a_busy_machine_is_said_once(tasks_of, monkeypatch):
     [(0.1, 99.0, False), (0.3, 0.1, True), (float("nan"), 5.9, False), (float("nan"), 6.1, True)],
 )
 def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
-    """What the process itself has seen counts; the load only where the system tells nothing of that."""
+    """The process's own clocks count; the load only where the system tells nothing of them."""
     monkeypatch.setattr(cores, "available", lambda: 4)
     monkeypatch.setattr(cores.os, "getloadavg", lambda: (load, load, load))
     assert bool(cores.crowded(share)) is busy

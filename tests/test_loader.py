@@ -209,7 +209,7 @@ def lend_a_pipe(parent, places, done):
 
 
 def test_a_reader_that_disconnects_leaves_no_traceback(capfd):
-    """Where one loader process is killed, its rank ends while another one may be about to send it a batch."""
+    """If one loader process is killed, its rank ends while another one may be about to send it a batch."""
     processes = multiprocessing.get_context("fork")
     places, done = processes.SimpleQueue(), processes.Event()
     worker = processes.Process(target=lend_a_pipe, args=(os.getpid(), places, done))
@@ -410,7 +410,7 @@ def test_missing_values_can_be_held(capsys):
 
 
 def test_the_next_batch_is_fetched_meanwhile():
-    """What a GPU gets, but for the copy: in order, one ahead, errors where they belong, and no thread that stays."""
+    """A GPU gets its batches in order, one ahead; errors come where they belong, and no thread stays. All but the copy."""
     begun = [threading.Event() for _ in range(4)]
 
     def batches():

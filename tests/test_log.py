@@ -1,4 +1,4 @@
-"""What a run leaves to read, as other programs read it."""
+"""The files that a run leaves to read, as other programs read them."""
 
 import contextlib
 import io

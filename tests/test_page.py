@@ -1,4 +1,4 @@
-"""What train.py promises as a page: it is short, it shows DDP's calls, and its guarantees are lines one may delete."""
+"""train.py as a page: it is short, it shows DDP's calls, and its guarantees are lines that one may delete."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ SHOWN = (
     "dist.init_process_group(", "DistributedDataParallel(", "torch.amp.GradScaler(", "torch.autocast(", ".no_sync()",
     "dist.all_reduce(", ").backward()", "if run.world.main:", "RANK, LOCAL_RANK and WORLD_SIZE",
 )  # fmt: skip
-"""What a reader of a native DDP script looks for."""
+"""The calls that a reader of a native DDP script looks for."""
 
 GUARANTEES = ("survive", "speed", "preflight")
 """Modules whose calls a script can do without."""

@@ -1,4 +1,4 @@
-"""Which precision a run takes, and what torch gets wrong in it."""
+"""The precision that a run takes, and what torch gets wrong in it."""
 
 from types import SimpleNamespace
 

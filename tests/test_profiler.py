@@ -1,4 +1,4 @@
-"""Where the time of a step goes: with a clock that the test winds, and in real runs."""
+"""The table of where a step's time goes: with a clock that the test winds, and in real runs."""
 
 import json
 import time

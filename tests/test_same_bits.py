@@ -61,7 +61,7 @@ BROKEN = {
     "flat": {"flat": "virtual_workers=4", "without virtual_workers": "virtual_workers=0"},
     "rank": {"rank": "virtual_workers=4"},
 }
-"""What bits.py is told to break, and what is run so."""
+"""The words that tell bits.py what to break, and the runs that are broken so."""
 
 
 def complete(words):
@@ -92,7 +92,7 @@ def trained(once):
 
 
 def assert_same_bits(ours, straight):
-    """What `tools/evaluate.py --state` hashes, and all logged numbers but those of a clock."""
+    """Compare the parts that `tools/evaluate.py --state` hashes, and all logged numbers but those of a clock."""
     a, b = load(ours), load(straight)
     for part in SAME_STATE:
         assert_same(a[part], b[part], part)

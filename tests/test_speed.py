@@ -1,4 +1,4 @@
-"""What speed rests on, as facts that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
+"""The facts behind speed that can be counted: page faults, layouts, operations. Times are for benchmarks/."""
 
 import json
 import os

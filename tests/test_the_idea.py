@@ -22,7 +22,7 @@ SMALL = {
     "robot": ["env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5"],
     TOY: [],
 }
-"""What makes a task quick; a task that is not named here runs at its own size, and is held to the same."""
+"""The settings that make a task quick; a task that is not named here runs at its own size, and is held to the same."""
 
 SMALL_ACT = (
     "policy.type=act policy.dropout=0 policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 "

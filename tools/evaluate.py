@@ -108,7 +108,7 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
-"""What is the same, to the last bit, in checkpoints of a run with `virtual_workers` on any number of processes."""
+"""The parts of a checkpoint that are the same, to the last bit, on any number of processes with `virtual_workers`."""
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

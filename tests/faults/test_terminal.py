@@ -169,7 +169,7 @@ def test_a_training_continues_without_a_stderr(launch, tmp_path, closed, command
 
 
 def first_line(launch, *command):
-    """What a process has printed until its reader has had one line and is gone, and the process."""
+    """Return what a process has printed until its reader has had one line and is gone, and the process."""
     reader, writer = os.pipe()
     started = launch.start(*command, output=writer, **ON_CPUS)
     os.close(writer)
@@ -227,7 +227,7 @@ class OnATerminal:
 
 @pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
 def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, tmp_path, command):
-    """What SIGHUP asks for, although the last words find nobody."""
+    """The stop that SIGHUP asks for is made, although the last words find nobody."""
     run = tmp_path / "run"
     training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=False)
     training.wait_for("Epoch 1/")

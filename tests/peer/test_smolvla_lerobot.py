@@ -119,7 +119,7 @@ def test_it_trains_by_the_ordinary_command(launch, tmp_path, folder, walks, proc
 
 
 def test_the_errors_are_its_own(folder, walks):
-    """Where nothing is padded, its own loss per number, over the dimensions that there are."""
+    """Its own loss per number if nothing is padded, over the dimensions that there are."""
     task, train, _ = task_of(*words(folder, walks))
     policy = task.model().eval()
     rows = [n for n in range(len(train)) if train.weights[n] == 6][:5]
