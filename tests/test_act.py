@@ -46,7 +46,7 @@ GOLDEN = {
         "sample": [-0.7585, 0.4419, -0.4848, 0.0797],
     },
 }
-"""The numbers that LeRobot 0.4.4 computes from `fill`ed weights: per sample the sums, and the start of the first chunk."""
+"""The numbers of LeRobot 0.4.4 from `fill`ed weights: per sample the sums, and the start of the first chunk."""
 
 
 def build(names=(STATE, TOP), **options):

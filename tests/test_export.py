@@ -22,7 +22,7 @@ SMALL = {
     "vla": "robot env.demonstrations=8 env.size=16 eval.n_episodes=0 policy.chunk_size=5 policy.num_steps=1",
 }
 FILES = [*((name, "onnx") for name in SMALL), ("har", "pt2"), ("act", "pt2")]
-"""The runs that are exported. ONNX goes through torch.export, too, so one input and several are enough for .pt2 itself."""
+"""The runs that are exported. ONNX goes through torch.export, too, so one input and several are enough for .pt2."""
 
 EVERYTHING = """
 import json, sys

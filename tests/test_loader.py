@@ -410,7 +410,7 @@ def test_missing_values_can_be_held(capsys):
 
 
 def test_the_next_batch_is_fetched_meanwhile():
-    """A GPU gets its batches in order, one ahead; errors come where they belong, and no thread stays. All but the copy."""
+    """A GPU gets its batches in order, one ahead, errors where they belong, and no thread stays; all but the copy."""
     begun = [threading.Event() for _ in range(4)]
 
     def batches():

@@ -270,7 +270,7 @@ def become(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, i
 
 
 def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int, int], ignored: tuple) -> None:
-    """Do what an interpreter does before the first line, and undo what modules have noted of the one that imported them."""
+    """Do what an interpreter does before the first line, and undo what modules noted of the one that imported them."""
     import numpy
     import torch
 
