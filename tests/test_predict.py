@@ -303,7 +303,7 @@ def test_the_axis_of_an_ethogram_is_of_time():
 
 
 def test_trials_become_frames_of_a_video(tmp_path):
-    """Windows start where labels do, with the length of the model's own; another class, or one nobody saw, is nothing."""
+    """Windows start where labels do, with the length of the model's own; other classes and unseen ones are nothing."""
     (tmp_path / "seen.csv").write_text(
         "video,center,label\na.mp4,4,walk\na.mp4,12,rest\na.mp4,20,sleep\nb.mp4,5,rest\n"
     )
