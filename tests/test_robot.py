@@ -234,7 +234,7 @@ def test_evaluate_gives_the_same_numbers_on_any_number_of_processes(launch, tmp_
     run = tmp_path / "run"
     start = ["train.py", *DISCS, "policy.num_steps=2", f"save_dir={run}"]
     succeed(launch.python(*start, "steps=3"))
-    words = ["tools/evaluate.py", str(run), "eval.n_episodes=11", "eval_batch_size=4", "--json"]
+    words = ["tools/evaluate.py", str(run), "eval.n_episodes=23", "eval_batch_size=8", "--json"]
     one, three = (json.loads(succeed(launch.torchrun(n, *words)).out) for n in (1, 3))
     assert {"loss", "action_l1", "success_rate", "avg_max_reward", "count"} <= one["metrics"].keys()
     assert three == one, "to the last digit"
