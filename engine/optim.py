@@ -114,8 +114,9 @@ class Buffers:
         """Restore what was kept, if the step was skipped: its forward passes have seen what is not finite."""
         if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
             return
+        bad = skipped > 0
         for _, buffer, kept in self.changes():
-            buffer.copy_(torch.where(skipped > 0, kept, buffer))
+            torch.where(bad, kept, buffer, out=buffer)
 
 
 def step(

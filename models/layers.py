@@ -17,7 +17,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's, with the bits of torch's under autocast, but less memory on GPUs: see `GroupNormOfHalf`."""
+    """torch's; under autocast on GPUs with the same bits, rounded to the type of its input: see `GroupNormOfHalf`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and self.weight.dtype == torch.float32:

@@ -116,16 +116,20 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
 
 
 class Reads(TorchDispatchMode):
-    """Note the calls by which the host reads a number of a tensor, or copies between host and device and waits."""
+    """Note the calls by which the host reads a number of a tensor, or copies between host and device and waits.
 
-    def __init__(self):
+    every  note all others, too
+    """
+
+    def __init__(self, every=False):
         super().__init__()
-        self.seen = []
+        self.seen, self.every = [], every
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         copies = func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default) or copies:
+        reads = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default)
+        if reads or copies or self.every:
             self.seen.append(func)
         return func(*args, **kwargs)
 
@@ -184,6 +188,15 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
         before = now
     metrics = training_metrics(run, {})
     assert run.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
+
+
+def test_on_a_gpu_putting_buffers_back_is_one_kernel_each():
+    """There it is done after every step, because to ask whether it has to be is a sync point."""
+    buffers, skipped = optim.Buffers(nn.BatchNorm1d(4, device="meta")), torch.zeros((), device="meta")
+    buffers.keep()
+    with (calls := Reads(every=True)):
+        buffers.put_back(skipped)
+    assert len(calls.seen) == 1 + 3, calls.seen
 
 
 def test_the_average_is_what_is_scored(steps):
