@@ -23,7 +23,8 @@ def mix(x: Tensor) -> Tensor:
 
 def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
     """Return (B,) int64 seeds, a pure function of (seed, epoch, position in the global order): no rank, no worker."""
-    start = mix(mix(torch.tensor(seed, device=positions.device) + GAMMA) + epoch)
+    # `full`, because a copy to a GPU is a sync point.
+    start = mix(mix(torch.full((), seed, dtype=torch.int64, device=positions.device) + GAMMA) + epoch)
     return mix(start + (positions + 1) * GAMMA)
 
 

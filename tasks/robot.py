@@ -105,6 +105,7 @@ class Task(contract.Task):
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         self.demos = demos = _for_imitation(demos, self.cameras)
+        self.mean_action = torch.as_tensor(demos.stats["action"]["mean"], dtype=torch.float64)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         if policy.type == "smolvla" and STATES[0] not in self.dims:
@@ -236,7 +237,7 @@ class Task(contract.Task):
         out = model(inputs, contract.uniform(seeds, self.num_draws))
         valid = ~batch["action_is_pad"][:, :, None]  # (B, chunk, 1)
         truth = batch["action"].double()
-        mean = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64, device=truth.device)
+        self.mean_action = mean = self.mean_action.to(truth.device)  # copied once
 
         def l1(actions: Tensor) -> Tensor:
             return ((actions.double() - truth).abs() * valid).sum()
@@ -349,7 +350,8 @@ class Acting(nn.Module):
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     """Change brightness, colour and contrast per sample: x (B, 3, H, W) in 0..255, u (B, 3) in [0, 1) -> float32."""
     x = x.float()
-    most = torch.tensor([wanted.brightness, wanted.saturation, wanted.contrast], device=u.device)
+    amounts = (wanted.brightness, wanted.saturation, wanted.contrast)
+    most = torch.stack([torch.full((), amount, device=u.device) for amount in amounts])  # a copy is a sync point
     light, colour, contrast = (1 + most * (2 * u - 1)).T[:, :, None, None, None]  # each (B, 1, 1, 1)
     x = x * light
     gray = x.mean(1, keepdim=True)  # (B, 1, H, W)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from conftest import ROOT, succeed
 from test_resume import assert_same_run, load
+from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine import config
-from engine.contract import LockstepError, sample_seeds
+from engine.contract import LockstepError, sample_seeds, uniform
 from envs import discs
 from formats import lerobot, pretrained
 from formats.lerobot_writer import Recorder
@@ -589,3 +590,24 @@ def test_cameras_can_be_left_out(tmp_path):
     assert both - one == {"observation.images.cam0"} and one - none == {"observation.images.cam1"}
     with pytest.raises(LockstepError, match=r"no camera observation.images.cam7 .*there are observation.images.cam0"):
         task_of("robot", f"dataset.root={root}", "dataset.cameras=observation.images.cam7")
+
+
+class Copies(TorchFunctionMode):
+    """Count the tensors that are made of numbers of the host for a device."""
+
+    made = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.made += func in (torch.tensor, torch.as_tensor) and "device" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_augmentation_copies_nothing_to_the_device():
+    """Each copy waits for all that is under way there."""
+    with (copies := Copies()):
+        seeds = sample_seeds(3, 1, torch.arange(4))
+        x = robot.recolour(torch.full((4, 3, 2, 2), 100, dtype=torch.uint8), uniform(seeds, 3), robot.Augment())
+    assert x.unique().numel() > 1 and not copies.made
+    with copies:
+        torch.tensor([1.0], device=x.device)
+    assert copies.made == 1
