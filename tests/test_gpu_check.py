@@ -85,6 +85,22 @@ def test_what_fails_is_reported_and_the_rest_continues(rehearse, monkeypatch, ca
     assert str(ROOT) not in said, "no paths of this machine"
 
 
+def test_a_compile_mode_that_fails_leaves_the_others_their_verdict(tmp_path):
+    class Lab(gpu_check.Lab):
+        def start(self, name, command):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "metrics.jsonl").write_text('{"event": "train", "loss": 0.5}\n')
+            (tmp_path / f"{name}.log").write_text("" if name == "default, DDP" else "compiled (that mode)")
+
+        def finish(self, name, process, expected=0):
+            gpu_check.require(name != "max-autotune", f"{name}: out of time")
+
+    facts = {}
+    with pytest.raises(gpu_check.Failed, match=r"^max-autotune: out of time; default, DDP: not compiled$"):
+        gpu_check.compiled(Lab(tmp_path, True), facts)
+    assert len(facts) == 5 and "max-autotune" not in facts
+
+
 @pytest.mark.real  # it finds what it has started by a mark in the environment
 @pytest.mark.slow
 def test_what_hangs_is_ended(launch, rehearse, monkeypatch, capsys):
