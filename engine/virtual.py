@@ -223,10 +223,11 @@ class VirtualWorkers:
     def _take(self, number: int, p: Tensor) -> None:
         """Add a worker's gradient to the tree of its parameter as soon as it is there, while it is in the cache."""
         if self.takes and p.grad is not None:
-            self._push(number, self.worker, p.grad)
+            self.push_gradient(number, self.worker, p.grad)
             p.grad = None
 
-    def _push(self, number: int, worker: int, grad: Tensor) -> None:
+    def push_gradient(self, number: int, worker: int, grad: Tensor) -> None:
+        """Add a worker's gradient to the tree of the parameter with this number."""
         nodes = self.pending[number]
         self._fill(nodes, worker, grad)
         push(nodes, ((worker, worker + 1), [grad]))
@@ -245,7 +246,7 @@ class VirtualWorkers:
         places = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
         numbers = [state.number[id(p)] for p in parameters]
         for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
-            state._push(number, state.block[-1], view)
+            state.push_gradient(number, state.block[-1], view)
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
