@@ -93,6 +93,7 @@ if "WATCH" in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_rank_0_alone_writes(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WATCHER)
     run, record = tmp_path / "run_folder", tmp_path / "record.txt"

@@ -133,6 +133,7 @@ def test_a_command_trains(launch, tmp_path, words):
     assert_trained(launch(*command(line, tmp_path), **settings), tmp_path, processes)
 
 
+@pytest.mark.slow
 def test_all_end_in_the_same_bits(launch, tmp_path):
     """Small batches, with three times the stride; a rank is killed at step 6, and at step 12."""
     hashes = []
