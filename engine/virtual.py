@@ -146,7 +146,8 @@ class VirtualWorkers:
     """Keep what the virtual workers of one process compute within a step.
 
     pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
-    takes    this is the last backward pass of a worker, and `hook` will not see it
+    since    numbers of the parameters whose `grad` waits for a right neighbour's, which autograd adds: the left one
+    added    numbers of those that the pass under way has used
     changes  nodes of the tree of changes of running statistics, float64
     """
 
@@ -162,16 +163,25 @@ class VirtualWorkers:
         self.changes: list[Node] = []
         self.others: dict[str, Tensor] = {}  # buffers that are not floating point, after the last worker
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-        self.takes = False
+        self.since: dict[int, int] = {}
+        self.added: set[int] = set()
+        self.waits = self.takes = False  # what becomes of the gradients of the pass under way
         self.worker, self.idle, self.check = -1, False, False  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
 
     def begin_pass(self, micro: Any, buffers: Buffers, check: bool, in_ddp: bool) -> None:
-        """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`."""
+        """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
+
+        A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
+        that finds none is often copied.
+        """
         if micro.opens_worker:
             self.begin_worker(micro.worker, buffers, micro.filler, check)
-        self.takes = micro.closes_worker and not (micro.closes_step and in_ddp)
+        one_pass = micro.opens_worker and micro.closes_worker
+        self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
+        self.takes = micro.closes_worker and not self.waits and not (micro.closes_step and in_ddp)
+        self.added.clear()
 
     def begin_worker(self, worker: int, buffers: Buffers, idle: bool, check: bool) -> None:
         """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
@@ -181,6 +191,8 @@ class VirtualWorkers:
         """
         if self.worker >= 0:
             self._keep_buffers(buffers)
+        if worker % 2 == 0:
+            self._settle()
         if pairs := [*buffers.changes()]:
             torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
         self.worker, self.idle, self.check = worker, idle, check
@@ -222,15 +234,26 @@ class VirtualWorkers:
 
     def _take(self, number: int, p: Tensor) -> None:
         """Add a worker's gradient to the tree of its parameter as soon as it is there, while it is in the cache."""
-        if self.takes and p.grad is not None:
+        self.added.add(number)
+        if self.waits:
+            self.since[number] = self.worker
+        elif self.takes and p.grad is not None:
             self.push_gradient(number, self.worker, p.grad)
             p.grad = None
 
     def push_gradient(self, number: int, worker: int, grad: Tensor) -> None:
-        """Add a worker's gradient to the tree of the parameter with this number."""
-        nodes = self.pending[number]
-        self._fill(nodes, worker, grad)
-        push(nodes, ((worker, worker + 1), [grad]))
+        """Add a gradient to the tree of the parameter with this number: a worker's, or with its left neighbour's."""
+        first, nodes = self.since.pop(number, worker), self.pending[number]
+        self._fill(nodes, first, grad)
+        push(nodes, ((first, worker + 1), [grad]))
+
+    def _settle(self) -> None:
+        """Take the gradients of left neighbours whose right ones have not used the parameter."""
+        for number, worker in [*self.since.items()]:
+            p = self.parameters[number]
+            if p.grad is not None:
+                self.push_gradient(number, worker, p.grad)
+                p.grad = None
 
     def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
         """Push zeros for the workers before `end` whose passes did not use the parameter."""
@@ -246,6 +269,8 @@ class VirtualWorkers:
         places = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
         numbers = [state.number[id(p)] for p in parameters]
         for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
+            if number not in state.added:
+                view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
             state.push_gradient(number, state.block[-1], view)
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
@@ -275,6 +300,7 @@ class VirtualWorkers:
     def total(self, rows: Tensor) -> Tensor:
         """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
         process has all workers and no DDP."""
+        self._settle()
         for number, nodes in self.pending.items():
             p = self.parameters[number]
             self._fill(nodes, self.block.stop, p)

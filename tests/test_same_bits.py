@@ -58,7 +58,7 @@ RUNS = {
 COMMON = "steps=6 log_every=2 eval_every=4 seed=3 optim.ema_decay=0.9 optim.grad_clip=0.5".split()
 
 BROKEN = {
-    "flat": {"flat": "virtual_workers=4", "without virtual_workers": "virtual_workers=0"},
+    "flat": {"flat": "virtual_workers=8", "without virtual_workers": "virtual_workers=0"},
     "rank": {"rank": "virtual_workers=4"},
 }
 """The words that tell bits.py what to break, and the runs that are broken so."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,9 +142,14 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used):
     torch.manual_seed(0)
     net = nn.Linear(70, 30, bias=False)
     ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net)
+    buffers = Buffers(net)
+    buffers.keep()
     grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
     for worker in range(5):
-        ours.worker, ours.takes = worker, True
+        micro = SimpleNamespace(
+            worker=worker, opens_worker=True, closes_worker=True, closes_step=worker == 4, filler=False
+        )
+        ours.begin_pass(micro, buffers, check=False, in_ddp=False)
         if worker in used:
             (net.weight * grads[worker]).sum().backward()
     assert ours.total(torch.eye(5)).tolist() == [1.0] * 5
