@@ -136,7 +136,7 @@ def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
 # ---- gradients ----
 
 
-@pytest.mark.parametrize("used", [{0, 3}, {1, 2}, {4}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set()])
+@pytest.mark.parametrize("used", [{0, 3}, {1, 2}, {4}, {0, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set()])
 def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used):
     """Also to the last bit: zeros make 0.0 of -0.0, and the shape of the tree is the same."""
     torch.manual_seed(0)
@@ -158,6 +158,43 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used):
         return
     a, b, c, d, e = (grads[worker] if worker in used else torch.zeros(30, 70) for worker in range(5))
     assert same_bits(net.weight.grad, ((a + b) + (c + d)) + e)
+
+
+class Bucket:
+    """Stands in for DDP's: the only one, with the gradient of one parameter."""
+
+    def __init__(self, p):
+        self.p, self.flat = p, p.grad.flatten().clone()
+
+    def buffer(self):
+        return self.flat
+
+    def gradients(self):
+        return [self.flat.view(self.p.shape)]
+
+    def parameters(self):
+        return [self.p]
+
+    def is_last(self):
+        return True
+
+
+@pytest.mark.parametrize(("used", "sign"), [({0}, 1.0), ({0, 1}, -1.0)])
+def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, sign):
+    """-0.0 + 0.0 is 0.0, but -0.0 + -0.0 is not: as on any other number of processes."""
+    net = nn.Linear(1, 1, bias=False)
+    ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net)
+    buffers = Buffers(net)
+    buffers.keep()
+    for worker in range(2):
+        micro = SimpleNamespace(
+            worker=worker, opens_worker=True, closes_worker=True, closes_step=worker == 1, filler=False
+        )
+        ours.begin_pass(micro, buffers, check=False, in_ddp=True)
+        if worker in used:
+            (net.weight * -0.0).sum().backward()
+    total = virtual.VirtualWorkers.hook(ours, Bucket(net.weight)).value()
+    assert total.item() == 0.0 and torch.copysign(torch.ones(1), total).item() == sign
 
 
 # ---- the plan, and what people are told ----
