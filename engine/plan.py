@@ -101,19 +101,8 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
             where="batch_size",
             todo="use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
-    if cfg.ddp.static_graph and (world.size > 1 or workers) and accumulation > 1:
-        raise LockstepError(
-            f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
-            where="ddp.static_graph",
-            todo="drop it, or use a larger batch_size",
-        )
-    if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda" and accumulation > 1:
-        raise LockstepError(
-            f"compile={cfg.compile} with {accumulation} forward passes a step: each would overwrite the gradients of "
-            "the one before, which lie in the memory of a CUDA graph",  # pytorch#169545
-            where="compile",
-            todo="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
-        )
+    if accumulation > 1:
+        _check_accumulation(cfg, world, accumulation)
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
     if cfg.steps:
         total_steps = min(total_steps, cfg.steps)
@@ -143,6 +132,23 @@ def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> 
         return lr
     growth = global_batch / base_batch_size
     return lr * (growth if rule == "linear" else math.sqrt(growth))
+
+
+def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
+    """Raise LockstepError where a setting rules out several forward passes a step."""
+    if cfg.ddp.static_graph and (world.size > 1 or cfg.virtual_workers):
+        raise LockstepError(
+            f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
+            where="ddp.static_graph",
+            todo="drop it, or use a larger batch_size",
+        )
+    if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda":
+        raise LockstepError(
+            f"compile={cfg.compile} with {accumulation} forward passes a step: each would overwrite the gradients of "
+            "the one before, which lie in the memory of a CUDA graph",  # pytorch#169545
+            where="compile",
+            todo="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
+        )
 
 
 def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
