@@ -25,7 +25,7 @@
 #   OMP_NUM_THREADS        threads per process; if unset, one, and up to cores / processes if the model is large
 #
 # SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach every process, which stop together with a checkpoint. Exit code: the run's:
-# 0 done, 2 usage or data, 3 checkpoint, 4 diverged, 5 data loading, 6 distributed, 75 stopped (the same line goes on).
+# 0 done, 2 usage or data, 3 checkpoint, 4 diverged, 5 data loading, 6 distributed, 75 stopped (the same line resumes).
 
 set -euo pipefail
 
@@ -150,7 +150,7 @@ while (($#)); do
     shift
 done
 
-if [[ -z ${LOCKSTEP_COMMAND:-} ]]; then # for `go on with`: what stands before the script's own arguments
+if [[ -z ${LOCKSTEP_COMMAND:-} ]]; then # for `resume with`: what stands before the script's own arguments
     typed=()
     for name in ${NNODES:+NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV}; do
         [[ -z ${!name:-} ]] || typed+=("$name=${!name}")

@@ -68,7 +68,7 @@ def _read(path: Path, world: World) -> dict[str, Any]:
     """Load a checkpoint that rank 0 has found: a rank that doesn't see it sees another folder."""
     if not path.exists():
         raise LockstepError(
-            f"{socket.gethostname()} doesn't see the checkpoint that rank 0 goes on from (rank {world.rank})",
+            f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})",
             where=str(path),
             todo="give a save_dir that all machines share",
         )
@@ -136,7 +136,7 @@ def check_format(state: dict[str, Any], path: Path) -> None:
         raise LockstepError(
             f"the checkpoint has format {state['format']}, this version reads {FORMAT}",
             where=str(path),
-            todo="update Lockstep" if state["format"] > FORMAT else "go on with the version that wrote it",
+            todo="update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it",
             exit_code=3,
         )
 

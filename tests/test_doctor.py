@@ -67,7 +67,7 @@ def test_where_all_is_well_nothing_fails(healthy):
         r"ok +CUDA_VISIBLE_DEVICES=: no GPU is looked at",
         r"ok +one process, as plain python starts it",
         r"(ok|warning) +port 29500 is ",
-        rf"ok +task {re.escape(TOY)}: 61 training and 23 validation samples can be read; goes on from {run}/best_",
+        rf"ok +task {re.escape(TOY)}: 61 training and 23 validation samples can be read; resumes {run}/best_",
         r"ok +1 process x \(1 thread\) on \d+ core",
         r"ok +ulimit -n is ",
         r"ok +/dev/shm has \d+ MB free; no loader process needs it",

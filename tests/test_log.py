@@ -169,7 +169,7 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
         '{"event": "train", "step": "two", "time_s": 1}',
         "[" * 9999,
     ]
-    warning = f"warning: {len(odd)} lines of {path} cannot be read and are dropped: training goes on\n"
+    warning = f"warning: {len(odd)} lines of {path} cannot be read and are dropped: training continues\n"
     assert taken_back("\n".join([*odd, good])) == (good, (3.5, None), warning)
     assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, None), warning)
     without = line % ("train", 1, 1) + line % ("train", 2, 2)

@@ -300,7 +300,7 @@ def foreign(finished, change):
     return finished.parent / "foreign.pt"
 
 
-@pytest.mark.parametrize(("version", "todo"), [(4, "update Lockstep"), (1, "go on with the version that wrote it")])
+@pytest.mark.parametrize(("version", "todo"), [(4, "update Lockstep"), (1, "resume with the version that wrote it")])
 def test_another_format_is_refused(launch, finished, version, todo):
     path = foreign(finished, lambda state: state.update(format=version))
     done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
@@ -426,7 +426,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_pat
         asked.code == 3 and "SHA-256" in asked.errors[0] and f"resume={run / 'best_model_epoch0.pt'}" in asked.errors[0]
     )
     done = succeed(launch.python("train.py", TOY, "epochs=3", *horizon, f"save_dir={run}"))
-    assert f"warning: {newest} is damaged" in done.out and "going on from best_model_epoch0.pt" in done.out
+    assert f"warning: {newest} is damaged" in done.out and "resuming from best_model_epoch0.pt" in done.out
     for part in ("model", "optimizer"):
         assert_same(load(run)[part], load(straight)[part])
     assert logged(run) == logged(straight)

@@ -1,4 +1,4 @@
-"""`go on with`: the command that a run leaves behind, fed back to a shell, resumes that run."""
+"""`resume with`: the command that a run leaves behind, fed back to a shell, resumes that run."""
 
 import json
 import multiprocessing.util
@@ -104,7 +104,7 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     about = json.loads((run / "status.json").read_text())
     assert about["state"] == "stopped" and about["step"] < 6, done.err
     command = about["resume_command"]
-    assert f"  go on with   {command}\n" in done.out
+    assert f"  resume with  {command}\n" in done.out
     assert command.startswith("srun --nodes=1 ") == (started == "launcher under Slurm")
     again = succeed(launch("bash", "-c", command, **env))
     assert f"Resuming {run}/" in again.out and json.loads((run / "status.json").read_text())["step"] == 6

@@ -237,7 +237,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     read = f"{ready.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
-    resumed = f"; goes on from {ready.resumed}" if ready.resumed else ""
+    resumed = f"; resumes {ready.resumed}" if ready.resumed else ""
     lines = [warning(text, "a training would say so, too") for text in warned]
     return [*lines, ok(f"task {cfg.task}: {read}{agree}{resumed}")], ready
 

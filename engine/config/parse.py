@@ -203,7 +203,7 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
         "  --print-config       print the resolved tree (every key there is) and stop",
         "  --dry-run            print the arithmetic of the run and stop",
         "  --debug              show the traceback of an error",
-        "  --force              go on from a checkpoint although the config is another",
+        "  --force              resume a checkpoint although the config is another",
         "  --profile            say where the time of a step goes, and leave a trace of some steps in the run's folder",
         "",
         "Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50.",

@@ -119,7 +119,7 @@ class Config:
     )
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
-    resume: str = option("auto", "auto = go on where save_dir stands; never; or the path of a checkpoint")
+    resume: str = option("auto", "auto = resume where save_dir stands; never; or the path of a checkpoint")
     threads: int = option(
         0,
         "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model",

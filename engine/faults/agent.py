@@ -162,7 +162,7 @@ def _failed(failures: dict[int, Any], said: int | None) -> int:
         who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             killed = f"{who} was killed by {signal.Signals(-failure.exitcode).name}"
-            todo = "perhaps because memory ran out; start the same command again to go on from the last checkpoint"
+            todo = "perhaps because memory ran out; start the same command again to resume from the last checkpoint"
             print(f"error: {killed} (torchrun): {todo}" if said is None else f"note: {killed}", file=sys.stderr)
         elif said is None and failure.exitcode > 0:
             print(f"error: {who} ended with exit code {failure.exitcode} (torchrun): see above", file=sys.stderr)

@@ -107,7 +107,7 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
         return LockstepError(
             f"the connection to the other ranks is lost: {text}",
             where=where,
-            todo="see what the other processes and machines say; start the same command again to go on",
+            todo="see what the other processes and machines say; start the same command again to resume",
             exit_code=status.DISTRIBUTED,
         )
     if "Expected to have finished reduction in the prior iteration" in str(error):
@@ -140,7 +140,7 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:
         todo = (
-            f"{words} takes the same steps with less memory (oom=shrink goes on with it by itself); so may cache=none"
+            f"{words} takes the same steps with less memory (oom=shrink does so by itself); so may cache=none"
         )
     error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where=where, todo=todo, exit_code=1)
     error.again = smaller if status.current.shrinks else {}

@@ -30,7 +30,7 @@ from engine.world import World
 
 STORE_GONE = (
     "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
-    "machine to go on from the last checkpoint"
+    "machine to resume from the last checkpoint"
 )
 
 BEAT_S = 1.0
@@ -373,7 +373,7 @@ def _lost_peer(notes: _Notes, before: dict[int, Any]) -> Failure | None:
     last = now[silent[0]]
     text = (
         f"{_ranks(silent)} on {last['host']} {'is' if len(silent) == 1 else 'are'} gone (last seen in {last['phase']} "
-        f"at step {last['step']}): see what that machine says; start the same command again on every machine to go on "
+        f"at step {last['step']}): see what that machine says; start the same command again on every machine to resume "
         "from the last checkpoint"
     )
     return Failure(silent[0], text, status.DISTRIBUTED)
@@ -385,7 +385,7 @@ def _dead_peer(notes: _Notes, world: World) -> Failure | None:
             text = (
                 f"rank {rank} is gone without a word (process {beat['pid']}, last seen in {beat['phase']} at step "
                 f"{beat['step']}): killed from outside, perhaps because memory ran out, or it left early; "
-                "start the same command again to go on from the last checkpoint"
+                "start the same command again to resume from the last checkpoint"
             )
             return Failure(rank, text, status.DISTRIBUTED)
     return None

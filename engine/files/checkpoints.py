@@ -249,7 +249,7 @@ def _newest_whole(folder: Path, entries: list[Entry], warnings: list[str]) -> tu
         path = folder / entry.file
         problem = damage(path, entry.sha256)
         if not problem:
-            return path, [f"{warning}; going on from {entry.file}" for warning in warnings]
+            return path, [f"{warning}; resuming from {entry.file}" for warning in warnings]
         warnings = [*warnings, f"{path} is damaged ({problem})"]
     raise _damaged(folder, "; ".join(warnings), "no checkpoint here can be read: start a new run with another save_dir")
 

@@ -162,7 +162,7 @@ class Log(Silent):
         """Log why there is no output if the terminal is gone; that doesn't end the training."""
         if terminal.lost and not self.blind:
             self.blind = True
-            warning = f"{terminal.lost[0]}: the training goes on"
+            warning = f"{terminal.lost[0]}: training continues"
             self._record("warning", run, {"warning": warning})
             status.current.update(warning=warning)
             print(f"warning: {warning}, its log is {self.folder / 'metrics.jsonl'}", file=sys.stderr)
@@ -208,7 +208,7 @@ class Log(Silent):
         except Exception as error:  # TensorBoard passes on whatever its own thread raised
             if what not in self.lost:
                 self.lost.add(what)
-                print(f"warning: {what} cannot be written ({self.folder}): {error}: training goes on", file=sys.stderr)
+                print(f"warning: {what} cannot be written ({self.folder}): {error}: training continues", file=sys.stderr)
 
     def _thread_failed(self, about: Any) -> None:
         """Handle the failure of TensorBoard's own thread, which would end with a traceback."""
@@ -371,7 +371,7 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
             trained = record if (event, step) == ("train", start) else trained
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
-        print(f"warning: {what}: training goes on", file=sys.stderr)
+        print(f"warning: {what}: training continues", file=sys.stderr)
     # Even where there is none: the append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}

@@ -23,9 +23,9 @@ def already_complete(run: Run) -> bool:
     if not run.finished or p.evaluation_due:
         return False
     if p.step < run.plan.total_steps:
-        more = f": no better evaluation in the last {p.stale}; raise patience to go on"
+        more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
-        more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to go on"
+        more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
     console.info(f"Already complete: {run.resumed} stands at step {p.step} of {run.plan.total_steps}{more}")
     return True
 
@@ -89,7 +89,7 @@ def _summary(run: Run, path: Path) -> str:
         return (
             f"\nStopped after step {p.step} of {run.plan.total_steps}: {run.stopped}\n"
             f"  checkpoint   {checkpoints.last}\n"
-            f"  go on with   {status.current.resume_command}\n"
+            f"  resume with  {status.current.resume_command}\n"
             f"  weights      sha256 {weights}"
         )
     best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"

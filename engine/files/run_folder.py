@@ -47,7 +47,7 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
     if elsewhere and find_checkpoint("auto", folder)[0]:
         raise LockstepError(
-            f"resume={cfg.resume} goes on from another folder, but this one holds a run",
+            f"resume={cfg.resume} resumes from another folder, but this one holds a run",
             where=f"save_dir={folder}",
             todo="give a new save_dir",
         )

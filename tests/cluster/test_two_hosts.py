@@ -82,7 +82,7 @@ def test_two_hosts_take_the_steps_of_one_process(launch, hosts, tmp_path, straig
         hosts[1].run("mount", "-t", "tmpfs", "none", str(tmp_path))
         first, second = [run.wait(60) for run in start_both(launch, hosts, f"save_dir={tmp_path / 'run'}")]
         assert first.code == second.code == 2 and len(first.errors + second.errors) == 1
-        assert "two doesn't see the checkpoint that rank 0 goes on from (rank 1)" in first.err + second.err
+        assert "two doesn't see the checkpoint that rank 0 resumes (rank 1)" in first.err + second.err
 
 
 GONE = {

@@ -335,7 +335,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     assert now["state"] == "stopped" and number.name in now["reason"]
     assert weights(tmp_path / "run") and f"Stopped after step {now['step']} of" in done.out
     after = done.out[done.out.index("\nStopped after") :]
-    assert len(after.splitlines()) <= 5 and "  go on with   ./train_multigpu.sh 2 " in after
+    assert len(after.splitlines()) <= 5 and "  resume with  ./train_multigpu.sh 2 " in after
     again = launch.start_launcher(2, *words)
     again.wait_for(f"Resuming {now['checkpoint']}: step {now['step']},")
     again.wait_for("Epoch ")

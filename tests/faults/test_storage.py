@@ -574,7 +574,7 @@ def test_a_damaged_checkpoint(damage, manifest, run):
         path, warnings = find_checkpoint(resume, run)
         assert path and step_of(path) == 1
         if manifest:
-            assert str(newest) in "".join(warnings) and "going on from step_1.pt" in "".join(warnings)
+            assert str(newest) in "".join(warnings) and "resuming from step_1.pt" in "".join(warnings)
         else:
             assert MANIFEST in "".join(warnings)
     error = error_of(lambda: find_checkpoint(str(newest), None))

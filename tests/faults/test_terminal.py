@@ -152,7 +152,7 @@ def test_a_tool_whose_output_is_lost_fails(launch, tmp_path, full):
 
 def assert_trained(run, why):
     """The log says so once, and the status holds it."""
-    said = f"{why}: the training goes on"
+    said = f"{why}: training continues"
     assert warnings(run) == [said] and status(run)["warning"] == said
     assert status(run)["state"] == "done" and torch.load(run / "last.pt", weights_only=True)
     assert (run / "run.lock").read_text().count("\n") == 1, "the lock has not become stderr"
@@ -184,7 +184,7 @@ def test_a_training_continues_without_a_reader(launch, tmp_path, command):
     done = succeed(training.wait())
     why = "stdout cannot be written (Broken pipe)"
     assert_trained(run, why)
-    assert line and done.err.count(f"warning: {why}: the training goes on, its log is {run}") == 1
+    assert line and done.err.count(f"warning: {why}: training continues, its log is {run}") == 1
     assert "rror" not in done.err, "Python's own either"
 
 
@@ -256,7 +256,7 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
     training.run.signal(signal.SIGTERM)
     assert training.run.wait().code == 75
     assert status(run)["reason"].startswith("SIGTERM") and len(warnings(run)) == 1
-    assert "cannot be written (Input/output error): the training goes on" in status(run)["warning"]
+    assert "cannot be written (Input/output error): training continues" in status(run)["warning"]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, tmp_path):
     now = status(run)
     assert done.code and (now["state"], now["exit_code"]) == ("failed", 6)
     assert "rank 1 gives no sign of life" in now["reason"] and "==== rank 0" in (run / "stacks.txt").read_text()
-    assert warnings(run) == ["stderr is closed: the training goes on"] and now["warning"] == warnings(run)[0]
+    assert warnings(run) == ["stderr is closed: training continues"] and now["warning"] == warnings(run)[0]
 
 
 def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path, full):
