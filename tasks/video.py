@@ -187,9 +187,11 @@ def augment(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
         columns = torch.where(u[:, 3:4] < 0.5, columns, columns.flip(1))
     if wanted.flip == "all":
         rows = torch.where(u[:, 4:5] < 0.5, rows, rows.flip(1))
-    # Time, rows and columns in one gather; the index tensors are broadcast, not expanded per pixel.
-    sample = torch.arange(len(x), device=x.device)[:, None, None, None]
-    x = x[sample, times[:, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+    # Whole rows of pixels first, then columns: on a CPU a tenth of the time of one gather along all axes.
+    frames = torch.arange(len(x), device=x.device)[:, None] * num_frames + times  # (B, T)
+    places = frames[:, :, None] * height + rows[:, None, :]  # (B, T, H)
+    x = x.reshape(-1, width).index_select(0, places.flatten()).view(x.shape)
+    x = x.gather(3, columns[:, None, None, :].expand(x.shape))
     if wanted.flip == "all" and height == width:
         x = torch.where(u[:, 5, None, None, None] < 0.5, x, x.transpose(2, 3))
     if wanted.brightness:
