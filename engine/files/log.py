@@ -208,7 +208,8 @@ class Log(Silent):
         except Exception as error:  # TensorBoard passes on whatever its own thread raised
             if what not in self.lost:
                 self.lost.add(what)
-                print(f"warning: {what} cannot be written ({self.folder}): {error}: training continues", file=sys.stderr)
+                text = f"warning: {what} cannot be written ({self.folder}): {error}: training continues"
+                print(text, file=sys.stderr)
 
     def _thread_failed(self, about: Any) -> None:
         """Handle the failure of TensorBoard's own thread, which would end with a traceback."""
