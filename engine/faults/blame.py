@@ -139,9 +139,7 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
     elif status.current.shrinks:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:
-        todo = (
-            f"{words} takes the same steps with less memory (oom=shrink does so by itself); so may cache=none"
-        )
+        todo = f"{words} takes the same steps with less memory (oom=shrink does so by itself); so may cache=none"
     error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where=where, todo=todo, exit_code=1)
     error.again = smaller if status.current.shrinks else {}
     return error
