@@ -35,7 +35,7 @@ from engine.console import console
 from engine.contract import RESERVED, Batch, Task
 from engine.errors import LockstepError
 from engine.faults.signals import end_with_parent, own_scratch
-from engine.hardware.device_cache import cache_datasets, same_bits
+from engine.hardware.device_cache import CachedDataset, cache_datasets, same_bits
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
@@ -201,7 +201,12 @@ class TrainLoader:
         """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
         numbers = self._numbers()
         # The sampler is run a second time beside the loader's, which may be several batches ahead in worker processes.
-        micros, batches = self.sampler.micro_batches(), _batches(self.dataset, self.sampler, self.loader, self.world)
+        micros, held = self.sampler.micro_batches(), self.dataset
+        batches: Iterator[Batch]
+        if isinstance(held, CachedDataset) and held.device.type == self.device.type:  # one gather, by the order there
+            batches = (held.rows(numbers[0][micro.slots]) for micro in self.sampler.micro_batches())
+        else:
+            batches = _batches(held, self.sampler, self.loader, self.world)
 
         def one_step() -> Iterator[tuple[Batch, Micro]]:
             for micro, batch in zip(micros, batches, strict=True):
@@ -253,11 +258,11 @@ def _batches(dataset: Any, sampler: Any, loader: DataLoader[Any] | None, world: 
     """Yield the batches of `sampler` on the device."""
     if loader is None:
         order = _announced(dataset, sampler) if hasattr(dataset, "prefetch") else sampler
-        fetched: Iterator[Batch] = (_get(dataset, indices) for indices in order)
+        checked = (_one_batch(dataset, indices) for indices in order)
     else:
         with _starting_processes():
             fetched = iter(loader)
-    checked = (_next(fetched, dataset, indices) for indices in sampler)
+        checked = (_next(fetched, dataset, indices) for indices in sampler)
     return checked if world.device.type == "cpu" else ahead(checked, world.device)
 
 
