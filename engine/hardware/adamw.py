@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Lists(NamedTuple):
+    """The arguments of the kernel for a group all of whose parameters have a gradient; counters: each once."""
+
+    state: Any  # the optimizer's, from which they were made; another once a checkpoint is loaded
+    params: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    counts: list[Tensor]
+    counters: list[Tensor]
 
 
 class AdamW(torch.optim.AdamW):
@@ -23,30 +34,40 @@ class AdamW(torch.optim.AdamW):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # The kernel leaves everything alone where found_inf is 1; so do the counters.
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
-        for group in self.param_groups:
-            known = len(self.state)
-            lists: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)  # those with a gradient
-            params, grads, first, second, none, counts = lists
-            if not params:
+        for number, group in enumerate(self.param_groups):
+            grads = [grad for p in group["params"] if (grad := p.grad) is not None]
+            if not grads:
                 continue
-            if len(params) < len(group["params"]):  # the counters of those without a gradient stay where they are
-                waiting = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
-                for p in params:
-                    if id(self.state[p]["step"]) in waiting:
-                        self.state[p]["step"] = self.state[p]["step"].clone()
-                counts = [self.state[p]["step"] for p in params]
-            elif len(self.state) > known:
-                self._share_counters()
-                counts = [self.state[p]["step"] for p in params]
-            counters = [*{id(count): count for count in counts}.values()]
-            torch._foreach_add_(counters, [taken] * len(counters))  # of one tensor it would read it: a sync point
+            lists = self._lists(number, group, len(grads))
+            torch._foreach_add_(lists.counters, [taken] * len(lists.counters))  # of one tensor it would read it: a sync
             torch._fused_adamw_(
-                params, grads, first, second, none, counts,
+                lists.params, grads, lists.first, lists.second, [], lists.counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=False,
                 grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
+
+    def _lists(self, number: int, group: dict[str, Any], with_gradient: int) -> Lists:
+        """Return the lists of a group. Kept from step to step while all of its parameters have a gradient: torch's
+        search for them takes a third of the kernel's time where a model is small."""
+        kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
+        whole = with_gradient == len(group["params"])
+        if whole and (known := kept.get(number)) and known.state is self.state and len(known.params) == with_gradient:
+            return known
+        states = len(self.state)
+        params, _, first, second, *_ = found = [list[Tensor]() for _ in range(6)]
+        self._init_group(group, *found)
+        if not whole:  # the counters of those without a gradient stay where they are
+            waiting = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
+            for p in params:
+                if id(self.state[p]["step"]) in waiting:
+                    self.state[p]["step"] = self.state[p]["step"].clone()
+        elif len(self.state) > states:
+            self._share_counters()
+        counts = [self.state[p]["step"] for p in params]
+        counters = [*{id(count): count for count in counts}.values()]
+        lists = kept[number] = Lists(self.state, params, first, second, counts, counters)
+        return lists
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
