@@ -90,7 +90,9 @@ class Buffers:
             for name, _ in module.named_buffers(recurse=False)
             if name not in private.non_persistent_buffers(module)
         ]
+        self.places = [(private.own_buffers(module), name) for _, module, name in self.owners]
         self.kept: dict[str, Tensor] = {}  # as they were before the step
+        self.copied: list[Tensor] = []  # from which they were copied
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
         """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
@@ -100,8 +102,16 @@ class Buffers:
             if of_norms in (None, isinstance(module, private.NORM_WITH_STATISTICS))
         }
 
+    @torch.no_grad()
     def keep(self) -> None:
-        self.kept = {key: getattr(module, name).detach().clone() for key, module, name in self.owners}
+        """Copy them, into the memory of the last step's copies where they are the same tensors."""
+        now, copies = [buffers[name] for buffers, name in self.places], [*self.kept.values()]
+        same = [*map(id, now)] == [*map(id, self.copied)]
+        if copies and same and all(a.shape == b.shape for a, b in zip(now, copies, strict=True)):
+            torch._foreach_copy_(copies, now)
+        else:
+            self.kept = {key: buffer.clone() for (key, _, _), buffer in zip(self.owners, now, strict=True)}
+            self.copied = now
 
     def changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name, the value and the kept value of each; not of a cache that has grown with the batch."""

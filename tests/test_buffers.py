@@ -1,5 +1,6 @@
 """Buffers beside the weights: the same on all ranks, or the run ends before it is scored with rank 0's."""
 
+import copy
 import json
 import re
 
@@ -8,7 +9,7 @@ import torch
 from conftest import ROOT, launching, succeed
 from torch import nn
 
-from engine import plan
+from engine import optim, plan
 
 TASK = str(ROOT / "tests" / "tasks" / "buffers.py")
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
@@ -86,6 +87,32 @@ def test_instance_norms_statistics_are_averaged(runs):
         for name in ("norm.running_mean", "norm.running_var"):
             torch.testing.assert_close(ours[part][prefix + name], theirs[part][prefix + name], rtol=1e-9, atol=1e-12)
     assert ours["progress"]["best"] == pytest.approx(theirs["progress"]["best"], rel=1e-9)
+
+
+def test_buffers_are_kept_in_the_memory_of_the_step_before():
+    """But not where a module has put another tensor in the place of its own, or has resized it."""
+    norm = nn.BatchNorm1d(3)
+    buffers = optim.Buffers(norm)
+
+    def keep():
+        now, before = copy.deepcopy(buffers()), buffers.kept
+        buffers.keep()
+        assert buffers.kept.keys() == now.keys() and all(torch.equal(now[name], buffers.kept[name]) for name in now)
+        norm.running_mean += 1.0
+        norm.num_batches_tracked += 1
+        assert not torch.equal(norm.running_mean, buffers.kept["running_mean"])
+        return buffers.kept is before
+
+    assert not keep() and keep() and keep()
+    buffers.put_back(torch.tensor(1.0))
+    assert all(torch.equal(value, buffers.kept[name]) for name, value in buffers().items())
+    norm.running_mean = torch.ones(3)
+    assert not keep() and keep()
+    norm.running_mean.resize_(5).fill_(2.0)
+    assert not keep() and keep()
+    without = optim.Buffers(nn.Linear(1, 1))
+    without.keep()
+    assert not without.kept
 
 
 class Parts(nn.Module):

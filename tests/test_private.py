@@ -50,6 +50,9 @@ def test_layers_and_what_hangs_on_them():
     norm.register_buffer("cache", torch.zeros(1), persistent=False)
     norm.register_forward_pre_hook(print)
     assert private.non_persistent_buffers(norm) == {"cache"} and private.forward_pre_hooks(norm) == [print]
+    own = private.own_buffers(norm)
+    norm.running_mean = torch.ones(2)
+    assert own["running_mean"] is norm.running_mean and own.keys() == dict(norm.named_buffers()).keys()
     assert isinstance(norm, private.BATCH_NORM) and isinstance(nn.InstanceNorm2d(2), private.INSTANCE_NORM)
     assert isinstance(norm, private.NORM_WITH_STATISTICS) and isinstance(nn.Dropout(), private.DROPOUT)
 

@@ -24,6 +24,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own buffers by name, as they are now and will be: its attributes are looked up in there."""
+    return module._buffers
+
+
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values()]
 
