@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from engine.config import Config
 from engine.console import console
-from engine.contract import RESERVED, Batch, Task
+from engine.contract import RESERVED, Batch, Task, check_scored
 from engine.errors import LockstepError
 from engine.faults.signals import end_with_parent, own_scratch
 from engine.hardware.device_cache import CachedDataset, cache_datasets, same_bits
@@ -355,9 +355,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Return the datasets to train on and to score. Raises LockstepError where they give no sample by its number.
+    """Return the datasets to train on and to score, which is None without validation data. Raises LockstepError where
+    they give no sample by its number.
 
-    split  empty for the task's two; else what to score instead: val, train, or all of the data
+    split  empty for the task's two; else what to score instead: val, train, or all of the data; any: val, or else train
     state  of the checkpoint whose model is scored
     """
     console.info("Loading data...\n")
@@ -372,16 +373,25 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
             where="the task's `datasets`",
             todo="return (train, val)",
         )
-    check_datasets(*datasets)
+    train_set, val_set = datasets
+    check_datasets(train_set, train_set if val_set is None else val_set)
+    if val_set is None and split == "val":
+        what, todo = "the task has no validation data", "score others: --split train, or all"
+        raise LockstepError(what, where="split val", todo=todo)
+    if split == "train" or (split == "any" and val_set is None):
+        val_set = train_set
+    if val_set is not None and split != "any":
+        check_scored(task)
     if task.summary():
         console.info(task.summary() + "\n")
-    return datasets[0], datasets[0] if split == "train" else datasets[1]
+    return train_set, val_set
 
 
 def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
-) -> tuple[TrainLoader, EvalLoader]:
-    """Return the loaders of this rank. The training set needs `labels` (N,) where `sampler: balanced`."""
+) -> tuple[TrainLoader, EvalLoader | None]:
+    """Return the loaders of this rank; without validation data, None, only the first. The training set needs `labels`
+    (N,) where `sampler: balanced`."""
     if cfg.num_workers:
         own_scratch()
     labels = None
@@ -393,12 +403,17 @@ def create_data_loaders(
                 todo="give the dataset an attribute `labels` (N,), or use sampler=shuffle",
             )
         labels = _per_sample(train_set, "labels")
-    if not len(val_set):
+    if val_set is None and cfg.patience:
+        what, todo = f"patience={cfg.patience} without validation data", "drop it: nothing is evaluated"
+        raise LockstepError(what, where="patience", todo=todo)
+    if val_set is not None and not len(val_set):
         raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
-    # Without gradients activations take less than half the memory.
-    eval_sampler = EvalSampler(len(val_set), world, cfg.eval_batch_size or 2 * cfg.batch_size)
-    sets = [train_set, val_set]
+    samplers: list[Any] = [sampler]
+    sets = [train_set]
+    if val_set is not None:  # without gradients activations take less than half the memory
+        samplers.append(EvalSampler(len(val_set), world, cfg.eval_batch_size or 2 * cfg.batch_size))
+        sets.append(val_set)
     # Loader processes mean slow samples: a cache would fetch them all before the first step.
     wanted = "none" if cfg.cache == "auto" and cfg.num_workers else cfg.cache
     held = cache_datasets(
@@ -407,15 +422,16 @@ def create_data_loaders(
     sets = sets if held is None else [*held]
     loaders = [
         _with_processes(dataset, batches, cfg, world) if cfg.num_workers and held is None else None
-        for dataset, batches in zip(sets, (sampler, eval_sampler), strict=True)
+        for dataset, batches in zip(sets, samplers, strict=True)
     ]
     console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")
-    val_batches = -(-len(val_set) // eval_sampler.batch_size)
-    console.info(f"Val batches: {val_batches} (per process: ~{len(eval_sampler)})\n")
-    return (
-        TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0]),
-        EvalLoader(sets[1], eval_sampler, world, loaders[1]),
-    )
+    train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0])
+    if val_set is None:
+        console.info("No validation data: nothing is evaluated, and the last checkpoint is the one that counts\n")
+        return train_loader, None
+    val_batches = -(-len(val_set) // samplers[1].batch_size)
+    console.info(f"Val batches: {val_batches} (per process: ~{len(samplers[1])})\n")
+    return train_loader, EvalLoader(sets[1], samplers[1], world, loaders[1])
 
 
 def check_datasets(train_set: Any, val_set: Any) -> None:
@@ -566,7 +582,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        for dataset in datasets:
+        for dataset in (each for each in datasets if each is not None):
             digest.update(str(len(dataset)).encode())
             for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
                 batch, again = (_one_batch(dataset, [index]) for _ in range(2))

@@ -155,7 +155,7 @@ def check_same_run(
     if not state:
         return
     if split:
-        if split == "val" and fingerprint != state["data"]:
+        if split in ("val", "any") and fingerprint != state["data"]:
             console.info(
                 f"warning: the data, or their split, are not those of the checkpoint ({state['data']} -> "
                 f"{fingerprint}): it may have been trained on some of what is scored\n"

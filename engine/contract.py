@@ -6,8 +6,9 @@ it returns *sums*, and the engine adds them up over micro-batches and ranks befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
+from engine.global_batch import gather_batch as gather_batch
+from engine.global_batch import join
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
@@ -29,8 +32,19 @@ RESERVED = ("index", "position", "seed", "mean_weight")
 """Names that no dataset may use in a batch."""
 
 
+PerSample = Mapping[str, Tensor | Sequence[Any]]
+"""Values by name, one for each sample: a tensor (B, ...); or a list of B, of tensors of several lengths, say, or texts.
+"""
+
+
 class Sums(dict[str, Tensor]):
-    """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape."""
+    """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape.
+
+    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the host; on rank 0,
+               which alone calls `report` then
+    """
+
+    collected: Mapping[str, Any] = MappingProxyType({})
 
     def __add__(self, other: Sums) -> Sums:
         return Sums({name: self[name] + other[name] for name in self}) if self else Sums(other)
@@ -42,11 +56,13 @@ class Loss(NamedTuple):
     total   scalar with a graph: the sum of the samples' weighted losses
     weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
     sums    totals to watch in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over `count`; no graph
+    factor  of one term among several, see `Task.losses`
     """
 
     total: Tensor
     weight: Tensor
     sums: Sums = Sums()
+    factor: float = 1.0
 
 
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
@@ -74,12 +90,38 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
             where="the task's `loss`",
             todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
         )
-    found = [*loss.sums]
+    return same_names([*loss.sums], names, gather, "sums")
+
+
+def check_terms(terms: Any) -> dict[str, Loss]:
+    """Return the terms of a loss. Raises LockstepError where they are none."""
+    where = "the task's `losses`"
+    if not isinstance(terms, dict) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
+        todo = 'return {"name": Loss(total, weight), ...}: each is divided by its own weight, and all are added up'
+        raise LockstepError(f"the losses are {_kind(terms)}", where=where, todo=todo)
+    for name, term in terms.items():
+        if not isinstance(term.total, Tensor) or term.total.ndim:
+            todo = "give each the sum of its parts over the batch, a scalar"
+            raise LockstepError(f"the total of {name!r} is no scalar tensor", where=where, todo=todo)
+    taken = ["loss", "weight", "count", *terms, *(name for term in terms.values() for name in term.sums)]
+    if twice := {name for name in taken if taken.count(name) > 1}:
+        todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
+        raise LockstepError(f"the name {min(twice)!r} is there twice", where=where, todo=todo)
+    return terms
+
+
+def _kind(found: Any) -> str:
+    inner = ", ".join(sorted({type(value).__name__ for value in found.values()})) if isinstance(found, dict) else ""
+    return f"a {type(found).__name__}" + (f" of {inner}" if inner else "")
+
+
+def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
+    """Return the names of a loss's sums, or of its terms; see `check_loss`. Raises LockstepError where they change."""
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
         if other != first:  # in another order they would be summed with the wrong partners
             error = LockstepError(
-                f"the sums of the loss are {other or 'none'} once and {first or 'none'} another time",
+                f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
                 where="the task's `loss`",
                 todo="give the same names in the same order for every batch, zeros where there is nothing to count",
             )
@@ -94,7 +136,8 @@ class Settings:
 
 
 class Task:
-    """The base of every task: override the first five methods, and `monitor`.
+    """The base of every task: override the first five methods, and `monitor`. Two of them, `score` and `report`, are
+    not needed without validation data.
 
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
@@ -103,6 +146,7 @@ class Task:
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
+    collect_limit_mb  the most that `collect` may return for all samples together
     """
 
     Settings: ClassVar[type] = Settings
@@ -112,6 +156,7 @@ class Task:
     resumable_keys: ClassVar[tuple[str, ...]] = ("dataset.root",)
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
+    collect_limit_mb: ClassVar[float] = 4096
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -123,7 +168,8 @@ class Task:
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """Return (train, val); called once, before `model`. A dataset has `__len__` and either `__getitems__(indices)`,
+        """Return (train, val); called once, before `model`. `val` may be None: nothing is evaluated then, and the last
+        checkpoint is the one that counts. A dataset has `__len__` and either `__getitems__(indices)`,
         which gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
         numbers: the loader gives `batch["seed"]`. For a GPU a thread asks it, never two at once. It may have
 
@@ -145,7 +191,18 @@ class Task:
     """Set by `model`: where its weights come from, unless they are random."""
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once), with augmentation."""
+        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once), with augmentation.
+        Where each sample is compared with all others of the global batch, see `gather_batch`."""
+        total, weight, sums = join(check_terms(self.losses(net, batch)))
+        return Loss(total, weight, Sums(sums))
+
+    def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
+        """In place of `loss`: return several terms by name, each with a weight of its own (boxes, masked pixels). The
+        loss is the sum of `factor * total / weight`, each divided over the whole global batch.
+
+        A step of one forward pass waits for these weights before its backward pass; one of several (accumulation,
+        virtual workers) makes each forward pass twice, once without gradients, and holds all its batches.
+        """
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
@@ -153,9 +210,24 @@ class Task:
         are kept batch by batch until all ranks are through, so return totals, not a number for each sample."""
         raise NotImplementedError
 
-    def report(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names."""
+    def collect(self, model: nn.Module, batch: Batch) -> PerSample:
+        """Return values of each sample of an evaluation batch for metrics that are no sums, such as AUC, mAP, recall@k
+        or those of texts. Called right after `score` of the same batch, which may have kept its output in `self`.
+
+        `report` finds those of all samples in `sums.collected`, in the order of the dataset, on the host of rank 0: a
+        tensor (N, ...) or a list of N. Each process holds its own until all are through, and then rank 0 all of them:
+        at most `collect_limit_mb`.
+        """
         raise NotImplementedError
+
+    def report(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names. Where the
+        task has `collect`, rank 0 alone calls it, and tells the others."""
+        raise NotImplementedError
+
+    def predict(self, model: nn.Module, batch: Batch) -> PerSample:
+        """Return what tools/predict.py writes of each sample: predictions, and what says which sample it is."""
+        raise LockstepError("this task predicts nothing", where="task", todo="give it a method `predict`")
 
     def metadata(self) -> dict[str, Any]:
         """Return, after `datasets`, what else than weights and config is needed to use the model, such as class names:
@@ -197,3 +269,10 @@ class Task:
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
         return {}
+
+
+def check_scored(task: Task) -> None:
+    """Raise LockstepError where a task cannot be evaluated."""
+    if missing := [name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)]:
+        todo = "see engine/contract.py; or return (train, None) from `datasets`"
+        raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", where="task", todo=todo)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.contract import Batch, Sums
+from engine.collect import Collection
+from engine.contract import Batch, Sums, Task
 from engine.phases import phase
 from engine.seeds import seed_generators
 from engine.world import World
@@ -212,6 +213,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     world, task = run.world, run.task
     model = run.evaluated_model.eval()
     scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
+    collection = Collection(task.collect_limit_mb) if collects(task) else None
     phase("loading validation data")
     for number, batch in enumerate(batches):
         if run.stop.reason:
@@ -221,6 +223,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
         with run.precision.autocast():
             scored.add(task.score(model, batch))
+            if collection:
+                collection.add(task.collect(model, batch), len(batch["index"]))
         phase("loading validation data")
     phase("validation")
     for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
@@ -242,9 +246,17 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     sums = scored.total(world)
     if task.num_trials:
         sums = Sums(sums | tried.total(world))
-    # float(): a NumPy scalar would go into the checkpoint, which weights_only=True then refuses to read.
-    metrics = {name: float(value) for name, value in task.report(sums).items()}
+    if collection:
+        sums.collected = collection.total(world)
+        metrics = world.broadcast(_report(task, sums) if world.main else {})
+    else:
+        metrics = _report(task, sums)
     return metrics | {"count": int(sums["count"])}, sums
+
+
+def _report(task: Task, sums: Sums) -> dict[str, float]:
+    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's."""
+    return {name: float(value) for name, value in task.report(sums).items()}
 
 
 TRIALS_AT_ONCE = 10
@@ -289,6 +301,11 @@ class EvalSums:
 
 def _shapes(*parts: Sums) -> dict[str, Any]:
     return {name: (tuple(value.shape), value.dtype) for part in parts for name, value in part.items()}
+
+
+def collects(task: Task) -> bool:
+    """Return whether a task's metrics are made of values of each sample."""
+    return type(task).collect is not Task.collect
 
 
 @torch.no_grad()

@@ -119,6 +119,11 @@ class Buffers:
             if buffer.shape == self.kept[key].shape:
                 yield key, buffer, self.kept[key]
 
+    def restore(self) -> None:
+        """Give all of them the values that were kept."""
+        if pairs := [*self.changes()]:
+            torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
         """Restore what was kept, if the step was skipped: its forward passes have seen what is not finite."""

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, ddp, digests, optim, plan
+from engine.collect import Collection
 from engine.console import console
-from engine.contract import Sums
+from engine.contract import Batch, Sums, Task
 from engine.errors import LockstepError
 from engine.faults.together import on_rank0
 from engine.files import log, status
+from engine.metrics import collects
 from engine.phases import phase
 from engine.run import Run
 from engine.world import World
@@ -123,16 +125,22 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
-    epoch. Rank 0's batch, because the others may have none. Sets `run.gflop`."""
-    sums, metrics, gflop = None, None, 0.0
+    epoch. Rank 0's batch, because the others may have none. Sets `run.gflop`. Nothing, where nothing is scored."""
+    if run.val_loader is None or type(run.task).score is Task.score:
+        return
+    sums, metrics, gflop, collected = None, None, 0.0, dict[str, Any]()
     if run.world.main:
         batch = next(iter(run.val_loader))
         with phase.during("validation"), run.precision.autocast():
             sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
             gflop /= len(next(iter(batch.values())))
+            if collects(run.task):
+                collected = _collected(run, batch)
         if isinstance(sums, dict) and "count" in sums:
             try:
-                metrics = run.task.report(Sums(sums))
+                totals = Sums(sums)
+                totals.collected = collected
+                metrics = run.task.report(totals)
             except Exception:  # a report on one batch may be meaningless: that of the whole split counts
                 metrics = {"loss": 0.0, run.task.monitor: 0.0}
     problem = ""
@@ -148,6 +156,14 @@ def sanity_check(run: Run) -> None:
         error = LockstepError(what, where=f"task {run.cfg.task}", todo=todo)
         error.everywhere = True
         raise error
+
+
+def _collected(run: Run, batch: Batch) -> dict[str, Any]:
+    """(rank 0) Return what the task collects of a batch. Raises LockstepError if as much of all samples is too much."""
+    collection = Collection(run.task.collect_limit_mb)
+    collection.add(run.task.collect(run.model, batch), len(batch["index"]))
+    collection.check(collection.bytes / collection.samples * len(run.val_loader.dataset))
+    return collection.total(World(0, 0, 1, run.world.device))
 
 
 def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:

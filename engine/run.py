@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from engine import optim
+from engine import global_batch, optim
 from engine.contract import Loss, Task, check_loss
 from engine.faults.signals import StopRequest
 from engine.files.log import Silent
@@ -23,6 +23,7 @@ from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.seeds import seed_generators
+from engine.terms import Terms
 from engine.virtual import VirtualWorkers
 from engine.world import World
 
@@ -97,6 +98,7 @@ class Run:
         self.gpu_clock: GpuClock | None = None
         workers = self.plan.workers
         self.virtual = VirtualWorkers(workers, self.world, self.model) if workers else None
+        self.terms = Terms(self) if type(self.task).loss is Task.loss else None  # it has `losses`
         if self.world.size > 1:
             split_backward(self.model)
             if device.type == "cuda":
@@ -125,6 +127,7 @@ class Run:
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
+        global_batch.under_way = self, micro
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
         if self.virtual:
             in_ddp = isinstance(self.net, DistributedDataParallel)
@@ -162,7 +165,7 @@ class Run:
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
         """
-        cfg, progress = self.cfg, self.progress
+        cfg, progress, global_batch.under_way = self.cfg, self.progress, None
         samples = consumed - progress.position
         if self.virtual:
             self.virtual.end_step(self.buffers, busy=min(self.plan.workers, samples))
@@ -179,6 +182,8 @@ class Run:
         pauses = finished or consumed >= self.plan.num_samples - self.plan.dropped  # or the epoch is
         progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
         self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses
+        if self.val_loader is None:
+            progress.evaluation_due, self.save_due = False, self.save_due or finished
         self.log_due = pauses or progress.evaluation_due or step % cfg.log_every == 0
         self.check_due = step == 1 or (cfg.check_every > 0 and step % cfg.check_every == 0)
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
@@ -205,7 +210,8 @@ class Run:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
         steps = self.log.progress(self, self.train_loader, "Training")
-        return self.profile.follow(steps) if self.profile else steps
+        steps = self.profile.follow(steps) if self.profile else steps
+        return map(self.terms.weigh, steps) if self.terms else steps
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:

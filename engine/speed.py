@@ -123,7 +123,9 @@ def finish(run: Run) -> Plan:
     """Set threads and allocator, after all else is there; return the plan with what was chosen, for a person."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     held = sum(
-        set_.bytes for loader in (run.train_loader, run.val_loader) if isinstance(set_ := loader.dataset, CachedDataset)
+        set_.bytes
+        for loader in (run.train_loader, run.val_loader)
+        if loader is not None and isinstance(set_ := loader.dataset, CachedDataset)
     )
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed
     chosen = {

@@ -193,8 +193,7 @@ class VirtualWorkers:
             self._keep_buffers(buffers)
         if worker % 2 == 0:
             self._settle()
-        if pairs := [*buffers.changes()]:
-            torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+        buffers.restore()
         self.worker, self.idle, self.check = worker, idle, check
 
     def end_step(self, buffers: Buffers, busy: int) -> None:

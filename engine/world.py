@@ -46,6 +46,15 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
+    def gather_on_main(self, value: Any) -> list[Any]:
+        """(all ranks) Return every rank's value, by rank, on rank 0; nothing on the others (pickled)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size * self.main
+        with phase.during("gather", waits=True):
+            dist.gather_object(value, values or None)
+        return values
+
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine import contract
 from engine.config import option, section
-from engine.contract import Batch, LockstepError, Loss, Sums
+from engine.contract import Batch, LockstepError, Loss, PerSample, Sums
 
 
 @dataclass
@@ -82,6 +82,10 @@ class Task(contract.Task):
         count = sums["count"]
         square = float(sums["square"] / count)
         return {"loss": square, "rmse": square**0.5, "mean_error": float(sums["off"] / count)}
+
+    def predict(self, model: nn.Module, batch: Batch) -> PerSample:
+        """What `python tools/predict.py RUN --split val` writes of each row."""
+        return {"predicted": model(batch["x"]), "actual": batch["y"]}
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from types import ModuleType
 from engine.contract import LockstepError, Task
 
 FOLDER = Path(__file__).parent
-REQUIRED = ("datasets", "model", "loss", "score", "report")
+REQUIRED = ("datasets", "model")
 
 
 def names() -> list[str]:
@@ -66,6 +66,8 @@ def load(name: str) -> type[Task]:
             f"{name} has no class Task", where="task", todo="define `class Task(engine.contract.Task)` in that file"
         )
     missing = [method for method in REQUIRED if getattr(task, method) is getattr(Task, method)]
+    if task.loss is Task.loss and task.losses is Task.losses:
+        missing.append("loss")
     if missing:
         lack = f"the Task of {name} lacks {', '.join(missing)}"
         raise LockstepError(lack, where="task", todo="see engine/contract.py")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine import contract
 from engine.config import option
-from engine.contract import Batch, Loss, Sums
+from engine.contract import Batch, Loss, PerSample, Sums
 from tasks._pictures import text_width
 
 
@@ -170,6 +170,11 @@ class Classification(contract.Task):
                 f"f1/{name}": float(f1[c]),
             }
         return metrics
+
+    def predict(self, model: nn.Module, batch: Batch) -> PerSample:
+        shares = model(batch["x"]).float().softmax(1)  # (B, C)
+        labels = [self.classes[c] for c in shares.argmax(1).tolist()]
+        return {"label": labels, **{f"p_{name}": shares[:, c] for c, name in enumerate(self.classes)}}
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         return Deployed(model), lambda batch: batch["x"]

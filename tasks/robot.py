@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine import contract
 from engine.config import changed
-from engine.contract import Batch, LockstepError, Loss, Sums, amount
+from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
 from envs.trials import roll_out
 from formats import lerobot, pretrained
 from formats.frames import Frames
@@ -269,6 +269,12 @@ class Task(contract.Task):
             metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
             metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
         return metrics
+
+    def predict(self, model: nn.Module, batch: Batch) -> PerSample:
+        """The chunk of actions from each frame on, in recorded units."""
+        assert isinstance(model, Policy)
+        where = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
+        return where | {"action": model.act(self._with_words(batch)).float()}
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """Make trials of the policy in the simulation, from starts that no demonstration has."""

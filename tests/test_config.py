@@ -251,7 +251,7 @@ def test_a_file_without_a_whole_task_is_refused(tmp_path):
         "    def model(self): ...\n    def loss(self, net, batch): ...\n"
     )
     assert "has no class Task" in problems(str(tmp_path / "empty.py"))[0]
-    assert "lacks datasets, score, report" in problems(str(tmp_path / "half.py"))[0]
+    assert "lacks datasets (task)" in problems(str(tmp_path / "half.py"))[0]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda p: p.name)

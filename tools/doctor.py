@@ -235,7 +235,8 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(blame.explain(error, world))), left_out], None
     warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
-    read = f"{ready.plan.num_samples} training and {len(ready.val_loader.dataset)} validation samples can be read"
+    scored = len(ready.val_loader.dataset) if ready.val_loader else 0
+    read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
     resumed = f"; resumes {ready.resumed}" if ready.resumed else ""
     lines = [warning(text, "a training would say so, too") for text in warned]
@@ -298,7 +299,8 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     free, processes = shutil.disk_usage(SHM).free, max(1, launch.environment().local_size)
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
-    scored_bytes = batch_bytes * ready.val_loader.sampler.batch_size // ready.plan.micro_batch
+    scored = ready.val_loader.sampler.batch_size if ready.val_loader else 0
+    scored_bytes = batch_bytes * scored // ready.plan.micro_batch
     amid_an_epoch = ready.cfg.eval_every > 0  # then both loaders have batches in flight
     together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
@@ -353,9 +355,8 @@ def measure(ready: Run, workers: int) -> Speed | str:
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
-        works["loaded"] = _batches(
-            create_data_loaders(cfg, run.world, run.plan, given.dataset, ready.val_loader.dataset)[0]
-        )
+        val_set = ready.val_loader and ready.val_loader.dataset
+        works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set)[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():

@@ -8,8 +8,8 @@ RUN is the folder of a run (its best checkpoint) or one of its checkpoints. Inpu
 clips (B, T, H, W) uint8, sensor windows (B, T, C) float32 in the sensor's units, a robot's observation in recorded
 units, its pictures as uint8 of the size that it was trained on, its command as numbers; the file normalises them.
 Outputs are logits and probabilities, or actions. The file also holds the classes' names and a description of its
-inputs, as JSON under "lockstep". Batches of several sizes of the validation split go through the file and the model:
-the largest difference is printed, and beyond --tolerance nothing is written.
+inputs, as JSON under "lockstep". Batches of several sizes of the validation split, or else of the training data, go
+through the file and the model: the largest difference is printed, and beyond --tolerance nothing is written.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
 
 def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
     """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
-    run = train.build(args, world, split="val")
+    run = train.build(args, world, split="any")
     preflight.print_plan(run)
     model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
     module, input_of = run.task.export_module(model)

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Predict new data with a trained run: a CSV of labels with the probability of every class.
+"""Predict data with a trained run: a table of labels with the probability of every class, or of what its task predicts.
 
 python tools/predict.py RUN recordings                videos: a row per frame, and an ethogram of each as a picture
 python tools/predict.py RUN data/mice                 a packed folder of clips: a row per trial
 python tools/predict.py RUN new.npz --stride 32       sensors: a row per window; labels may be missing
+python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the actions that it would take at each frame
+python tools/predict.py RUN --split val               any task with a method `predict`: a row per sample
 
-RUN is the folder of a run (its best checkpoint) or one of its checkpoints; its own data are not needed. A video is cut
-into trials of the length of the training's, one every --stride frames, and a frame's probabilities are the mean over
-the trials that contain it. Decoding, cropping and scaling are those of tools/prepare_clips.py for the training. A video
-of any length is read once. key=value changes the run's config (device=cpu).
+RUN is the folder of a run (its best checkpoint) or one of its checkpoints; without --split its own data are not needed.
+A CSV has six digits; an .npz has all, as arrays, and is held in memory until it is written. A video is cut into trials
+of the length of the training's, one every --stride frames, and a frame's probabilities are the mean over the trials
+that contain it. Decoding, cropping and scaling are those of tools/prepare_clips.py for the training. A video of any
+length is read once. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
+from data_loader import EvalLoader, EvalSampler, check_datasets
 from engine import checkpoint, config, precision, speed
-from engine.errors import LockstepError
+from engine.collect import Packed, packed
+from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from engine.hardware import memory
@@ -48,9 +53,13 @@ from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import Plan, read_annotations, whole_number
 from tools.running import alone, guarded, in_world
+from tools.tables import write_table
 
 Ask = Callable[[Tensor], np.ndarray]
 """Inputs of the model (B, ...) -> probabilities (B, C) float32."""
+
+Reads = Callable[[Any, dict[str, Any]], None]
+"""What prepares a task for its `model`, given what the checkpoint knows of the data."""
 
 
 @dataclass
@@ -76,18 +85,21 @@ class Prediction:
 
 
 def main(argv: list[str]) -> int:
-    asked, rest = _parser().parse_known_args(argv)
+    by_split = any(word.split("=")[0] == "--split" for word in argv)
+    asked, rest = _parser(by_split).parse_known_args(argv)
     return guarded([asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(by_split: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="predict.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
-    add("data", metavar="DATA", type=Path, help="a file or a folder")
-    add("--out", type=Path, default=Path("predictions.csv"), help="the table (default: predictions.csv)")
+    if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
+        add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
+    add("--split", choices=("val", "train", "all"), help="predict the run's own data; all: or others, by dataset.root")
+    add("--out", type=Path, default=Path("predictions.csv"), help="the table, .csv or .npz (default: predictions.csv)")
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
@@ -113,7 +125,13 @@ class LoadedModel:
     step: int
 
 
-def load_model(args: config.Args, world: World) -> LoadedModel:
+def _without_data(task: Any, known: dict[str, Any]) -> None:
+    task.load_metadata(known)
+
+
+def load_model(
+    args: config.Args, world: World, read: Callable[[Any, dict[str, Any]], None] = _without_data
+) -> LoadedModel:
     """(all ranks) Return the model of the checkpoint `resume`."""
     speed.set_backends(args.cfg)
     cfg, found, state = checkpoint.find(args.cfg, world)
@@ -124,7 +142,7 @@ def load_model(args: config.Args, world: World) -> LoadedModel:
     if known is None:  # written before checkpoints held it
         task.datasets()
         known = task.metadata()
-    task.load_metadata(known)
+    read(task, known)
     torch.manual_seed(cfg.seed)
     model = task.model().to(world.device)
     checkpoint.load_evaluated(model, state, found)
@@ -136,11 +154,10 @@ def load_model(args: config.Args, world: World) -> LoadedModel:
 def _predict(args: config.Args, asked: argparse.Namespace) -> int:
     cfg = args.cfg
     alone("predictions are made by one process", "predict.py")
+    if asked.split or not issubclass(tasks.load(cfg.task), (har.Task, video.Task)):
+        return _predict_samples(args, asked)
     if asked.out.suffix != ".csv":
         raise LockstepError(f"{asked.out} is not the name of a table", where="--out", todo="give one that ends in .csv")
-    if not issubclass(tasks.load(cfg.task), (har.Task, video.Task)):
-        what = f"task {cfg.task} is not one of sensor windows or of video"
-        raise LockstepError(what, where=asked.run, todo="give a run of har or video")
     with contextlib.redirect_stdout(io.StringIO()):
         trained = in_world(cfg, lambda world, _: load_model(args, world))
     task = trained.task
@@ -165,6 +182,57 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
     return status.leave_code(status.DATA if left_out else status.DONE)
+
+
+def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
+    """Write what the task's `predict` returns of each sample of a dataset."""
+    if asked.out.suffix not in (".csv", ".npz"):
+        what, todo = f"{asked.out} is not the name of a table", "give one that ends in .csv or .npz"
+        raise LockstepError(what, where="--out", todo=todo)
+    if given := [name for name in ("stride", "every", "crop", "annotations") if getattr(asked, name)]:
+        raise LockstepError("it is for new videos and recordings", where=f"--{given[0]}", todo="drop it")
+    split = asked.split
+    if not split:
+        if "dataset.root" not in config.flatten(config.to_dict(args.cfg)):
+            what, todo = f"task {args.cfg.task} takes no path of data", "give --split, and its own keys for other data"
+            raise LockstepError(what, where=str(asked.data), todo=todo)
+        split, args = "all", args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)}))
+    with contextlib.redirect_stdout(io.StringIO()):
+        trained, dataset = in_world(args.cfg, lambda world, _: _load_with(args, world, split))
+    rows, columns = write_table(asked.out, _said(trained, dataset))
+    if asked.json:
+        print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
+    else:
+        print(f"{trained.checkpoint}, step {trained.step}: {amount(rows, 'row')}")
+        print(f"Wrote {asked.out}: {', '.join(columns[:8])}" + (f" and {len(columns) - 8} more" * (len(columns) > 8)))
+    return status.leave_code(status.DONE)
+
+
+def _load_with(args: config.Args, world: World, split: str) -> tuple[LoadedModel, Any]:
+    """(all ranks) Return the model of the checkpoint `resume`, and the samples to predict."""
+    found: list[Any] = []
+
+    def read(task: Any, known: dict[str, Any]) -> None:
+        if split == "all":
+            task.load_metadata(known)
+            found.append(task.full_dataset())
+        else:
+            found.append(task.datasets()[split == "val"])
+        if found[0] is None:
+            raise LockstepError("the task has no validation data", where="--split", todo="give train, or all")
+        check_datasets(found[0], found[0])
+
+    return load_model(args, world, read), found[0]
+
+
+def _said(trained: LoadedModel, dataset: Any) -> Iterator[dict[str, Packed]]:
+    """Yield what the task says of each batch."""
+    world = World(0, 0, 1, next(trained.model.parameters()).device)
+    batches = EvalLoader(dataset, EvalSampler(len(dataset), world, _batch_size(trained.task)), world, None)
+    for batch in batches:
+        with torch.inference_mode(), trained.precision.autocast():
+            said = trained.task.predict(trained.model, batch)
+        yield {"index": batch["index"].cpu(), **packed("predict", said, len(batch["index"]))}
 
 
 def _asker(trained: LoadedModel) -> Ask:
