@@ -1,5 +1,5 @@
-"""A task of pairs: two encoders and a temperature learn, by InfoNCE over the whole global batch, which x belongs to which
-y. Scored by the recall over the whole split, which is no sum."""
+"""A task of pairs: two encoders and a temperature learn which x belongs to which y, by InfoNCE over the whole global
+batch. Scored by the recall over the whole split, which is no sum."""
 
 import math
 
