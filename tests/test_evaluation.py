@@ -43,6 +43,25 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_collected_meets_in_the_order_of_the_dataset(results, ranks, size):
+    """A tensor, texts, and tensors of several lengths, on any number of ranks, some of them without a batch."""
+    found, one = results[ranks][size]["collected"], results[1][size]["collected"]
+    assert found["text"] == [f"sample {n}" for n in range(size)]
+    assert found["score"].shape == (size, 7) and torch.equal(found["score"], one["score"])
+    assert [len(some) for some in found["some"]] == [n % 4 for n in range(size)]
+    assert all(torch.equal(some, score[: len(some)]) for some, score in zip(found["some"], found["score"], strict=True))
+
+
+def test_the_metric_that_is_no_sum_is_scikit_learns(results):
+    sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
+    found = results[3][196]
+    theirs = sklearn.roc_auc_score(found["collected"]["y"] == 0, found["collected"]["score"][:, 0])
+    assert found["metrics"]["auc"] == pytest.approx(theirs, rel=1e-12) and 0.2 < theirs < 0.8
+
+
 def test_torchs_own_sampler_would_fail_that_check():
     """196 samples on 3 ranks, the guide's case: two are scored twice."""
     shards = [list(DistributedSampler(range(196), 3, rank, shuffle=False)) for rank in range(3)]
