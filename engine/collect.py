@@ -108,7 +108,7 @@ def packed(source: str, found: Any, samples: int) -> dict[str, Packed]:
     """Return what the task's method `source` has returned for a batch as it is kept. Raises LockstepError unless it is
     one value for each sample, by name."""
     if not isinstance(found, Mapping) or not found:
-        raise _wrong(source, f"returns {f'a {type(found).__name__}' if found else 'nothing'}")
+        raise _wrong(source, "returns nothing" if found is None else f"returns a {type(found).__name__}")
     for name, values in found.items():
         single = isinstance(values, (Tensor, np.ndarray)) and not values.ndim
         if single or not isinstance(values, (Tensor, np.ndarray, list, tuple)):

@@ -201,7 +201,7 @@ class Task:
         loss is the sum of `factor * total / weight`, each divided over the whole global batch.
 
         A step of one forward pass waits for these weights before its backward pass; one of several (accumulation,
-        virtual workers) makes each forward pass twice, once without gradients, and holds all its batches.
+        virtual workers) makes each forward pass twice, first for the weights alone, and holds all its batches.
         """
         raise NotImplementedError
 

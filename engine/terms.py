@@ -2,16 +2,18 @@
 
 Quotients cannot be divided once their gradients have been added up, so the weights must be known before the backward
 pass. In a step of one pass they meet between forward and backward, in one small all-reduce that no backward pass hides;
-no host waits for it. In a step of several, all passes are first made without gradients, for their weights alone.
+no host waits for it. In a step of several, all forward passes are first made for their weights alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.contract import Loss, check_terms, same_names
 from engine.global_batch import weights_of
@@ -40,18 +42,20 @@ class Terms:
 
     def weigh(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
         """(all ranks) Return the passes of a step once the weights of their terms have been added up: each makes one
-        forward pass more, with the random numbers and the buffers that it will have again. All batches of the step are
-        held meanwhile."""
+        forward pass more, with the random numbers and the buffers that it will have again, and with a graph: without
+        one torch may compute in another order of memory, in which dropout meets other elements. All batches of the step
+        are held meanwhile."""
         run, held, rows = self.run, list[tuple[Any, Any]](), torch.zeros(())
         if run.plan.accumulation == 1:
             return passes
         run.begin_step()
+        in_ddp = isinstance(run.net, DistributedDataParallel)
         for batch, micro in passes:
             phase("forward")
             if micro.opens_worker:
                 run.buffers.restore()
             seed_generators(run.world.device, "train", run.cfg.seed, run.progress.epoch, micro.slots.start)
-            with torch.no_grad(), run.precision.autocast():
+            with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
                 rows = rows + self._of_pass(check_terms(run.task.losses(run.net, batch)), micro)
             held.append((batch, micro))
         run.buffers.restore()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed
 from test_resume import assert_same, load, logged
-from test_the_idea import SMALL, SMALL_ACT
+from test_the_idea import SMALL, SMALL_ACT, TERMS
 
 from tools.evaluate import SAME_STATE
 
@@ -44,6 +44,7 @@ RUNS = {
             "sampler=balanced",
             "drop_last=true",
         ],
+        "terms": [TERMS, "model.dropout=0.3", "global_batch=20", "batch_size=2"],
         "toy": [TOY, "model.dropout=0.3", "global_batch=20", "batch_size=2", "drop_last=true"],
     },
     8: {

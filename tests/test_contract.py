@@ -1,0 +1,259 @@
+"""What a task may ask for beyond sums: several terms, the whole global batch, values of each sample, no validation."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import succeed
+from test_loop import steps  # noqa: F401
+from test_the_idea import CONTRAST, TERMS
+from torch import nn
+
+import tasks
+import train
+from engine import collect
+from engine.config import parse
+from engine.contract import LockstepError, Loss, Sums, check_terms, gather_batch, sample_seeds, uniform
+from tests.tasks.contrast import info_nce
+
+SETTINGS = (
+    "seed=3 steps=12 amp=off log_every=1 model.double=true optim.lr=0.02 optim.weight_decay=0 "
+    "optim.grad_clip=0 warmup_epochs=0 schedule.kind=constant"
+).split()
+
+
+def three_means(out, batch):
+    """The toy's three terms as anybody would write them for one process."""
+    y, mask, labels = batch["y"], batch["mask"], (batch["y"][:, 0] > 0.8).long()
+    means = {
+        "masked": ((out(batch) - y).square() * mask).sum() / mask.sum(),
+        "classes": nn.functional.cross_entropy(out(batch)[:, :2], labels, weight=y.new_tensor([0.3, 1.7])),
+        "rare": ((out(batch)[:, 3] - 1).square() * labels).sum() / max(1, labels.sum()),
+    }
+    return 5 * means["masked"] + means["classes"] + means["rare"], means
+
+
+def pairs(net, batch):
+    x, y, scale = net(batch["x"], batch["y"])
+    return info_nce(x, y, x, y, scale, torch.arange(len(x))) / len(x), {}
+
+
+def plain_loop(task, loss_of):
+    """Twelve steps in plain torch; returns the model and each step's numbers."""
+    task = tasks.load(task)(parse([task, *SETTINGS], tasks.load).cfg)
+    torch.manual_seed(3)
+    (data, _), model, numbers = task.datasets(), task.model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    for step in range(12):
+        epoch, first = step // 6, 12 * (step % 6)
+        rows = np.random.default_rng((3, epoch)).permutation(61)[first : first + 12]
+        batch = data.__getitems__(rows.tolist())
+        noise = 0.01 * uniform(sample_seeds(3, epoch, first + torch.arange(len(rows))), 8)
+        loss, means = loss_of(model, batch | {"noisy": batch["x"] + noise})
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        numbers.append({"loss": loss.item()} | {name: mean.item() for name, mean in means.items()})
+    return model, numbers
+
+
+@pytest.mark.parametrize(
+    ("task", "loss_of", "cut"),
+    [
+        (TERMS, lambda net, batch: three_means(lambda b: net(b["noisy"]), batch), "global_batch=12 batch_size=2"),
+        (CONTRAST, pairs, "global_batch=12 batch_size=4"),
+    ],
+    ids=["several terms, accumulated", "all pairs of the batch"],
+)
+def test_three_processes_take_the_steps_of_a_plain_loop(launch, tmp_path, task, loss_of, cut):
+    """Twelve steps of 12 samples, at the end of an epoch of one: two ranks have none then. Losses, and each term's."""
+    words = [task, *SETTINGS, *cut.split(), f"save_dir={tmp_path}"]
+    succeed(launch.torchrun(3, "train_ddp.py", *words))
+    model, numbers = plain_loop(task, loss_of)
+    ours = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["event"] == "train"]
+    for line, step in zip(found, numbers, strict=True):
+        assert {name: line[name] for name in step} == pytest.approx(step, rel=1e-9, abs=1e-15)
+
+
+# ---- several terms ----
+
+AS_DRAWN = """
+import torch
+from engine.contract import Loss, Task as Base
+from tests.tasks.norms import Task as Norms
+
+class Task(Norms):
+    loss, seen = Base.loss, []
+
+    def losses(self, net, batch):
+        out = net(batch["x"])  # through BatchNorm and dropout
+        weight = (out > 0).sum()
+        self.seen.append(weight.item())
+        return {"one": Loss(out.square().sum(), weight), "two": Loss(out.sum(), len(out))}
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["virtual_workers=2"]])
+def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # noqa: F811
+    """Where they depend on random numbers, and the forward pass changes buffers."""
+    (tmp_path / "drawn.py").write_text(AS_DRAWN)
+    words = ["global_batch=12", "batch_size=3", *more]
+    run, _ = steps(*words, task=str(tmp_path / "drawn.py"))
+    buffers = {name: value.clone() for name, value in run.buffers().items()}
+    run.train_loader.set_epoch(0)
+    run.task.seen.clear()
+    passes = next(iter(run.steps()))
+    assert all(torch.equal(value, buffers[name]) for name, value in run.buffers().items()), "put back"
+    train.train_step(run, passes)
+    seen = run.task.seen
+    assert len(seen) == 8 and seen[:4] == seen[4:] and run.terms.known.tolist() == [sum(seen[:4]), 12]
+    tracked = [value for name, value in run.buffers().items() if name.endswith("num_batches_tracked")]
+    assert tracked[0] == (2 if more else 4), "BatchNorm's: once for each pass"
+
+
+TERM = Loss(torch.ones((), requires_grad=True), 1)
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (TERM, "the losses are a Loss"),
+        ({}, "the losses are a dict"),
+        ({"a": TERM, "b": TERM.total}, "the losses are a dict of Loss, Tensor"),
+        ({"a": TERM._replace(total=torch.ones(3))}, "the total of 'a' is no scalar tensor"),
+        ({"loss": TERM}, "the name 'loss' is there twice"),
+        ({"a": TERM._replace(sums=Sums(count=torch.ones(())))}, "the name 'count' is there twice"),
+        ({"a": TERM, "b": TERM._replace(sums=Sums(a=torch.ones(())))}, "the name 'a' is there twice"),
+    ],
+)
+def test_what_are_no_terms_is_said(terms, said):
+    with pytest.raises(LockstepError) as error:
+        check_terms(terms)
+    assert str(error.value).startswith(f"{said} (the task's `losses`): ")
+
+
+# ---- the whole global batch ----
+
+
+def test_beside_a_step_a_batch_stands_for_itself():
+    x = torch.randn(5, 3)
+    everyone, rows = gather_batch(x)
+    assert everyone is x and rows.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("more", [["gradient_accumulation_steps=2"], ["virtual_workers=4"]])
+def test_where_no_pass_sees_all_it_is_refused(launch, tmp_path, more):
+    words = [CONTRAST, "batch_size=3", *more, f"save_dir={tmp_path / 'run'}"]
+    done = launch.torchrun(2, "train.py", *words)
+    said = "error: gather_batch in a step of 2 forward passes, none of which sees the whole global batch (the task's"
+    assert done.code and len(done.errors) == 1 and done.errors[0].startswith(said), done.err
+    assert "batch_size=6" in done.errors[0] and not (tmp_path / "run/last.pt").exists()
+
+
+def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from engine.contract import gather_batch\nfrom tests.tasks.toy import Task as Toy\n"
+        "class Task(Toy):\n    def loss(self, net, batch):\n        gather_batch(batch['x'][1:])\n"
+    )
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "gather_batch was given 11 rows in a batch of 12 samples" in done.errors[0]
+
+
+# ---- values of each sample ----
+
+WRONG = {
+    "nothing": (None, "`collect` returns nothing"),
+    "a tensor": ("batch['x']", "`collect` returns a Tensor"),
+    "a mean": ("{'m': batch['x'].mean()}", "`collect` returns a single number as 'm'"),
+    "a number": ("{'m': 3.0}", "`collect` returns a float as 'm'"),
+    "too few": ("{'m': batch['x'][1:]}", "`collect` returns 22 rows of 'm' for 23 samples"),
+    "too much": ("{'m': torch.zeros(len(batch['x']), 1000)}", "`collect` returns 0.092 MB, and rank 0 may hold 0.05"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_in_what_is_collected_is_said_before_the_first_step(launch, tmp_path, mistake):
+    code, said = WRONG[mistake]
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    collect_limit_mb = 0.05\n"
+        f"    def collect(self, model, batch):\n        return {code}\n"
+    )
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and len(done.err.splitlines()) == 1 and said in done.errors[0], done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_that_do_not_fit_together_and_too_many_are_said():
+    held = collect.Collection(limit_mb=1e-3)
+    held.add({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
+    for other in ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3, dtype=torch.float64)}, {"a": ["text", "text"]}):
+        with pytest.raises(LockstepError, match="`collect` gives"):
+            held.add({"b": [torch.zeros(0), torch.zeros(2)]} | other, 2)
+    with pytest.raises(LockstepError, match="differ in more than their length"):
+        held.add({"a": torch.zeros(2, 3), "b": [torch.zeros(1, 2), torch.zeros(5)]}, 2)
+    with pytest.raises(LockstepError, match="rank 0 may hold 0"):
+        held.add({"a": torch.zeros(200, 3), "b": [torch.zeros(1)] * 200}, 200)
+
+
+def test_a_view_does_not_keep_what_it_is_a_part_of():
+    part = collect.packed("collect", {"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10}, 10)
+    assert part["a"].untyped_storage().nbytes() == 40 and part["b"].whole.untyped_storage().nbytes() == 80
+    assert isinstance(part["b"], collect.Ragged) and part["b"].lengths == [2] * 10
+
+
+# ---- without validation data ----
+
+ALONE = """
+from engine.contract import Loss, Task as Base
+from tests.tasks import toy
+
+class Task(Base):
+    Settings, defaults = toy.Task.Settings, toy.Task.defaults
+    model, loss, _errors = toy.Task.model, toy.Task.loss, toy.Task._errors
+
+    def datasets(self):
+        return toy.Waves(self.cfg.dataset.samples, 0), None
+"""
+
+
+@pytest.mark.slow
+def test_without_validation_data_the_last_checkpoint_counts(launch, tmp_path):
+    (tmp_path / "own.py").write_text(ALONE)
+    words = ["train.py", str(tmp_path / "own.py"), "global_batch=12", "optim.ema_decay=0.9", "eval_every=2", "amp=off"]
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    done = succeed(launch.python(*words, "epochs=3", f"save_dir={straight}"))
+    assert "No validation data: nothing is evaluated, and the last checkpoint is the one that counts" in done.out
+    assert "Done: 18 steps, 183 samples\n" in done.out and "best" not in done.out and "Epoch" not in done.out
+    succeed(launch.torchrun(2, *words, "steps=7", "schedule.horizon=18", "save_every=100", f"save_dir={run}"))
+    done = succeed(launch.torchrun(3, *words, "epochs=3", "schedule.horizon=18", f"save_dir={run}"))
+    assert "run/step_7.pt: step 7" in done.out
+    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (run, straight))
+    for name, value in theirs["ema"].items():
+        torch.testing.assert_close(ours["ema"][name], value)
+    assert json.loads((run / "manifest.json").read_text())["best"] == ""
+    done = succeed(launch.python(*words, "epochs=3", "schedule.horizon=18", f"save_dir={run}"))
+    assert "Already complete: " in done.out
+    events = {json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()}
+    assert events == {"train"}
+    done = launch.python("tools/evaluate.py", str(run))
+    assert done.code == 2 and "the task has no validation data (split val): score others" in done.errors[0]
+    done = launch.python("tools/evaluate.py", str(run), "--split", "train")
+    assert done.code == 2 and "own.py lacks score, report (task)" in done.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "said"),
+    [
+        ("    def x(self): ...\n", ["patience=3"], "patience=3 without validation data (patience): drop it"),
+        ("    def datasets(self):\n        return [toy.Waves(5, 0)] * 2\n", [], "own.py lacks score, report (task)"),
+    ],
+)
+def test_what_needs_validation_data_is_said(launch, tmp_path, body, words, said):
+    (tmp_path / "own.py").write_text(ALONE + "\n" + body)
+    done = launch.python("train.py", str(tmp_path / "own.py"), *words, f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and said in done.errors[0] and not (tmp_path / "run").exists()
