@@ -78,12 +78,11 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim, world), ema=optim.make_ema(model, cfg.optim),
+            optimizer=optim.make_optimizer(model, cfg.optim, world, task), ema=optim.make_ema(model, cfg.optim),
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
             train_loader=loaders[0], val_loader=loaders[1], fingerprint=data, stop=stop or StopRequest(),
         )  # fmt: skip
-        if state:
-            checkpoint.restore(run, state, resumed)
+        checkpoint.restore(run, state, resumed)  # or the weights of init_from
         speed.compile_model(run)
     run.net = wrap_ddp(run, always=strict)
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere

@@ -5,27 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine import config, launch
+from engine import config, digests, launch, optimizers
 from engine.console import console
 from engine.contract import Task
 from engine.digests import environment
 from engine.errors import LockstepError
 from engine.faults import oom
 from engine.faults.together import sync_errors
-from engine.files import archive, run_folder
+from engine.files import archive, run_folder, weights
 from engine.files.checkpoints import find_checkpoint
 from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
 from engine.run import Progress, Run
 from engine.world import World
+from engine.zero import Zero
 
 FORMAT = 3
 """Format 2 held the random state of each rank; every pass is seeded now."""
@@ -34,7 +35,7 @@ FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cache oom optim.zero "
-    "schedule.horizon random_samples"
+    "schedule.horizon random_samples init_from"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
 """Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the
@@ -81,10 +82,11 @@ def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads again; return nothing on the other ranks. Training may continue while it is written."""
     equalise_buffers(run)
-    optimizer = run.optimizer.whole_state()
+    optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
     if not run.world.main:
         return {}
-    model, ema = _weights(run.model.state_dict()), _weights(run.ema.state_dict()) if run.ema is not None else {}
+    model = _weights(run.model, run.left_out)
+    ema = _weights(run.ema, {f"module.{name}" for name in run.left_out}) if run.ema is not None else {}
     frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name in frozen & model.keys() if ema else ():
         if torch.equal(ema[f"module.{name}"], model[name]):  # true of the average of what never changes
@@ -104,13 +106,16 @@ def capture(run: Run) -> dict[str, Any]:
         "tally": _copy(run.meter.state()),
         "model": model,
         "ema": ema or None,
+        "left_out": run.left_out,
         "optimizer": _copy(optimizer),
+        "optimizer_name": optimizers.name_of(run.optimizer),
         "scaler": run.scaler.state_dict(),
     }
 
 
-def _weights(state: dict[str, Any]) -> dict[str, Any]:
+def _weights(module: nn.Module, left_out: Container[str]) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor again: the file holds it once."""
+    state = {name: value for name, value in module.state_dict().items() if name not in left_out}
     copies: dict[Any, Any] = {}
     for value in state.values():
         copies.setdefault(_identity(value), _copy(value))
@@ -196,13 +201,26 @@ def check_same_run(
     )
 
 
-def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
-    """(all ranks) Put the state into the run."""
+def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
+    """(all ranks) Put the state into the run; without one, the weights of `init_from`, if it is given."""
+    if run.cfg.init_from and (not state or state.get("left_out")):
+        run.task.started_from = _start_from(run.cfg.init_from, run.model)
+        if run.ema is not None:
+            run.ema.module.load_state_dict(run.model.state_dict())
+    names = [name for name in run.model.state_dict() if not run.task.saved(name)]
+    run.left_out = _digests_of(run.model, names) if names else {}
+    if not state:
+        return
+    optimizer = optimizers.name_of(run.optimizer)
+    if (then := state.get("optimizer_name", optimizer)) != optimizer:
+        todo = f"change it back, or start a new run with init_from={path}"
+        raise LockstepError(f"the checkpoint's optimizer is {then}, not {optimizer}", where=str(path), todo=todo)
+    _load_model(run.model, state, state["model"], path)
     with _of_the_same_model(path):
-        run.model.load_state_dict(_bare(state["model"]))
         if run.ema is not None and state["ema"] is not None:
-            run.ema.load_state_dict(state["ema"])
-        run.optimizer.load_state_dict(state["optimizer"])
+            own = {f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.left_out}
+            run.ema.load_state_dict(own | state["ema"])
+        optimizers.load_state(run.optimizer, state["optimizer"])
         if state["scaler"] and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(**state["progress"])
@@ -214,10 +232,38 @@ def restore(run: Run, state: dict[str, Any], path: Path | None) -> None:
 
 def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Load the weights that an evaluation uses, their average if the run keeps one, into a bare model."""
+    if state.get("left_out") and (source := state["config"]["init_from"]):
+        _start_from(source, model)
+    average = dict(state["ema"] or state["model"])
+    average.pop("n_averaged", None)
+    _load_model(model, state, average, path)
+
+
+def _start_from(source: str, model: nn.Module) -> str:
+    return weights.load_matching(model, weights.read(Path(source)), source)
+
+
+def _load_model(model: nn.Module, state: dict[str, Any], saved: dict[str, Any], path: Path | None) -> None:
+    """Load the weights that a checkpoint holds; those it has left out must be the model's own, the same as then."""
+    left_out = state.get("left_out", {})
+    own = {name: value for name, value in model.state_dict().items() if name in left_out}
+    now = digests.each(own.items())
+    if other := next((name for name, digest in now.items() if digest != left_out[name]), ""):
+        what = f"{other}, which the checkpoint leaves to the task's `model`, is not the weight that it was trained with"
+        raise LockstepError(what, where=str(path), todo="give `model` the same weights again", exit_code=3)
     with _of_the_same_model(path):
-        weights = dict(state["ema"] or state["model"])
-        weights.pop("n_averaged", None)
-        model.load_state_dict(_bare(weights))
+        model.load_state_dict(own | weights.bare(saved))
+
+
+def _digests_of(model: nn.Module, left_out: list[str]) -> dict[str, str]:
+    """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is trained."""
+    entries = model.state_dict(keep_vars=True)
+    kept = {id(value) for name, value in entries.items() if name not in left_out}  # a tied one has two names
+    for name in left_out:
+        if isinstance(entries[name], nn.Parameter) and entries[name].requires_grad and id(entries[name]) not in kept:
+            what, todo = f"it leaves out {name}, which is trained", "save it, or freeze it (optim.freeze)"
+            raise LockstepError(what, where="the task's `saved`", todo=todo)
+    return digests.each((name, entries[name]) for name in left_out)
 
 
 @contextlib.contextmanager
@@ -232,9 +278,3 @@ def _of_the_same_model(path: Path | None) -> Iterator[None]:
             todo="use the model it was trained with, or start a new run with another save_dir",
             exit_code=3,
         ) from error
-
-
-def _bare(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights without the prefix that a DDP wrapper leaves in their names."""
-    prefixed = bool(weights) and all(name.startswith("module.") for name in weights)
-    return {name.removeprefix("module."): value for name, value in weights.items()} if prefixed else weights

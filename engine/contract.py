@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from engine.chained import ChainedOptimizer as ChainedOptimizer
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
 from engine.global_batch import gather_batch as gather_batch
@@ -186,7 +188,8 @@ class Task:
         raise NotImplementedError
 
     resuming: bool = False
-    """Set before `model` is called: whether a checkpoint's weights will replace the model's own."""
+    """Set before `model` is called: whether a checkpoint's weights will replace the model's own, those that `saved`
+    does not leave out."""
     started_from: str = ""
     """Set by `model`: where its weights come from, unless they are random."""
 
@@ -228,6 +231,20 @@ class Task:
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         """Return what tools/predict.py writes of each sample: predictions, and what says which sample it is."""
         raise LockstepError("this task predicts nothing", where="task", todo="give it a method `predict`")
+
+    def optimizer(self, model: nn.Module) -> Optimizer | None:
+        """Return the optimizer, any of torch whose step needs no closure, or None for that of `optim.name`. Called once
+        what `optim.freeze` names is frozen; its groups hold all weights that are trained.
+
+        The schedule sets the rate of a group to that of the step times the group's own `lr` / `optim.lr`. Clipping,
+        skipped steps, averages, `optim.zero` and resuming are the engine's. Of several make a `ChainedOptimizer`.
+        """
+        return None
+
+    def saved(self, name: str) -> bool:
+        """Return whether checkpoints hold this entry of the model's state dict. The others are not trained, and must
+        come from `model` again, the same, when a run is resumed or its checkpoint used: a digest is compared."""
+        return True
 
     def metadata(self) -> dict[str, Any]:
         """Return, after `datasets`, what else than weights and config is needed to use the model, such as class names:

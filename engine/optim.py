@@ -1,47 +1,19 @@
-"""The optimizer, the average of weights, and the step itself."""
+"""The step itself, and the average of weights; `optimizers` makes what takes the step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim
-from engine.errors import LockstepError
 from engine.hardware import private
-from engine.hardware.adamw import AdamW
-from engine.world import World
-from engine.zero import Zero
-
-
-def make_optimizer(model: nn.Module, cfg: Optim, world: World | None = None) -> AdamW:
-    """Return AdamW, fused; weight decay on matrices and kernels only, not on norms and biases."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for dtype in dict.fromkeys(p.dtype for p in trained)  # one, or the fused kernel would be given several
-        for decay, params in (
-            (cfg.weight_decay, [p for p in trained if p.dtype == dtype and p.ndim >= 2]),
-            (0.0, [p for p in trained if p.dtype == dtype and p.ndim < 2]),
-        )
-        if params
-    ]
-    if not groups:
-        raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
-    settings: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps, "fused": True}
-    if not cfg.zero or world is None or world.size == 1:
-        return AdamW(groups, **settings)
-    if len(types := {str(p.dtype).removeprefix("torch.") for p in trained}) > 1:
-        raise LockstepError(
-            f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {' and '.join(sorted(types))}",
-            where="optim.zero",
-            todo="drop it, or give all of them one type",
-        )
-    return Zero(groups, world, **settings)
+from engine.optimizers import make_optimizer as make_optimizer
+from engine.optimizers import skips_itself
+from engine.phases import phase
 
 
 def make_ema(model: nn.Module, cfg: Optim) -> AveragedModel | None:
@@ -137,13 +109,14 @@ class Buffers:
 def step(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, lr: float, divisor: Tensor, grad_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take one optimizer step on summed gradients that divided by `divisor` are the mean's; no host sync.
+    """Take one optimizer step on summed gradients that divided by `divisor` are the mean's. No host sync where the
+    optimizer's kernel can skip a step (AdamW and SGD as shipped, torch's fused Adam and AdamW); one with any other.
 
     Returns (grad_norm before clipping, 1.0 if the step was skipped because it is not finite), both scalars on the
     device. All ranks hold the same reduced gradients, so they all skip or none does.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     divisor = divisor.to(grads[0].dtype)
     if scaler.is_enabled():
@@ -154,16 +127,23 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()  # NaN where it is not finite; a third of what `isfinite` takes
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    # The fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
-    # moments alone where found_inf is 1: GradScaler's own way, which leaves a grad_scale that is there as it is.
-    in_kernel = divisor.dtype == torch.float32
-    if not in_kernel:
+    in_kernel = skips_itself(optimizer)
+    # A fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
+    # state alone where found_inf is 1: GradScaler's own way.
+    divides = in_kernel and divisor.dtype == torch.float32
+    if not divides:
         torch._foreach_div_(grads, divisor)
-    optimizer.grad_scale = divisor if in_kernel else None  # type: ignore[attr-defined]
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
-    else:
+    if in_kernel:
+        optimizer.grad_scale = divisor if divides else None  # type: ignore[attr-defined]
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    if in_kernel or not _read(skipped):
         optimizer.step()
+    if scaler.is_enabled():
+        scaler.update()
     return grad_norm, skipped
+
+
+def _read(flag: Tensor) -> bool:
+    """Return a flag of the device: on GPUs a sync point, where this rank may wait for the others' gradients."""
+    with phase.during("waiting for the device", waits=True):
+        return bool(flag)

@@ -66,16 +66,22 @@ class Plan:
         return (1 if self.workers else self.processes) / self.global_batch
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear
-        or constant down to `final_share` of it at the horizon."""
+        """Return the learning rate of optimizer step `step` (from 0): linear warm-up to the peak, then cosine, linear,
+        or wsd's constant and then linear, down to `final_share` of it at the horizon; or constant."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         kind, final = self.schedule.kind, self.schedule.final_share
         if kind == "constant":
             return self.peak_lr
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.horizon - self.warmup_steps))
+        begin = max(self.warmup_steps, self.decay_begin) if kind == "wsd" else self.warmup_steps
+        progress = min(1.0, max(0, step - begin) / max(1, self.horizon - begin))
         factor = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
         return self.peak_lr * (final + (1 - final) * factor)
+
+    @property
+    def decay_begin(self) -> int:
+        """Return the step from which wsd decays."""
+        return self.horizon - max(1, round(self.schedule.decay_share * self.horizon))
 
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -221,10 +227,10 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
     return batch, cut
 
 
-def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int, precision: Precision) -> str:
+def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int | None, precision: Precision) -> str:
     """Return the arithmetic of a run for a person, a line each.
 
-    moments  bytes of the optimizer's state, on the rank that has most
+    moments  bytes of the optimizer's state, on the rank that has most; None where they are not known before a step
     """
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -232,7 +238,8 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
     trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
-    parts.append((f"optimizer{shares}", moments))
+    if moments is not None:
+        parts.append((f"optimizer{shares}", moments))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
     lr = f"{cfg.optim.lr:g}"
@@ -240,6 +247,8 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
         base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
         lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
     spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
+    decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
+    besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:g} epochs"
     if cfg.steps > plan.total_steps:
@@ -250,12 +259,13 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
         ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
                             f"{plan.dropped} samples dropped"),
         ("optimizer steps", length),
-        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"),
+        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
+                          f"{decays}"),
         ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
         ("device", ", ".join([f"{world.device}", *plan.speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
-                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, activations besides"),
+                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {besides}"),
     ]  # fmt: skip
     if plan.workers:
         rows[:1] = _describe_workers(plan, trained_bytes)

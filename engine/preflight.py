@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, ddp, digests, optim, plan
+from engine import config, ddp, digests, optim, optimizers, plan
 from engine.collect import Collection
 from engine.console import console
 from engine.contract import Batch, Sums, Task
@@ -46,7 +46,8 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _same(run.world, digests.environment(run), todo="use machines of one kind, or drop virtual_workers")
     compare_weights(run)
-    run.moments = max(run.world.gather(2 * sum(p.numel() * p.element_size() for p in run.optimizer.kept)))
+    kept = run.world.gather(optimizers.state_bytes(run.optimizer))
+    run.moments = None if None in kept else max(kept)
     total = torch.tensor(float(run.world.rank), device=run.world.device)
     run.world.sum(total)
     expected = run.world.size * (run.world.size - 1) / 2

@@ -17,7 +17,6 @@ from engine import global_batch, optim
 from engine.contract import Loss, Task, check_loss
 from engine.faults.signals import StopRequest
 from engine.files.log import Silent
-from engine.hardware.adamw import AdamW
 from engine.metrics import GpuClock, Meter
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -68,7 +67,7 @@ class Run:
     precision: Precision
     model: nn.Module  # the bare network
     net: Any  # the nn.Module that the loss calls: `model`, perhaps wrapped
-    optimizer: AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: AveragedModel | None
     train_loader: Any
@@ -85,7 +84,8 @@ class Run:
     profile: Any = None  # of --profile, see profiler.py
     sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
-    moments: int = 0  # bytes of the optimizer's state, on the rank that has most
+    moments: int | None = None  # bytes of the optimizer's state, on the rank that has most, where they are known
+    left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
     def __post_init__(self) -> None:

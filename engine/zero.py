@@ -8,67 +8,103 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.hardware.adamw import MOMENTS, AdamW
 from engine.phases import phase
 from engine.world import World
 
 
-class Zero(AdamW):
-    """AdamW of several ranks together, by torch's ZeroRedundancyOptimizer: each keeps the moments of a share of the
-    parameters (`kept`; `state` holds no others), takes their step, and sends them to the others.
+class Zero(torch.optim.Optimizer):
+    """An optimizer of several ranks together, by torch's ZeroRedundancyOptimizer: each rank keeps the state of a share
+    of the parameters, takes their step, and sends them to the others. For optimizers of any class that treat each
+    parameter by itself.
+
+    own    the optimizer that was given: its groups are left with this rank's share
+    state  that of `own`; the groups hold all parameters
 
     Checkpoints hold the whole state, but torch's own way to and from there is not taken. It brings the shares together
     at 100 ns a byte and more, and rank 0 keeps a copy; it puts them back with the counters on the CPU, where a GPU's
     kernel refuses them (pytorch#124133), in any layout, and empties the caller's state.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], world: World, **settings: Any):
-        super().__init__(groups, **settings)
-        self.world = world
-        parameters = self._parameters()
+    def __init__(self, own: torch.optim.Optimizer, world: World):
+        super().__init__([{**group} for group in own.param_groups], {})
+        self.own, self.world = own, world
+        parameters = parameters_of(self)
         before = [p.data for p in parameters]
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second to load
 
+        def keep_share(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            for mine, share in zip(own.param_groups, groups, strict=True):
+                mine["params"] = share["params"]
+            return own
+
         # The parameters move into one piece of memory per rank: one broadcast for each, and not one per parameter.
-        self.zero = ZeroRedundancyOptimizer(self.param_groups, AdamW, parameters_as_bucket_view=True, **settings)
+        share_out: Any = keep_share  # torch asks for a class, and only calls it
+        self.zero = ZeroRedundancyOptimizer(self.param_groups, share_out, parameters_as_bucket_view=True)
         for p, data in zip(parameters, before, strict=True):  # back to their layouts: torch has made them contiguous
             strides = torch.empty_like(data, device="meta").stride()
             p.data = p.data.as_strided(data.shape, strides, p.data.storage_offset()).copy_(data)
-        self.state = self.zero.optim.state
-
-    @property
-    def kept(self) -> list[Tensor]:
-        return [p for group in self.zero.optim.param_groups for p in group["params"]]
+        self.state = own.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        inner = self.zero.optim
-        inner.grad_scale, inner.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        own: Any = self.own
+        own.grad_scale, own.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with phase.during("optimizer step", waits=True):  # others' parameters come
             self.zero.step()
 
     step.hooked = True  # type: ignore[attr-defined]
 
     def whole_state(self) -> dict[str, Any]:
-        own = self.state_dict()
-        steps = {number: float(state["step"]) for number, state in own["state"].items()}
-        moments = [state[name].reshape(-1) for state in own["state"].values() for name in MOMENTS]
-        everyones_steps = self.world.gather(steps)
-        parameters, states = self._parameters(), {}
-        everyones_moments = gather_to_rank0(self.world, moments, like=parameters[0])
-        for steps, flats in zip(everyones_steps, everyones_moments, strict=False):  # none but on rank 0
-            pieces = iter(flats)
-            for number, step in steps.items():
-                states[number] = {"step": torch.tensor(step, dtype=torch.float32)}
-                states[number] |= {name: next(pieces).view(parameters[number].shape) for name in MOMENTS}
-        return own | {"state": dict(sorted(states.items()))}
+        """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
+        packed = super().state_dict()
+        flats, forms = list[Tensor](), dict[int, dict[str, Any]]()
+        device = parameters_of(self)[0].device
+        for number, state in packed["state"].items():
+            forms[number] = {name: _form(value) for name, value in state.items()}
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
+        everyones_forms, states = self.world.gather(forms), {}
+        everyones_flats = gather_to_rank0(self.world, flats, like=torch.empty(0, dtype=torch.uint8, device=device))
+        for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # none but on rank 0
+            for number, form in forms.items():
+                states[number] = {name: _formed(value, pieces) for name, value in form.items()}
+        return packed | {"state": dict(sorted(states.items()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, however it was kept."""
-        kept = {id(p) for p in self.kept}
-        numbers = {number for number, p in enumerate(self._parameters()) if id(p) in kept}
-        own = {number: state for number, state in state_dict["state"].items() if number in numbers}
-        super().load_state_dict(state_dict | {"state": own})
-        self.zero.param_groups, self.zero.optim.state = self.param_groups, self.state  # both are new
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("loaded state dict has other parameter groups")
+        number = {id(p): n for n, p in enumerate(parameters_of(self))}
+        local = {number[id(p)]: n for n, p in enumerate(parameters_of(self.own))}
+        groups = [
+            {**group, "params": [local[number[id(p)]] for p in mine["params"]]}
+            for group, mine in zip(saved, self.own.param_groups, strict=True)
+        ]
+        state = {local[n]: value for n, value in state_dict["state"].items() if n in local}
+        self.own.load_state_dict({"state": state, "param_groups": groups})
+        for group, given in zip(self.param_groups, saved, strict=True):
+            group.update({name: value for name, value in given.items() if name != "params"})
+        self.state = self.own.state  # a new one
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters, by their number in a state dict."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _form(value: Any) -> Any:
+    """Return a value as it is, or a tensor without its contents."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+
+
+def _formed(form: Any, pieces: Any) -> Any:
+    """Return the value of a form; a tensor takes the bytes that come next."""
+    if not isinstance(form, Tensor):
+        return form
+    piece = next(pieces)
+    if piece.storage_offset() % form.element_size():  # a view of another type must begin at a whole element
+        piece = piece.clone()
+    return piece.view(form.dtype).view(form.shape)
 
 
 def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[list[Tensor]]:
@@ -79,7 +115,7 @@ def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[lis
         collected: list[Tensor] = []
         while len(collected) < len(lengths):
             first, last = len(collected), len(collected) + 1
-            while last < len(lengths) and sum(lengths[first : last + 1]) <= 1 << 24:
+            while last < len(lengths) and sum(lengths[first : last + 1]) * like.element_size() <= 1 << 26:
                 last += 1
             mine = rank == world.rank
             piece = torch.cat(flats[first:last]) if mine else like.new_empty(sum(lengths[first:last]))

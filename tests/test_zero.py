@@ -161,7 +161,7 @@ def test_each_rank_holds_its_share_and_no_more(launch, tmp_path, processes):
 @pytest.mark.parametrize("world", [None, World(0, 0, 1, torch.device("cpu"))])
 def test_one_process_has_the_plain_optimizer(world):
     optimizer = optim.make_optimizer(nn.Linear(3, 2), Optim(zero=True), world)
-    assert type(optimizer) is AdamW and len(optimizer.kept) == 2
+    assert type(optimizer) is AdamW and len(optimizer.param_groups) == 2
 
 
 def test_a_model_of_two_types_is_refused_in_words():

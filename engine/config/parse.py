@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from engine.config.schema import ALIASES, EVERYDAY, FILES, SETS_NOTHING, SWITCHES, Config
+from engine.config.schema import ALIASES, EVERYDAY, FILES, MAPPINGS, SETS_NOTHING, SWITCHES, Config
 from engine.contract import Task
 from engine.errors import LockstepError
 
@@ -359,6 +359,8 @@ def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Itera
         nested = [item for item in (key_node, *items) if not isinstance(item, yaml.ScalarNode)]
         if not {part.tag for part in (node, key_node, value, *items)} <= _PLAIN or nested or depth > _MAX_DEPTH:
             yield f"{_shown(key)!r} has a value that is not plain data ({where}): write a number, a text or a list"
+        elif isinstance(value, yaml.MappingNode) and key in MAPPINGS:
+            yield Setting(key, [f"{_text(name)}:{_text(item)}" for name, item in value.value], where)
         elif isinstance(value, yaml.MappingNode):
             if key in sections:
                 yield f"{_shown(key)!r} is given twice ({where}): write each section once"

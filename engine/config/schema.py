@@ -32,19 +32,32 @@ def choice(default: str, classes: dict[str, type]) -> Any:
 
 @dataclass
 class Optim:
-    lr: float = option(1e-3, "learning rate of AdamW at the base batch size", above=0, high=1000)
-    weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
+    name: Literal["adamw", "sgd", "muon", "adafactor"] = option(
+        "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
+    )
+    lr: float = option(1e-3, "learning rate at the base batch size", above=0, high=1000)
+    weight_decay: float = option(
+        1e-2, "weight decay, decoupled but for sgd, where it is added to the gradient; never on norms and biases", low=0
+    )
     beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
     beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
+    lr_scale: list[str] = option(
+        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10"
+    )
+    freeze: list[str] = option([], "weights and modules that are not trained, by name, such as backbone.*")
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)
     ema_decay: float = option(0.0, "decay of the exponential moving average that is evaluated; 0 = none", low=0, high=1)
-    zero: bool = option(False, "each process keeps the moments of its share of the parameters only (ZeRO, stage 1)")
+    zero: bool = option(False, "each process keeps the state of its share of the parameters only (ZeRO, stage 1)")
 
 
 @dataclass
 class Schedule:
-    kind: Literal["cosine", "linear", "constant"] = option("cosine", "what follows the warm-up")
+    kind: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "what follows the warm-up; wsd: constant, then linear over the last decay_share"
+    )
+    decay_share: float = option(0.2, "share of the steps, the last ones, in which wsd decays", above=0, high=1)
     warmup_epochs: float = option(0.0, "linear warm-up, in epochs", low=0)
     warmup_steps: int = option(0, "linear warm-up, in optimizer steps; goes before warmup_epochs", low=0)
     final_share: float = option(0.0, "learning rate at the end, as a share of the peak", low=0, high=1)
@@ -120,6 +133,9 @@ class Config:
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = resume where save_dir stands; never; or the path of a checkpoint")
+    init_from: str = option(
+        "", "weights that a new run starts from, by name and shape: a run's folder, a checkpoint, .safetensors or .pt"
+    )
     threads: int = option(
         0,
         "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model",
@@ -198,6 +214,9 @@ EVERYDAY = (
     "amp seed multi_gpu gpu_ids log_every eval_every save_every patience max_time_s deterministic"
 ).split()
 """Keys that --help lists, in this order; --print-config shows the rest."""
+
+MAPPINGS = ("optim.lr_scale",)
+"""Lists of NAME:VALUE that a YAML may also write as a mapping."""
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")

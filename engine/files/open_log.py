@@ -84,7 +84,8 @@ def _changed(then: dict[str, str], now: dict[str, str]) -> str:
 
 def _summary(run: Run, path: Path) -> str:
     p, checkpoints = run.progress, run.checkpoints.writer.checkpoints
-    weights = digests.of_tensors(run.model.state_dict().items())[:16]
+    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.left_out)
+    weights = digests.of_tensors(held)[:16]
     if run.stopped:
         return (
             f"\nStopped after step {p.step} of {run.plan.total_steps}: {run.stopped}\n"

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class Lists(NamedTuple):
     """The arguments of the kernel for a group all of whose parameters have a gradient; counters: each once."""
@@ -73,9 +71,6 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        for p, state in self.state.items():  # the kernel walks through memory: moments need the layout of their weights
-            for name in MOMENTS:
-                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
         self._share_counters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,19 +78,6 @@ class AdamW(torch.optim.AdamW):
         whole = super().state_dict()
         states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
         return whole | {"state": states}
-
-    def whole_state(self) -> dict[str, Any]:
-        """(all ranks) Return a checkpoint's state, on rank 0 at least; a copy gives each its own counter."""
-        return super().state_dict()
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """Return the parameters whose moments this process keeps."""
-        return self._parameters()
-
-    def _parameters(self) -> list[Tensor]:
-        """Return all of them, by their number in a state dict."""
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _share_counters(self) -> None:
         """Share the counters. Reads them on the host: at the beginning only."""

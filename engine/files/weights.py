@@ -1,0 +1,84 @@
+"""Weights from a file, whoever wrote it, and without running anything in it (init_from)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import LockstepError
+from engine.files.archive import reason
+from engine.files.checkpoints import LAST, Checkpoints
+
+NESTED = ("model", "state_dict", "model_state_dict", "weights")
+"""Where training scripts put a state dict beside other things."""
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), of a checkpoint (their average, if
+    it keeps one), of a .safetensors, or of a state dict that torch.save has written."""
+    if path.is_dir():
+        path = path / (Checkpoints(path).best or LAST)
+    if not path.is_file():
+        todo = "give a run's folder, a checkpoint, a .safetensors or a .pt"
+        raise LockstepError("no weights there", where=f"init_from={path}", todo=todo)
+    try:
+        found = _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
+    except LockstepError:
+        raise
+    except Exception as error:  # torch and safetensors raise what they like for a damaged file
+        what = f"the weights cannot be read ({reason(error)})"
+        todo = "give a state dict of plain tensors: nothing else is read from a file"
+        raise LockstepError(what, where=f"init_from={path}", todo=todo) from error
+    if not found:
+        raise LockstepError("no weights by name in it", where=f"init_from={path}", todo="give a state dict")
+    return found
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        todo = "pip install safetensors"
+        raise LockstepError("this needs safetensors", where=f"init_from={path}", todo=todo) from None
+    return load_file(path)
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(found, dict) and "format" in found:  # Lockstep's: what an evaluation would use
+        found = found["ema"] or found["model"]
+    elif nested := next((found[name] for name in NESTED if isinstance(found.get(name), dict)), None):
+        found = nested
+    return bare({name: value for name, value in found.items() if isinstance(value, Tensor) and name != "n_averaged"})
+
+
+def bare(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights without the prefixes that DDP and torch.compile leave in all their names."""
+    for prefix in ("module.", "_orig_mod."):
+        if weights and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
+def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
+    """Load what fits by name and shape; return what was loaded, what was left and what is new, for a person."""
+    mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    fits = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
+    if not fits:
+        names = [", ".join([*each][:2]) for each in (weights, mine)]
+        what = f"no weight fits by name and shape: it has such as {names[0]}, the model such as {names[1]}"
+        raise LockstepError(what, where=f"init_from={path}", todo="give the weights of such a model")
+    model.load_state_dict(fits, strict=False)
+    left = [_misfit(name, value, mine) for name, value in weights.items() if name not in fits]
+    lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
+    for word, names in (("skipped", left), ("new", [name for name in mine if name not in fits])):
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        lines += [f"  {word:<8} {', '.join(names[:8])}{more}"] if names else []
+    return "\n".join(lines)
+
+
+def _misfit(name: str, value: Tensor, mine: dict[str, Tensor]) -> str:
+    return f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name

@@ -1,0 +1,268 @@
+"""Any optimizer: its step, groups, rates, what is frozen; through real processes, killed and continued."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import ROOT, launching, succeed
+from test_resume import assert_same, load, logged
+from torch import nn
+
+import tasks
+from engine import config, optim, optimizers
+from engine.config import Optim
+from engine.contract import LockstepError
+from tools.evaluate import SAME_STATE
+
+OWN = str(ROOT / "tests" / "tasks" / "optimizers.py")
+BITS = str(ROOT / "tests" / "ranks" / "bits.py")
+
+KINDS = ["adamw", "sgd", "muon", "adafactor", "own sgd", "own adafactor", "own chained"]
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)).to(dtype)
+
+
+def made(kind, model, **keys):
+    own, name = kind.startswith("own"), kind.removeprefix("own ")
+    words = [OWN, *([f"own.optimizer={name}"] if own else []), "optim.lr=0.1"]
+    task = tasks.load(OWN)(config.parse(words, tasks.load).cfg)
+    return optim.make_optimizer(model, Optim(lr=0.1, name="adamw" if own else name, **keys), task=task)
+
+
+def fill(model, seed, scale=1.0):
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * scale
+
+
+def take(optimizer, divisor=1.0, clip=0.0, lr=0.1, scaler=None):
+    dtype = optimizer.param_groups[0]["params"][0].dtype
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    return optim.step(optimizer, scaler, lr, torch.tensor(divisor, dtype=dtype), clip)
+
+
+def everything(model, optimizer):
+    return copy.deepcopy([dict(model.state_dict()), optimizer.state_dict()["state"]])
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a) if isinstance(a, dict) else a == b
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_torchs_on_clipped_means(kind, scaled, dtype):
+    """Beside the loop anybody would write. Two steps are not finite, the first among them: they leave all as it was."""
+    ours, theirs = network(dtype), network(dtype)
+    a, b = made(kind, ours), made(kind, theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    scaler.scale(torch.zeros(()))  # which makes the scale
+    in_bf16 = "muon" in kind or "chained" in kind  # Muon's products
+    for n, bad in enumerate([True, False, True, False, False]):
+        fill(ours, n, scale=7.0 * scaler.get_scale()), fill(theirs, n)
+        if bad:
+            next(ours.parameters()).grad[0, 0] = float("inf")
+        before = everything(ours, a)
+        _, skipped = take(a, divisor=7.0, clip=0.5, lr=0.1 / (n + 1), scaler=scaler)
+        assert skipped.item() == bad
+        if bad:
+            weights, state = everything(ours, a)
+            assert same(before[0], weights)
+            assert same(before[1], state) if n else not any(v.any() for each in state.values() for v in each.values())
+            continue
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in b.param_groups:
+            group["lr"] = 0.1 / (n + 1) * group.get("lr_scale", 1.0)
+        b.step()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=3e-3 if in_bf16 else 1e-5)
+    assert not scaled or scaler.get_scale() == 256.0
+
+
+def test_only_what_has_no_kernel_for_it_asks_the_host():
+    """Elsewhere a host sync: `optim.step` says so. torch's fused SGD would leave its momentum as memory had it."""
+    asks = {kind for kind in KINDS if not optimizers.skips_itself(made(kind, network()))}
+    assert asks == {"muon", "adafactor", "own sgd", "own adafactor", "own chained"}
+    parameters = [*network().parameters()]
+    assert optimizers.skips_itself(torch.optim.Adam(parameters, fused=True))
+    assert not optimizers.skips_itself(torch.optim.AdamW(parameters))
+    assert not optimizers.skips_itself(torch.optim.SGD(parameters, momentum=0.9, fused=True))
+
+
+def test_groups_keep_their_share_of_the_rate():
+    optimizer = made("own sgd", network())
+    take_with_gradients(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.01 / 4), 0.01]
+    assert "lr_scale" not in optimizer.param_groups[1], "a checkpoint of a usual run is as before"
+    fresh = made("own sgd", network())
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.pop("lr_scale", None)  # of a version that knew none
+    optimizers.load_state(fresh, state)
+    assert fresh.param_groups[0]["lr_scale"] == 0.25
+
+
+def take_with_gradients(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    take(optimizer, lr=0.01)
+
+
+def test_rates_and_freezing_by_name(tmp_path):
+    (tmp_path / "a.yaml").write_text("optim:\n  lr_scale:\n    0: 0.5\n    2.wei*: 4\n  freeze: [1.bias]\n")
+    read = config.parse([OWN, "--config", str(tmp_path / "a.yaml")], tasks.load).cfg.optim
+    given = config.parse([OWN, "optim.lr_scale={0: 0.5, 2.wei*: 4}", "optim.freeze=1.bias"], tasks.load).cfg.optim
+    for cfg in (read, given):
+        model = network()
+        optimizer = optim.make_optimizer(model, cfg)
+        names = {id(p): name for name, p in model.named_parameters()}
+        rates = {names[id(p)]: group.get("lr_scale", 1.0) for group in optimizer.param_groups for p in group["params"]}
+        assert rates == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 1.0, "2.weight": 4.0, "2.bias": 1.0}
+        assert not model[1].bias.requires_grad
+        decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        assert {name for name, value in decay.items() if value} == {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (
+            {"lr_scale": ["backbone:2"]},
+            r"'backbone' matches no weight \(optim.lr_scale\): choose of names such as 0.wei",
+        ),
+        ({"freeze": ["head"]}, r"'head' matches no weight \(optim.freeze\)"),
+        ({"lr_scale": ["0"]}, r"'0' is no PATTERN:FACTOR \(optim.lr_scale\): give such as"),
+        ({"lr_scale": ["0:0"]}, "'0:0' is no PATTERN:FACTOR"),
+        ({"freeze": ["0", "1", "2"]}, "no parameter to train"),
+        ({"freeze": ["?.weight"], "name": "muon"}, "the model has no matrix for Muon"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(cfg, message):
+    with pytest.raises(LockstepError, match=message):
+        optim.make_optimizer(network(), Optim(**cfg))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cfg", "message"),
+    [
+        (
+            "lbfgs",
+            {},
+            r"LBFGS computes the loss several times a step, and a step here is one global batch \(the task's",
+        ),
+        ("half", {}, r"0.bias and 3 weights more in no group \(the task's `optimizer`\): add what is to be trained"),
+        ("strange", {}, "a group holds tensors that are no weights of the model"),
+        ("number", {}, "it returns a int"),
+        ("sgd", {"lr_scale": ["0:2"]}, r"the task brings its own optimizer \(optim.lr_scale\): drop the key"),
+        ("sgd", {"name": "muon"}, r"the task brings its own optimizer \(optim.name=muon\)"),
+    ],
+)
+def test_a_task_whose_optimizer_does_not_fit_is_told_why(kind, cfg, message):
+    task = tasks.load(OWN)(config.parse([OWN, f"own.optimizer={kind}"], tasks.load).cfg)
+    with pytest.raises(LockstepError, match=message):
+        optim.make_optimizer(network(), Optim(**cfg), task=task)
+
+
+def test_a_chain_is_restored_as_it_was():
+    """Also where its parts have state of other kinds, and another layout of the weights."""
+    a, b = network(), network()
+    one, two = made("own chained", a), made("own chained", b)
+    for n in range(3):
+        fill(a, n), take(one)
+    b.load_state_dict(a.state_dict())
+    optimizers.load_state(two, copy.deepcopy(one.state_dict()))
+    assert all(each.state is two.state for each in two.optimizers)
+    for n in range(3, 6):
+        fill(a, n), take(one), fill(b, n), take(two)
+    assert same(*[everything(*each) for each in ((a, one), (b, two))])
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        two.load_state_dict(made("sgd", network()).state_dict() | {"param_groups": []})
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "own rmsprop"])
+def test_the_bytes_of_its_state_are_known_before_a_step(kind):
+    model = network()
+    optimizer = made(kind, model)
+    fill(model, 0), take(optimizer)
+    held = sum(v.nbytes for s in optimizer.state.values() for name, v in s.items() if name != "step")
+    assert optimizers.state_bytes(optimizer) == (None if kind == "own rmsprop" else held)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+HARD = ["fault.kind=nan sample", "optim.ema_decay=0.9", "optim.grad_clip=0.5", "seed=3", "log_every=2", "eval_every=4"]
+HARD += ["schedule.kind=wsd", "schedule.horizon=8", "schedule.warmup_steps=2", "virtual_workers=4", "global_batch=13"]
+
+RUNS = {
+    "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16", "optim.zero=true"],
+    "muon": ["optim.name=muon", "batch_size=2", "optim.zero=true", "amp=off"],
+    "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias"],
+    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.zero=true"],
+    "own adafactor": ["own.optimizer=adafactor", "amp=off", "optim.zero=true"],
+    "own chained": ["own.optimizer=chained", "amp=fp16", "optim.zero=true"],
+    "adapter": ["own.adapter=true", "own.optimizer=", "amp=off"],
+}
+"""A sample is not finite: its step is skipped. Accumulation, average, clipping, short last steps."""
+
+WAY = ((2, 3), (3, 6), (1, 8))
+"""Processes, and the step up to which they take each run that is stopped and resumed."""
+
+
+@pytest.fixture(scope="module")
+def folder(once):
+    def train_all(folder):
+        with launching() as launch:
+            for processes, last, place in ((1, 8, "straight"), *((*leg, "way") for leg in WAY)):
+                runs = [
+                    [OWN, *words, *HARD, f"steps={last}", f"save_dir={folder / place / name}"]
+                    for name, words in RUNS.items()
+                ]
+                words = BITS, json.dumps(runs)
+                succeed(launch.python(*words) if processes == 1 else launch.torchrun(processes, *words))
+
+    return once("optimizers", train_all)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_any_optimizer_has_the_same_bits_on_any_processes(folder, name):
+    """On 1, and stopped and resumed on 2, 3 and 1."""
+    straight = load(folder / "straight" / name)
+    assert straight["progress"]["step"] == 8
+    skipped = [line["step"] for line in logged(folder / "straight" / name) if line["event"] == "skipped"]
+    assert len(skipped) == 1
+    assert not straight["scaler"] or straight["scaler"]["scale"] == 2.0**15
+    resumed = load(folder / "way" / name)
+    for part in SAME_STATE:
+        assert_same(resumed[part], straight[part], part)
+
+
+@pytest.mark.slow
+def test_each_run_has_learned(folder):
+    for name in RUNS:
+        losses = [line["loss"] for line in logged(folder / "straight" / name) if line["event"] == "eval"]
+        assert losses[-1] < losses[0], name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_adapter_alone(folder, launch):
+    path = folder / "straight" / "adapter"
+    state = load(path)
+    assert {*state["model"]} == {"adapter.weight", "adapter.bias"}
+    assert {*state["ema"]} == {"n_averaged", "module.adapter.weight", "module.adapter.bias"}
+    assert {*state["left_out"]} == {f"base.layers.{n}.{part}" for n in (0, 3) for part in ("weight", "bias")}
+    done = launch.python(
+        "train.py", OWN, *HARD, "own.adapter=true", "own.base=2", "steps=9", "amp=off", "--force", f"save_dir={path}"
+    )
+    (error,) = done.errors
+    assert done.code == 3 and "base.layers.0.weight, which the checkpoint leaves to the task's `model`, is not" in error
