@@ -1,0 +1,42 @@
+"""The examples of one file: they learn, on one process and on two, killed and continued, to the same metrics."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from conftest import ROOT, succeed
+from test_resume import load, logged
+
+BITS = str(ROOT / "tests" / "ranks" / "bits.py")
+
+EXAMPLES = {
+    "own_optimizer": (["steps=60", "optim.zero=true", "batch_size=16"], 1.6),
+    "own_lora": (["steps=30", "batch_size=8", "optim.ema_decay=0.5"], 3.5),
+}
+"""Words, and the loss that is reached."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns_and_is_resumed_on_other_processes(launch, tmp_path, name):
+    """One rank of two is killed; one process continues, and ends as the one that nothing happened to."""
+    if name == "own_lora":
+        for package in ("transformers", "peft"):
+            if not importlib.util.find_spec(package):
+                pytest.skip(f"examples/own_lora.py needs {package} (the extra [lora])")
+    launch.may_stay += ["lockstep_", "torch_"]  # of the process that is killed
+    more, bar = EXAMPLES[name]
+    words = [f"examples/{name}.py", *more, "virtual_workers=2", "save_every=5", "eval_every=15", "device=cpu"]
+    runs = {place: [*words, f"save_dir={tmp_path / place}"] for place in ("straight", "killed")}
+    killed = launch.torchrun(2, BITS, json.dumps([runs["killed"]]), "SIGKILL:1:22:begin_step")
+    assert killed.code and 15 <= load(tmp_path / "killed")["progress"]["step"] < 22
+    for each in runs.values():
+        succeed(launch.python("train.py", *each))
+    scores = [[line for line in logged(tmp_path / place) if line["event"] == "eval"] for place in runs]
+    assert scores[0] == scores[1]
+    assert scores[0][-1]["loss"] < bar
+    states = [load(tmp_path / place) for place in runs]
+    assert all(torch.equal(value, states[1]["model"][key]) for key, value in states[0]["model"].items())
+    if name == "own_lora":
+        assert states[0]["model"] and all("lora_" in key for key in states[0]["model"])
