@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state.clear()
+        self.state = defaultdict(dict)  # a new one, by which AdamW tells that its lists are old
         for each in self.optimizers:
             self.state.update(each.state)
             each.state = self.state

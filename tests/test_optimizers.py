@@ -173,10 +173,12 @@ def test_a_task_whose_optimizer_does_not_fit_is_told_why(kind, cfg, message):
         optim.make_optimizer(network(), Optim(**cfg), task=task)
 
 
-def test_a_chain_is_restored_as_it_was():
-    """Also where its parts have state of other kinds, and another layout of the weights."""
+@pytest.mark.parametrize("kind", ["own chained", "muon"])
+def test_a_chain_is_restored_as_it_was(kind):
+    """Also into one that has taken steps, and whose parts keep lists of their state."""
     a, b = network(), network()
-    one, two = made("own chained", a), made("own chained", b)
+    one, two = made(kind, a), made(kind, b)
+    fill(b, 9), take(two)
     for n in range(3):
         fill(a, n), take(one)
     b.load_state_dict(a.state_dict())
