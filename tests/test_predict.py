@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import launching, succeed
+from conftest import TOY, launching, succeed
+from test_robot import TINY_ACT, record
 
 from formats.clips import ClipsWriter
 from tasks.har import SHIPPED
@@ -216,6 +217,89 @@ def test_what_is_of_a_training_only_is_not_of_a_score(launch, har_run):
     done = succeed(launch.python("tools/evaluate.py", str(har_run), "--split", "all", "max_time_s=0.001"))
     assert "Train windows: 0, Val windows: 508" in done.out and "\n  macro_f1 " in done.out
     assert "warm-up steps" in done.out and "warning" not in done.out
+
+
+# ---- any task, by its `predict` ----
+
+SAID = """
+import torch
+from tests.tasks.toy import Task as Toy
+
+class Task(Toy):
+    def predict(self, model, batch):
+        rows = batch["index"].tolist()
+        return {
+            "out": model(batch["x"]), "table": batch["y"].view(-1, 2, 2).bfloat16(), "positive": batch["x"][:, 0] > 0,
+            "name": [f"row, {n}" for n in rows], "some": [batch["x"][0, : n % 3] for n in rows],
+        }
+"""
+
+
+def test_every_task_with_the_method_writes_a_table_or_arrays(launch, tmp_path):
+    """Numbers, tables, texts, and as many numbers as there are, of 23 samples in batches of 4."""
+    (tmp_path / "said.py").write_text(SAID)
+    words = [str(tmp_path / "said.py"), "steps=3", "amp=off", f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.python("train.py", *words))
+    words = ["tools/predict.py", str(tmp_path / "run"), "eval_batch_size=4", "--split", "val", "--out"]
+    done = succeed(launch.python(*words, str(tmp_path / "a.csv"), "--json"))
+    rows = table(tmp_path / "a.csv")
+    outs, tables = [f"out_{n}" for n in range(4)], [f"table_{i}_{k}" for i in range(2) for k in range(2)]
+    header = ["index", *outs, *tables, "positive", "name", "some"]
+    about = {"predictions": str(tmp_path / "a.csv"), "rows": 23, "columns": header}
+    assert [*rows[0]] == header and json.loads(done.out) == about
+    succeed(launch.python(*words, str(tmp_path / "a.npz")))
+    arrays = np.load(tmp_path / "a.npz")
+    assert arrays["index"].tolist() == [int(row["index"]) for row in rows] == [*range(23)]
+    assert arrays["out"].shape == (23, 4) and arrays["table"].shape == (23, 2, 2) and arrays["positive"].dtype == bool
+    numbers = np.array([[float(row[name]) for name in outs] for row in rows])
+    np.testing.assert_allclose(numbers, arrays["out"], rtol=1e-5)
+    assert arrays["name"].tolist() == [row["name"] for row in rows] == [f"row, {n}" for n in range(23)]
+    ends = arrays["some_lengths"].cumsum()
+    for n, row in enumerate(rows):
+        mine = arrays["some"][ends[n] - n % 3 : ends[n]]
+        assert len(mine) == n % 3 and np.allclose(json.loads(row["some"]), mine)
+
+
+@pytest.mark.slow
+def test_the_labels_of_a_split_are_those_of_its_evaluation(launch, har_run, tmp_path):
+    done = succeed(launch.python("tools/predict.py", str(har_run), "--split", "val", "--out", str(tmp_path / "a.csv")))
+    rows = table(tmp_path / "a.csv")
+    scored = json.loads(succeed(launch.python("tools/evaluate.py", str(har_run), "--json")).out)
+    predicted = np.sum(scored["confusion"], 0).tolist()
+    assert [sum(row["label"] == name for row in rows) for name in scored["classes"]] == predicted
+    assert [*rows[0]] == ["index", "label", *(f"p_{name}" for name in scored["classes"])]
+    assert f"{len(rows)} rows" in done.out and "step 4" in done.out
+
+
+@pytest.mark.slow
+def test_what_a_robot_would_do_at_each_frame(launch, tmp_path):
+    """Of its own recordings, or of others that are given."""
+    root = {name: record(tmp_path / name, episodes) for name, episodes in (("old", 4), ("new", 2))}
+    words = ["train.py", "robot", "policy.type=act", *TINY_ACT, "dataset.cache=none", "batch_size=4", "steps=2"]
+    succeed(launch.python(*words, f"dataset.root={root['old']}", f"save_dir={tmp_path / 'run'}"))
+    how, out = ["tools/predict.py", str(tmp_path / "run"), "--out"], tmp_path / "a.npz"
+    for more, episodes in ((["--split", "train"], 3), ([str(root["new"])], 2)):
+        succeed(launch.python(*how, str(out), *more))
+        arrays = np.load(out)
+        frames = [(e, n) for e in sorted({*arrays["episode"].tolist()}) for n in range(9 + e)]
+        assert [*zip(arrays["episode"].tolist(), arrays["frame"].tolist(), strict=True)] == frames
+        assert len({e for e, _ in frames}) == episodes and arrays["action"].shape == (len(frames), 6, 3)
+        assert np.isfinite(arrays["action"]).all()
+    succeed(launch.python(*how, str(tmp_path / "a.csv"), str(root["new"])))
+    first, *_ = table(tmp_path / "a.csv")
+    assert float(first["action_5_2"]) == pytest.approx(arrays["action"][0, 5, 2], rel=1e-5) and first["episode"] == "0"
+
+
+def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
+    succeed(launch.python("train.py", TOY, "steps=1", f"save_dir={tmp_path / 'toy'}"))
+    for words, said in (
+        ([str(tmp_path / "toy"), "--split", "val"], "this task predicts nothing (task): give it a method `predict`"),
+        ([str(tmp_path / "toy"), "new.csv"], "toy.py takes no path of data (new.csv): give --split"),
+        ([str(har_run), "--split", "val", "--stride", "3"], "it is for new videos and recordings (--stride)"),
+        ([str(har_run), "--split", "val", "--out", "a.txt"], "give one that ends in .csv or .npz"),
+    ):
+        done = launch.python("tools/predict.py", *words)
+        assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err
 
 
 # ---- the sliding trials alone ----

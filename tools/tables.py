@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,13 @@ def _write_npz(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
                 found.setdefault(f"{name}_lengths", []).append(np.array(values.lengths, dtype=np.int64))
                 values = values.whole
             found.setdefault(name, []).append(_array(values))
-    arrays: dict[str, Any] = {name: np.concatenate(each) for name, each in found.items()}
-    write_atomically(out, lambda file: np.savez(file, **arrays))
-    return len(arrays["index"]), [*arrays]
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:  # np.savez takes no array of the name `file`
+        for name, parts_of in found.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.concatenate(parts_of), allow_pickle=False)
+    write_atomically(out, lambda file: file.write(data.getbuffer()))
+    return sum(map(len, found["index"])), [*found]
 
 
 def _array(values: Tensor | list[Any]) -> np.ndarray:
