@@ -1,12 +1,15 @@
 """What a task may ask for beyond sums: several terms, the whole global batch, values of each sample, no validation."""
 
 import json
+import re
+import textwrap
 
 import numpy as np
 import pytest
 import torch
-from conftest import succeed
+from conftest import ROOT, succeed
 from test_loop import steps  # noqa: F401
+from test_resume import logged
 from test_the_idea import CONTRAST, TERMS
 from torch import nn
 
@@ -78,6 +81,37 @@ def test_three_processes_take_the_steps_of_a_plain_loop(launch, tmp_path, task, 
     found = [line for line in lines if line["event"] == "train"]
     for line, step in zip(found, numbers, strict=True):
         assert {name: line[name] for name in step} == pytest.approx(step, rel=1e-9, abs=1e-15)
+
+
+def shown():
+    """The methods that docs/your-own-data.md shows, for the task of the README, by the first one's name."""
+    page = (ROOT / "docs/your-own-data.md").read_text().partition("## More than sums")[2]
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    return {re.match(r"def (\w+)", block)[1]: textwrap.indent(block, "    ") for block in blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["score", "losses", "loss", "predict"])
+def test_what_the_page_shows_trains(launch, tmp_path, name):
+    """Two processes that accumulate, where it may be, score as one does."""
+    if name == "score":
+        pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    readme = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    methods = "    loss = Base.loss\n" * (name == "losses") + shown()[name]
+    begin = "from engine.contract import gather_batch\nReadme = Task\n\nclass Task(Readme):\n"
+    (tmp_path / "own.py").write_text(readme + begin + methods)
+    common = [str(tmp_path / "own.py"), "global_batch=32", "epochs=2", "amp=off"]
+    succeed(launch.python("train.py", *common, "batch_size=32", f"save_dir={tmp_path / 'one'}"))
+    each = "batch_size=16" if name == "loss" else "batch_size=8"
+    succeed(launch.torchrun(2, "train.py", *common, each, "eval_batch_size=64", f"save_dir={tmp_path / 'two'}"))
+    one, two = (logged(tmp_path / run) for run in ("one", "two"))
+    assert len(one) == len(two) > 2
+    for a, b in zip(one, two, strict=True):
+        assert a.pop("event") == b.pop("event") and a == pytest.approx(b, rel=1e-3)
+    if name == "predict":
+        out = tmp_path / "a.csv"
+        succeed(launch.python("tools/predict.py", str(tmp_path / "one"), "--split", "val", "--out", str(out)))
+        assert out.read_text().splitlines()[0] == "index,label"
 
 
 # ---- several terms ----
