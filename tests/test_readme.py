@@ -52,6 +52,8 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
     "test_the_tables_of_the_guides": ["python tools/benchmark.py --predict 8 --link 10gbit,50us har"],
     "test_every_split_and_data_from_elsewhere": ["python tools/evaluate.py RUN --split train"],
     "test_windows_of_new_recordings_without_labels": ["python tools/predict.py RUN NEW"],
+    "test_the_labels_of_a_split_are_those_of_its_evaluation": ["python tools/predict.py RUN --split val"],
+    "test_what_a_robot_would_do_at_each_frame": ["python tools/predict.py RUN data/pen --out actions.npz"],
     "test_the_file_says_what_the_model_says": [
         "python tools/export.py RUN",
         "python tools/export.py RUN --format onnx",
