@@ -59,6 +59,10 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
         "python tools/export.py RUN --format onnx",
     ],
     "test_a_task_of_ones_own_learns": ["python train.py examples/own_task.py"],
+    "test_an_example_learns_and_is_resumed_on_other_processes": [
+        "python train.py examples/own_optimizer.py",
+        "python train.py examples/own_lora.py",
+    ],
     "test_own_data_from_raw_files_to_metrics": [
         "python examples/own_sensors.py checkpoints/own_sensors",
         "python examples/own_videos.py checkpoints/own_videos",
