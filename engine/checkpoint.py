@@ -208,13 +208,14 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
-    run.left_out = _digests_of(run.model, names) if names else {}
+    run.left_out = left_out_digests(run.model, names) if names else {}
     if not state:
         return
     optimizer = optimizers.name_of(run.optimizer)
     if (then := state.get("optimizer_name", optimizer)) != optimizer:
         todo = f"change it back, or start a new run with init_from={path}"
-        raise LockstepError(f"the checkpoint's optimizer is {then}, not {optimizer}", where=str(path), todo=todo)
+        what = f"the checkpoint's optimizer is {then}, not {optimizer}"
+        raise LockstepError(what, where=str(path), todo=todo, exit_code=3)
     _load_model(run.model, state, state["model"], path)
     with _of_the_same_model(path):
         if run.ema is not None and state["ema"] is not None:
@@ -255,7 +256,7 @@ def _load_model(model: nn.Module, state: dict[str, Any], saved: dict[str, Any], 
         model.load_state_dict(own | weights.bare(saved))
 
 
-def _digests_of(model: nn.Module, left_out: list[str]) -> dict[str, str]:
+def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
     """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is trained."""
     entries = model.state_dict(keep_vars=True)
     kept = {id(value) for name, value in entries.items() if name not in left_out}  # a tied one has two names

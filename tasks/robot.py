@@ -77,7 +77,10 @@ class Task(contract.Task):
         return {
             "policy.repo_id": (None, "nothing is uploaded; tools/save_pretrained.py writes the folder that you can"),
             "policy.n_obs_steps": (1, "the policies see the present alone"),
-            "policy.optimizer_lr_backbone": (cfg.optim.lr, "here optim.lr_scale=*backbone:FACTOR gives it another rate"),
+            "policy.optimizer_lr_backbone": (
+                cfg.optim.lr,
+                "here optim.lr_scale=*backbone:FACTOR gives it another rate",
+            ),
             "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
             "use_policy_training_preset": (
                 True,

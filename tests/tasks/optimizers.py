@@ -1,5 +1,6 @@
 """The misbehaving toy task with optimizers of its own, and with an adapter on a base that no checkpoint holds."""
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,16 @@ from torch import nn
 from engine.config import option, section
 from engine.contract import ChainedOptimizer
 from tests.tasks import faulty
+
+
+class SGD(torch.optim.SGD):
+    """Without the wrapper of `step` that loads torch's compiler, 2 s in each process; so is the next."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class AdamW(torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 @dataclass
@@ -51,11 +62,11 @@ class Task(faulty.Task):
         kind = self.cfg.own.optimizer
         if kind == "sgd":  # layer-wise rates; not fused: the host decides whether a step is skipped
             groups = [{"params": parameters[:2], "lr": lr / 4, "momentum": 0.5, "dampening": 0.1}]
-            return torch.optim.SGD([*groups, {"params": parameters[2:]}], lr=lr, momentum=0.9, weight_decay=0.01)
+            return SGD([*groups, {"params": parameters[2:]}], lr=lr, momentum=0.9, weight_decay=0.01)
         if kind == "adafactor":
             return torch.optim.Adafactor(parameters, lr=lr)
         if kind == "chained":
-            adamw = torch.optim.AdamW(biases, lr=lr / 2, betas=(0.8, 0.9), fused=True)
+            adamw = AdamW(biases, lr=lr / 2, betas=(0.8, 0.9), fused=True)
             return ChainedOptimizer(torch.optim.Muon(matrices, lr=lr), adamw)
         if kind == "rmsprop":
             return torch.optim.RMSprop(parameters, lr=lr / 10)
