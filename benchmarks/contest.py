@@ -129,7 +129,7 @@ class Work:
         if hasattr(self.task, "classes"):
             logits = net(batch["x"])
             return F.cross_entropy(logits.float(), batch["y"], weight=self.task.weights(logits.float()))
-        loss = self.task.loss(net, batch)
+        loss = self.task.loss(net, _given(batch))
         return loss.total / loss.weight
 
     def metrics(self, model: Any) -> dict[str, float]:
@@ -145,8 +145,19 @@ class Work:
                 batch = self.val_set.__getitems__(chosen)
                 if not hasattr(self.task, "classes"):
                     batch["seed"] = torch.tensor(chosen)
-                sums += self.task.score(model.eval(), {name: value.to(self.device) for name, value in batch.items()})
+                batch = {name: value.to(self.device) for name, value in batch.items()}
+                sums += self.task.score(model.eval(), _given(batch))
         return self.task.report(sums)
+
+
+def _given(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch with the loader's own numbers where a task looks for them."""
+    from engine.contract import Given
+
+    if "seed" not in batch:
+        return batch
+    seed = batch["seed"]
+    return batch | {"lockstep": Given(seed, seed, seed, batch.get("mean_weight"))}
 
 
 # ---- the contestants ------------------------------------------------------------------------------------------------

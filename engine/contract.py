@@ -24,14 +24,35 @@ from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
 
-Batch = dict[str, Tensor]
-"""Tensors by name; the leading axis of each is the batch. The loader adds its own, all (B,) int64: `index` (which
-sample of the dataset), and in training `position` (place in the epoch's global order) and `seed` (what random
-augmentation is drawn from, see `uniform`); they are to be read, not changed. Where the dataset has `weights`, training
-batches have `mean_weight` (B,): their mean over the whole global batch, the same number everywhere."""
+Batch = Any
+"""What a dataset gives, mostly tensors by name, whose leading axis is the batch; see `Task.datasets`. The loader adds
+its own numbers, a `Given`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
 
-RESERVED = ("index", "position", "seed", "mean_weight")
-"""Names that no dataset may use in a batch."""
+RESERVED = "lockstep"
+"""The one name in a batch that is the loader's."""
+
+
+@dataclass(slots=True)
+class Given:
+    """The loader's own numbers of a batch, on its device; to be read, not changed.
+
+    index        (B,) int64: which samples of the dataset these are
+    position     (B,) int64: their places in the epoch's global order; in an evaluation the same as `index`
+    seed         (B,) int64: what random numbers are drawn from, see `uniform`: a function of (seed, epoch, position),
+                 in an evaluation of the index alone
+    mean_weight  (B,) float64, in training where the dataset has `weights`: their mean over the whole global batch, the
+                 same number everywhere; or None
+    """
+
+    index: Tensor
+    position: Tensor
+    seed: Tensor
+    mean_weight: Tensor | None = None
+
+
+def inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch that is a dict without the loader's own numbers, as in `net(**inputs(batch))`."""
+    return {name: value for name, value in batch.items() if name != RESERVED}
 
 
 PerSample = Mapping[str, Tensor | Sequence[Any]]
@@ -171,13 +192,20 @@ class Task:
 
     def datasets(self) -> tuple[Any, Any]:
         """Return (train, val); called once, before `model`. `val` may be None: nothing is evaluated then, and the last
-        checkpoint is the one that counts. A dataset has `__len__` and either `__getitems__(indices)`,
-        which gives a batch (fast: one gather), or `__getitem__(i) -> dict` (collated by torch). It must not draw random
-        numbers: the loader gives `batch["seed"]`. For a GPU a thread asks it, never two at once. It may have
+        checkpoint is the one that counts. A dataset has `__len__`, and `__getitem__(i)`, which gives a sample, or
+        `__getitems__(indices)`, which gives a batch (fast: one gather) or a list of samples. A sample is anything:
+        tensors, arrays, numbers and texts in dicts, lists, tuples and dataclasses. Samples of one form become a batch
+        of that form: tensors are stacked; objects and lists of numbers are listed, and stay on the host.
 
+        What is random is drawn from seeds, never from a generator that is already there. A dataset may take them:
+        `__getitem__(i, seed)` is given an int in [0, 2**63), `__getitems__(indices, seeds)` a (B,) int64 tensor of
+        them, as `uniform` wants it: functions of (seed, epoch, position), in an evaluation of the index alone. In
+        `loss`, draw from `batch["lockstep"].seed`. For a GPU a thread asks the dataset, never two at once. It may have
+
+        collate(samples)  a method that makes a batch of samples, of any form and class: padded, ragged, packed
         labels   (N,) int64: what `sampler: balanced` balances
         weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
-                 another term is a mean over samples: divide the first by `batch["mean_weight"]`, and both add up
+                 another term is a mean over samples: divide the first by the batch's `mean_weight`, and both add up
         prefetch(indices)  a method that begins to read these samples and returns at once: called a batch ahead, but not
                  with loader processes, and not where all data are held (`cache`)
         """

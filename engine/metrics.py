@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.batches import given_of
 from engine.collect import Collection
 from engine.contract import Batch, Sums, Task
 from engine.phases import phase
@@ -224,7 +225,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         with run.precision.autocast():
             scored.add(task.score(model, batch))
             if collection:
-                collection.add(task.collect(model, batch), len(batch["index"]))
+                collection.add(task.collect(model, batch), len(given_of(batch).index))
         phase("loading validation data")
     phase("validation")
     for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):

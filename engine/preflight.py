@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, ddp, digests, optim, optimizers, plan
+from engine.batches import given_of
 from engine.collect import Collection
 from engine.console import console
 from engine.contract import Batch, Sums, Task
@@ -134,7 +135,7 @@ def sanity_check(run: Run) -> None:
         batch = next(iter(run.val_loader))
         with phase.during("validation"), run.precision.autocast():
             sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
-            gflop /= len(next(iter(batch.values())))
+            gflop /= len(given_of(batch).index)
             if collects(run.task):
                 collected = _collected(run, batch)
         if isinstance(sums, dict) and "count" in sums:
@@ -162,7 +163,7 @@ def sanity_check(run: Run) -> None:
 def _collected(run: Run, batch: Batch) -> dict[str, Any]:
     """(rank 0) Return what the task collects of a batch. Raises LockstepError if as much of all samples is too much."""
     collection = Collection(run.task.collect_limit_mb)
-    collection.add(run.task.collect(run.model, batch), len(batch["index"]))
+    collection.add(run.task.collect(run.model, batch), len(given_of(batch).index))
     collection.check(collection.bytes / collection.samples * len(run.val_loader.dataset))
     return collection.total(World(0, 0, 1, run.world.device))
 

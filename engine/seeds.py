@@ -28,6 +28,12 @@ def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
     return mix(start + (positions + 1) * GAMMA)
 
 
+def data_seeds(seed: int, epoch: int, positions: Tensor) -> list[int]:
+    """Return the seeds that a dataset draws its samples from, in [0, 2**63), as NumPy wants them. They are others than
+    those of `sample_seeds`, or a crop and the noise in the loss would come from the same numbers."""
+    return (mix(sample_seeds(seed, epoch, positions)) & ((1 << 63) - 1)).tolist()
+
+
 def seed_generators(device: torch.device, *key: int | str) -> None:
     """Seed torch's generators (of the CPU and of `device`), random's and NumPy's by `key` alone, such as
     ("train", seed, epoch, position). No GPU waits for it. `torch.manual_seed` would format a stack each time."""

@@ -95,7 +95,7 @@ def set_memory_format(
 def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
     """Return whether the model asks for a `view` of features that only the usual order allows: tried with two samples.
     Other errors are not for here."""
-    batch = {name: value[:2] for name, value in loader.example().items()}
+    batch = loader.example(2)
     try:
         with amp.autocast():
             task.loss(copy.deepcopy(model).eval(), batch)

@@ -121,7 +121,7 @@ class Classification(contract.Task):
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
-        logits = net(self.augment(batch["x"], batch["seed"]))  # (B, C)
+        logits = net(self.augment(batch["x"], batch["lockstep"].seed))  # (B, C)
         # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         weights = self.weights(logits)

@@ -206,8 +206,8 @@ class Task(contract.Task):
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """The mean error over unpadded steps and dimensions, plus the policy's penalty times the mean KL."""
-        augment = self.cfg.augment
-        draws = contract.uniform(batch["seed"], 3 * augment.enabled + self.num_draws)
+        augment, given = self.cfg.augment, batch["lockstep"]
+        draws = contract.uniform(given.seed, 3 * augment.enabled + self.num_draws)
         inputs = self._with_words(batch)
         if augment.enabled:
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
@@ -216,7 +216,8 @@ class Task(contract.Task):
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
         # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
-        mean_steps = batch["mean_weight"].to(error.dtype) if "mean_weight" in batch else steps.to(error.dtype).mean()
+        weight = given.mean_weight
+        mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
         total = (error / (mean_steps * self.action_dim)).sum()
         sums = {"error": total.detach(), "count": torch.ones_like(steps).sum()}
         if "kl" in out:

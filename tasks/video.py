@@ -134,9 +134,9 @@ class Task(Classification):
         return f"{self._found}\n\n{self.class_summary()}"
 
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
-        if "index" in batch:
+        if contract.RESERVED in batch:
             self._guesses = self._guesses.to(guesses.device)  # moved once: a copy is a sync point
-            self._guesses[batch["index"]] = guesses
+            self._guesses[batch["lockstep"].index] = guesses
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """The confusion matrix, and a clip of each class among those that this rank scored."""

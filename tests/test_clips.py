@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import tasks
 from engine.config import schema_of
-from engine.contract import LockstepError, sample_seeds, uniform
+from engine.contract import Given, LockstepError, sample_seeds, uniform
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
@@ -579,7 +579,8 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     assert "paw_withdraw" in summary and task.train_counts.sum() == len(train) == 80
     assert not set(train.videos) & set(val.videos)
     model = task.model()
-    batch = train.__getitems__([3, 1, 2]) | {"seed": sample_seeds(0, 0, torch.arange(3))}
+    three, everyone = torch.arange(3), torch.arange(len(val))
+    batch = train.__getitems__([3, 1, 2]) | {"lockstep": Given(three, three, sample_seeds(0, 0, three))}
     loss = task.loss(model, batch)
     loss.total.backward()
     assert loss.weight > 0 and all(p.grad is not None for p in model.parameters())
@@ -589,7 +590,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
     assert task.pictures(model, batch, sums).keys() == {"confusion_matrix"}, "no sample was told by its number"
     with torch.no_grad():
-        task.score(model, batch | {"index": torch.arange(len(val))})
+        task.score(model, batch | {"lockstep": Given(everyone, everyone, everyone)})
     there = len({*val.labels.tolist()})
     pictures, tile = task.pictures(model, batch, sums), (54 + 128) * (1 + (there > 4))
     assert pictures["clips"].shape[:2] == (17, tile) and pictures["confusion_matrix"].shape[2] == 3

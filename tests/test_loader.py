@@ -19,14 +19,15 @@ from conftest import succeed
 from data_loader import (
     EvalSampler,
     TrainSampler,
-    _begin_worker,
     ahead,
     balanced_order,
     create_data_loaders,
     fingerprint,
 )
 from engine import config, console, contract, plan
+from engine.batches import tensors
 from engine.contract import LockstepError
+from engine.faults.loader_processes import _begin_worker
 from engine.launch import processes_sharing
 from engine.world import World
 
@@ -146,11 +147,14 @@ def test_balanced_shards_are_one_stream_and_never_overlap():
 @pytest.mark.parametrize("num_samples", [1, 2, 7, 61, 196])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_evaluation_shards_are_exact(num_samples, size):
-    alone = list(EvalSampler(num_samples, world(0, 1), 8))
+    def asked(rank, size):
+        return [each.indices for each in EvalSampler(range(num_samples), world(rank, size), 8)]
+
+    alone = asked(0, 1)
     assert functools.reduce(operator.iadd, alone, []) == list(range(num_samples))
-    shards = [list(EvalSampler(num_samples, world(rank, size), 8)) for rank in range(size)]
+    shards = [asked(rank, size) for rank in range(size)]
     assert shards == [alone[rank::size] for rank in range(size)], "the same batches, dealt out"
-    assert [len(EvalSampler(num_samples, world(rank, size), 8)) for rank in range(size)] == [*map(len, shards)]
+    assert [len(EvalSampler(range(num_samples), world(rank, size), 8)) for rank in range(size)] == [*map(len, shards)]
 
 
 class Table:
@@ -188,17 +192,21 @@ def test_batches_hold_what_augmentation_and_blame_need(monkeypatch, dataset, wor
         batches = [only for (only,) in loader]
         assert len(batches) == len(loader) == 3
         for batch, micro in batches:
-            assert batch["x"].tolist() == [10 * i for i in micro.indices] == (10 * batch["index"]).tolist()
-            assert batch["seed"].tolist() == contract.sample_seeds(9, epoch, batch["position"]).tolist()
-    for name, factor in (("x", 10), ("index", 1)):
-        assert torch.cat([batch[name] for batch in val]).tolist() == [factor * i for i in range(10)]
+            assert batch["x"].tolist() == [10 * i for i in micro.indices] == (10 * batch["lockstep"].index).tolist()
+            given = batch["lockstep"]
+            assert given.seed.tolist() == contract.sample_seeds(9, epoch, given.position).tolist()
+    assert torch.cat([batch["x"] for batch in val]).tolist() == [10 * i for i in range(10)]
+    for name in ("index", "position"):
+        assert torch.cat([getattr(batch["lockstep"], name) for batch in val]).tolist() == [*range(10)]
+    seeds = torch.cat([batch["lockstep"].seed for batch in val])
+    assert torch.equal(seeds, contract.sample_seeds(0, 0, torch.arange(10))), "of the sample alone"
     monkeypatch.setattr(dataset, "weights", [*range(10)], raising=False)  # a list will do
     loader, _ = create_data_loaders(cfg, world(), make_plan(10, 1, batch=2, accumulation=2), dataset(), dataset())
     steps = [list(passes) for passes in loader]
     assert len(loader) == 3 and [len(step) for step in steps] == [2, 2, 1]
     for step in steps:
         mean = np.mean([index for _, micro in step for index in micro.indices])
-        assert [batch["mean_weight"].tolist() for batch, _ in step] == [[mean] * 2] * len(step)
+        assert [batch["lockstep"].mean_weight.tolist() for batch, _ in step] == [[mean] * 2] * len(step)
 
 
 def lend_a_pipe(parent, places, done):
@@ -291,9 +299,7 @@ FLIPS = {
 def test_a_dataset_that_draws_at_random_is_refused(source):
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     drawn, fixed = Flipped(FLIPS[source]), Flipped(lambda: True)
-    says = (
-        r"^sample \d is another each time it is fetched: its 'x' is \(Flipped\): draw from contract\.uniform\(batch\['"
-    )
+    says = r"^sample \d is another each time it is fetched: its 'x' is \(Flipped\): draw from the seed that __getitem__"
     for pair in ((drawn, fixed), (fixed, Drawn())):
         with pytest.raises(LockstepError, match=says if pair[0] is drawn else r"\(Drawn\)"):
             fingerprint(*pair)
@@ -326,7 +332,7 @@ def test_held_data_give_the_same_batches(monkeypatch):
     for cache, batches in seen.items():
         for ours, theirs in zip(batches, seen["none"], strict=True):
             assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours), cache
+            assert all(map(torch.equal, tensors(ours), tensors(theirs))), cache
 
 
 def _counting(function, calls):
@@ -418,15 +424,15 @@ def test_the_next_batch_is_fetched_meanwhile():
             event.set()
             if number == 3:
                 raise ValueError("the fourth")
-            yield {"x": torch.tensor([number])}
+            yield number, {"x": torch.tensor([number])}
 
     coming = ahead(batches(), torch.device("cpu"))
     for number in range(3):
-        assert next(coming)["x"].item() == number
+        assert next(coming) == (number, {"x": torch.tensor([number])})
         assert begun[number + 1].wait(30), "the next is begun before it is asked for"
     with pytest.raises(ValueError, match="the fourth"):
         next(coming)
-    left = ahead(({"x": torch.tensor([number])} for number in range(9)), torch.device("cpu"))
+    left = ahead(((number, {"x": torch.tensor([number])}) for number in range(9)), torch.device("cpu"))
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
@@ -443,7 +449,7 @@ def test_a_dataset_is_told_of_the_next_batch_before_it_gives_this_one(monkeypatc
         train.set_epoch(1, consumed=3)
         told.clear()
         assert list(loader.passes() if loader is train else loader)
-        batches = list(loader.sampler)
+        batches = [asked.indices for asked in loader.sampler]
         expected = [("next", batches[0])]
         for this, following in itertools.zip_longest(batches, batches[1:]):
             expected += [("next", following)] * (following is not None) + [("this", this)]
@@ -469,7 +475,7 @@ def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
     hangs = threading.Event()
 
     def batches():
-        yield {"x": torch.tensor([0])}
+        yield 0, {"x": torch.tensor([0])}
         hangs.wait()
 
     coming = ahead(batches(), torch.device("cpu"))
@@ -487,7 +493,7 @@ def test_two_loaders_never_fetch_at_once():
             most.append(len(inside))
             torch.ones(300, 300).sum()
             inside.pop()
-            yield {"x": torch.tensor([number])}
+            yield number, {"x": torch.tensor([number])}
 
     for _ in zip(*(ahead(batches(), torch.device("cpu")) for _ in range(3)), strict=True):
         pass

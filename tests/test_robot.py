@@ -1,6 +1,7 @@
 """The robot task: LeRobot's command lines, its data, the loss of two quotients, trials, evaluation, exact resume."""
 
 import json
+import operator
 import os
 import shutil
 import signal
@@ -16,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine import config
-from engine.contract import LockstepError, sample_seeds, uniform
+from engine.batches import map_tensors
+from engine.contract import Given, LockstepError, sample_seeds, uniform
 from envs import discs
 from formats import lerobot, pretrained
 from formats.lerobot_writer import Recorder
@@ -29,6 +31,12 @@ TINY_ACT = (
     "policy.n_vae_encoder_layers=1 policy.chunk_size=6 policy.latent_dim=4"
 ).split()
 DISCS = ["robot", "env.demonstrations=8", "env.size=16", "policy.chunk_size=5", "eval.n_episodes=4"]
+
+
+def seeded(count):
+    """The loader's own numbers of so many samples."""
+    index = torch.arange(count)
+    return Given(index, index, sample_seeds(0, 0, index))
 
 
 def record(root, episodes=4, frames=9, dim=3, cameras=1):
@@ -167,13 +175,12 @@ def test_the_loss_is_a_quotient_of_the_whole_batch(walks, policy):
     net = task.model().double()
     indices = list(range(0, len(train), 2))
     batch = train.__getitems__(indices)
-    batch["seed"] = sample_seeds(0, 0, torch.arange(len(indices)))
+    given = seeded(len(indices))
+    batch["lockstep"] = given
     whole = task.loss(net, batch)
     assert train.weights[indices].mean() < 6, "nothing is padded"
-    batch["mean_weight"] = torch.full((len(indices),), float(train.weights[indices].mean()))
-    pieces = [
-        {name: value[part] for name, value in batch.items()} for part in (slice(0, 1), slice(1, 7), slice(7, None))
-    ]
+    given.mean_weight = torch.full((len(indices),), float(train.weights[indices].mean()))
+    pieces = [map_tensors(batch, operator.itemgetter(part)) for part in (slice(0, 1), slice(1, 7), slice(7, None))]
     losses = [task.loss(net, piece) for piece in pieces]
     total, weight = sum(loss.total for loss in losses), sum(loss.weight for loss in losses)
     torch.testing.assert_close(total / weight, whole.total / whole.weight, rtol=1e-10, atol=0)
@@ -185,11 +192,11 @@ def test_acts_loss_is_lerobots(walks):
     task, train, _ = task_of("robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "policy.dropout=0")
     policy = task.model().double()
     batch = train.__getitems__(list(range(len(train))))
-    batch["seed"] = sample_seeds(0, 0, torch.arange(len(train)))
+    batch["lockstep"] = seeded(len(train))
     loss = task.loss(policy, batch)
     from engine.contract import uniform
 
-    out = policy.net(policy.inputs(batch), uniform(batch["seed"], policy.net.num_draws))
+    out = policy.net(policy.inputs(batch), uniform(batch["lockstep"].seed, policy.net.num_draws))
     steps = (~batch["action_is_pad"]).sum()
     expected = out["error"].sum() / (steps * 3) + 10 * out["kl"].mean()
     torch.testing.assert_close(loss.total / loss.weight, expected)
@@ -440,7 +447,7 @@ def test_each_camera_keeps_its_proportions(tmp_path):
     batch = train.__getitems__([0, 1])
     assert batch["observation.images.top"].shape[2:] == (21, 32)
     assert batch["observation.images.wrist"].shape[2:] == (32, 16)
-    task.loss(task.model(), batch | {"seed": sample_seeds(0, 0, torch.arange(2))})
+    task.loss(task.model(), batch | {"lockstep": seeded(2)})
 
 
 def test_whole_numbers_and_gray_pictures_are_learned_from(tmp_path):
@@ -449,7 +456,7 @@ def test_whole_numbers_and_gray_pictures_are_learned_from(tmp_path):
         recorder.add_episode({name: np.arange(10).reshape(5, 2) for name in features}, "count")
     modes = ["policy.normalization_mapping.ACTION=IDENTITY", "policy.normalization_mapping.STATE=IDENTITY"]
     task, train, _ = task_of("robot", f"dataset.root={tmp_path}/set", "policy.chunk_size=4", *modes)
-    batch = train.__getitems__([0, 1]) | {"seed": sample_seeds(0, 0, torch.arange(2))}
+    batch = train.__getitems__([0, 1]) | {"lockstep": seeded(2)}
     assert torch.isfinite(task.loss(task.model(), batch).total)
 
 

@@ -41,7 +41,7 @@ try:
     import train
     from data_loader import TrainLoader, create_data_loaders
     from engine import config, launch, preflight
-    from engine.contract import RESERVED
+    from engine.batches import tensors
     from engine.errors import LockstepError, amount
     from engine.faults import agent, blame
     from engine.faults.signals import StopRequest
@@ -185,11 +185,11 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(threads, cfg, world, cores)
-    batch = _fetched(ready) if ready else {}
+    batch = _fetched(ready) if ready else []
     workers = 0 if ready and isinstance(ready.train_loader.dataset, CachedDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
-        report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch.values()))
+        report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
         add("disk", attempt(disk, ready))
     crowd = Crowd()
     everyone = world.gather(measure(ready, workers)) if ready else []
@@ -212,9 +212,9 @@ def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
     ]
 
 
-def _fetched(ready: Run) -> dict[str, torch.Tensor]:
-    """Return a batch of the dataset, without the tensors that the loader adds."""
-    return {name: values for name, values in ready.train_loader.example().items() if name not in RESERVED}
+def _fetched(ready: Run) -> list[torch.Tensor]:
+    """Return the tensors of a batch of the dataset, without those that the loader adds."""
+    return [*tensors(ready.train_loader.source.get(next(iter(ready.train_loader.sampler))))]
 
 
 # ---- what the run needs ----------------------------------------------------------------------------------------------

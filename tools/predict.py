@@ -38,13 +38,15 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from data_loader import EvalLoader, EvalSampler, check_datasets
+from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, precision, speed
+from engine.batches import given_of
 from engine.collect import Packed, packed
 from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from engine.hardware import memory
+from engine.samples import check_datasets
 from engine.world import World
 from formats import videos
 from formats.clips import FRAMES, Clips
@@ -228,11 +230,12 @@ def _load_with(args: config.Args, world: World, split: str) -> tuple[LoadedModel
 def _said(trained: LoadedModel, dataset: Any) -> Iterator[dict[str, Packed]]:
     """Yield what the task says of each batch."""
     world = World(0, 0, 1, next(trained.model.parameters()).device)
-    batches = EvalLoader(dataset, EvalSampler(len(dataset), world, _batch_size(trained.task)), world, None)
+    batches = EvalLoader(dataset, EvalSampler(dataset, world, _batch_size(trained.task)), world, None)
     for batch in batches:
         with torch.inference_mode(), trained.precision.autocast():
             said = trained.task.predict(trained.model, batch)
-        yield {"index": batch["index"].cpu(), **packed("predict", said, len(batch["index"]))}
+        index = given_of(batch).index
+        yield {"index": index.cpu(), **packed("predict", said, len(index))}
 
 
 def _asker(trained: LoadedModel) -> Ask:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import launch
+from engine import batches, launch
 from engine.errors import LockstepError, headline
 from engine.faults import oom, terminal, watchdog
 from engine.faults.signals import leave_nothing
@@ -121,10 +121,11 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
             f"sys.exit({error.code}) in the middle of the training", where=where, todo="remove that call", exit_code=1
         )
     folder = status.current.folder
+    traceback_is = f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback"
     return LockstepError(
         f"{type(error).__name__}: {text}" if text else type(error).__name__,
         where=where,
-        todo=f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback",
+        todo=batches.hint(error) or traceback_is,
         exit_code=1,
     )
 

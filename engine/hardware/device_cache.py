@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.batches import leaves, map_tensors, same_bits, tensors
 from engine.console import console
 from engine.contract import Batch
 from engine.errors import LockstepError, amount
+from engine.samples import Source, ask
 
 SHARE = 1 / 3
 """Share of the free memory, before there is a model, that `cache=auto` takes of a GPU at most."""
@@ -24,23 +26,28 @@ CHUNK = 64 << 20
 class CachedDataset:
     """A dataset like the one it was filled from. Its batches lie on `device` already."""
 
-    def __init__(self, fetch: Callable[[list[int]], Batch], length: int, sample_bytes: int, device: torch.device):
-        self.device, self.length = device, length
-        self.columns: dict[str, Tensor] = {}
+    def __init__(self, source: Source, sample_bytes: int, device: torch.device):
+        self.device, self.length = device, len(source)
+        self.columns: Any = None  # a batch of all samples
         step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
-        for first in range(0, length, step):
-            batch = fetch(list(range(first, min(first + step, length))))
-            for name, values in batch.items():
-                if name not in self.columns:
-                    self.columns[name] = torch.empty((length, *values.shape[1:]), dtype=values.dtype, device=device)
-                rows = self.columns[name][first : first + len(values)]
-                if rows.shape != values.shape:  # copying would repeat a single value silently
+        for first in range(0, self.length, step):
+            last = min(first + step, self.length)
+            batch = source.get(ask(list(range(first, last)), seeded=False))
+            if self.columns is None:
+                self.columns = map_tensors(batch, self._column)
+            parts = dict(leaves(batch))
+            for name, column in leaves(self.columns):
+                rows = column[first:last]
+                if rows.shape != parts[name].shape:  # copying would repeat a single value silently
                     raise LockstepError(
-                        f"samples {first} to {first + len(values) - 1} have another shape of {name!r} than the first",
+                        f"samples {first} to {last - 1} have another shape of {name!r} than the first",
                         where="cache",
                         todo="use cache=none",
                     )
-                rows.copy_(values)
+                rows.copy_(parts[name])
+
+    def _column(self, values: Tensor) -> Tensor:
+        return torch.empty((self.length, *values.shape[1:]), dtype=values.dtype, device=self.device)
 
     def __len__(self) -> int:
         return self.length
@@ -53,21 +60,24 @@ class CachedDataset:
 
     def rows(self, indices: Tensor) -> Batch:
         """Return the samples of (B,) indices that lie on `device`: of an epoch's order there, no copy and no wait."""
-        return {name: column.index_select(0, indices) for name, column in self.columns.items()}
+        return map_tensors(self.columns, lambda column: column.index_select(0, indices))
+
+    def collate(self, batch: Batch) -> Batch:
+        """Return the batch: what looks like a list of samples is one already."""
+        return batch
 
     @property
     def bytes(self) -> int:
-        return sum(column.nbytes for column in self.columns.values())
+        return sum(column.nbytes for column in tensors(self.columns))
 
 
 def cache_datasets(
     wanted: str,
-    datasets: list[tuple[Any, Callable[[list[int]], Batch]]],
+    datasets: list[Any],
     device: torch.device,
     processes_sharing: Callable[[torch.device], int],
 ) -> list[CachedDataset] | None:
-    """Return the datasets in memory as `cache` asks, or None to leave them as they are; each is given with what fetches
-    a batch of it.
+    """Return the datasets in memory as `cache` asks, or None to leave them as they are.
 
     wanted             auto is the device, if it is a GPU in which they take up no more than a third of the free memory
     processes_sharing  returns how many processes hold their data in a memory
@@ -75,20 +85,16 @@ def cache_datasets(
     if wanted == "none" or (wanted == "auto" and device.type == "cpu"):
         return None
     memory = torch.device("cpu") if wanted == "host" else device
-    sizes = []
-    for dataset, fetch in datasets:
-        some = sorted({len(dataset) * k // 16 for k in range(16)} if len(dataset) else ())
-        together = fetch(some) if some else {}
-        if not all(_same(together, k, fetch([index])) for k, index in enumerate(some)):
-            if wanted == "auto":
-                return None
-            raise LockstepError(
-                f"cache={wanted}, but {type(dataset).__name__} gives another sample each time, or in other company",
-                where="cache",
-                todo="draw from batch['seed'] in the task's loss, pad all samples to one length, or use cache=none",
-            )
-        sizes.append(sum(values.nbytes for values in together.values()) // max(1, len(some)))
-    needed = sum(size * len(dataset) for size, (dataset, _) in zip(sizes, datasets, strict=True))
+    sources, sizes = [Source(dataset) for dataset in datasets], []
+    for source in sources:
+        size, problem = _sample_bytes(source)
+        if problem and wanted == "auto":
+            return None
+        if problem:
+            what, todo = problem
+            raise LockstepError(f"cache={wanted}, but {source.name} {what}", where="cache", todo=todo)
+        sizes.append(size)
+    needed = sum(size * len(source) for size, source in zip(sizes, sources, strict=True))
     free, copies = _free_bytes(memory), processes_sharing(memory)
     if wanted == "auto" and copies * needed > SHARE * free:
         return None
@@ -100,23 +106,23 @@ def cache_datasets(
             todo="use cache=none",
         )
     console.info(f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n")
-    return [
-        CachedDataset(fetch, len(dataset), size, memory) for size, (dataset, fetch) in zip(sizes, datasets, strict=True)
-    ]
+    return [CachedDataset(source, size, memory) for size, source in zip(sizes, sources, strict=True)]
 
 
-def _same(together: Batch, k: int, alone: Batch) -> bool:
-    """Return whether the k-th sample of a batch equals the sample fetched alone."""
-    return all(same_bits(values[k], alone[name][0]) for name, values in together.items())
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare bit by bit; NaN equals NaN."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
+def _sample_bytes(source: Source) -> tuple[int, tuple[str, str] | None]:
+    """Return the bytes of a sample, from a look at sixteen; and why they cannot be held, with what to do about it."""
+    if source.seeded:
+        return 0, ("draws its samples from seeds: they are others in each epoch", "use cache=none")
+    some = sorted({len(source) * k // 16 for k in range(16)} if len(source) else ())
+    together = dict(leaves(source.get(ask(some, seeded=False)))) if some else {}
+    if not all(isinstance(values, Tensor) and len(values.shape[:1]) for values in together.values()):
+        return 0, ("gives more than tensors with the batch as their leading axis", "use cache=none")
+    for k, index in enumerate(some):
+        alone = dict(leaves(source.get(ask([index], seeded=False))))
+        if not all(same_bits(values[k], alone[name][0]) for name, values in together.items()):
+            todo = "draw from batch['lockstep'].seed in the task's loss, pad to one length, or use cache=none"
+            return 0, ("gives another sample each time, or in other company", todo)
+    return sum(values.nbytes for values in together.values()) // max(1, len(some)), None
 
 
 def _free_bytes(device: torch.device) -> int:

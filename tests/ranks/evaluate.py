@@ -47,12 +47,12 @@ class Task(Classification):
     def collect(self, model, batch):
         """Of each sample a tensor, a text, and as many numbers as its own number says."""
         scores = model(batch["x"]).softmax(1)
-        texts = [f"sample {n}" for n in batch["index"].tolist()]
+        texts = [f"sample {n}" for n in batch["lockstep"].index.tolist()]
         return {
             "score": scores,
             "y": batch["y"],
             "text": texts,
-            "some": [x[: n % 4] for n, x in zip(batch["index"], scores, strict=True)],
+            "some": [x[: n % 4] for n, x in zip(batch["lockstep"].index, scores, strict=True)],
         }
 
     def report(self, sums):

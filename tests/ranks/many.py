@@ -27,7 +27,7 @@ def naive_epoch(run):
     for batch, micro in run.train_loader.passes():
         ddp_waits = isinstance(run.net, DistributedDataParallel) and not micro.closes_step
         with run.net.no_sync() if ddp_waits else nullcontext():
-            batch.pop("mean_weight", None)  # the tutorials' mean is of the micro-batch
+            batch["lockstep"].mean_weight = None  # the tutorials' mean is of the micro-batch
             loss = run.task.loss(run.net, batch)
             (loss.total / loss.weight / run.plan.accumulation).backward()
         if micro.closes_step:

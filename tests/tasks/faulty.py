@@ -160,7 +160,7 @@ class Task(toy.Task):
 
     def loss(self, net, batch):
         self.calls += 1
-        self.indices = batch["index"].tolist()
+        self.indices = batch["lockstep"].index.tolist()
         self.misbehave(net)
         loss = super().loss(net, batch)
         fault = self.cfg.fault

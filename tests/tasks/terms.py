@@ -13,7 +13,7 @@ class Task(toy.Task):
 
     def losses(self, net, batch):
         y, mask = batch["y"], batch["mask"]
-        out = net(batch["x"] + uniform(batch["seed"], 8) * 0.01)
+        out = net(batch["x"] + uniform(batch["lockstep"].seed, 8) * 0.01)
         labels = (y[:, 0] > 0.8).long()
         weights = out.new_tensor([0.3, 1.7])
         classes = F.cross_entropy(out[:, :2], labels, weight=weights, reduction="sum")

@@ -72,7 +72,7 @@ class Task(contract.Task):
         return (net(batch["x"]) - batch["y"]).square() * batch["mask"]
 
     def loss(self, net, batch):
-        noise = contract.uniform(batch["seed"], 8) * 0.01  # augmentation
+        noise = contract.uniform(batch["lockstep"].seed, 8) * 0.01  # augmentation
         errors = self._errors(net, batch | {"x": batch["x"] + noise})
         return Loss(errors.sum(), batch["mask"].sum())
 

@@ -1,0 +1,183 @@
+"""Batches of any form: what is a container, what is in it, how samples become one, where the loader's numbers lie.
+
+Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples and dataclasses, in
+each other. Whatever else is no tensor is an object: a text, a number, None, a graph, and also a list of nothing but
+numbers and texts, which may be longer in one sample than in another. Objects stay as they are, on the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import default_collate
+
+from engine.contract import RESERVED, Batch, Given
+from engine.errors import LockstepError
+
+PLAIN = {int, float, bool, str, bytes, type(None)}
+
+
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return what is in a container, by key, number or field; None for a tensor or an object."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, UserDict):
+        return value.data
+    if type(value) is list:
+        return None if {*map(type, value)} <= PLAIN else dict(enumerate(value))
+    if type(value) is tuple:
+        return dict(enumerate(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container like `value` with other parts. Of a dataclass neither `__init__` nor `__post_init__` runs."""
+    if type(value) is dict:
+        return parts
+    if type(value) in (list, tuple):
+        return type(value)(parts.values())
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), parts.values())
+    new = copy.copy(value)
+    for name, part in parts.items():
+        if isinstance(value, (dict, UserDict)):
+            new[name] = part
+        else:
+            object.__setattr__(new, name, part)  # a frozen one, too
+    return new
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` of each tensor and object in it."""
+    parts = parts_of(value)
+    if parts is None:
+        return change(value)
+    return rebuilt(value, {name: map_leaves(part, change) for name, part in parts.items()})
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with `change` of each tensor in it, and its objects as they are."""
+    return map_leaves(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and objects of a batch, each with its path, such as `boxes.0`."""
+    parts = parts_of(value)
+    if parts is None:
+        yield name, value
+    else:
+        for key, part in parts.items():
+            yield from leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch."""
+    return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bit by bit; NaN equals NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+# ---- samples become a batch ------------------------------------------------------------------------------------------
+
+
+def collate(samples: list[Any]) -> Batch:
+    """Return samples of one form as a batch of that form: tensors, arrays and numbers are stacked by torch, objects are
+    listed. Raises ValueError where they differ in form, RuntimeError where their tensors differ in shape."""
+    first = parts_of(samples[0])
+    if first is None:
+        stacks = isinstance(samples[0], (Tensor, np.ndarray, np.number, np.bool_, int, float))
+        return default_collate(samples) if stacks else [*samples]
+    everyone = [parts_of(sample) for sample in samples]
+    for parts in everyone:
+        if parts is None or parts.keys() != first.keys():
+            there = "an object" if parts is None else ", ".join(map(str, parts)) or "nothing"
+            raise ValueError(f"one sample has {', '.join(map(str, first)) or 'nothing'}, and another has {there}")
+    return rebuilt(samples[0], {name: collate([parts[name] for parts in everyone if parts]) for name in first})
+
+
+def with_tensors(batch: Batch) -> Batch:
+    """Return the batch with tensors for its arrays of numbers, which share their memory."""
+    return map_leaves(batch, lambda leaf: torch.as_tensor(leaf) if _is_numbers(leaf) else leaf)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+
+
+# ---- the loader's own numbers ----------------------------------------------------------------------------------------
+
+
+def tell(batch: Batch, given: Given) -> Batch:
+    """Return the batch with the loader's own numbers: a dict under a key, anything else as an attribute."""
+    if type(batch) is dict:
+        return batch | {RESERVED: given}
+    if isinstance(batch, Tensor):
+        new = batch.detach()
+    elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
+        kind = _with_attributes(type(batch))
+        new = kind(batch) if isinstance(batch, list) else tuple.__new__(kind, batch)
+    else:
+        new = copy.copy(batch)
+    if isinstance(new, dict):
+        new[RESERVED] = given
+    else:
+        object.__setattr__(new, RESERVED, given)
+    return new
+
+
+@functools.cache
+def _with_attributes(kind: type) -> type:
+    """Return a list or tuple to which attributes can be added."""
+    return type(kind.__name__, (kind,), {})
+
+
+def given_of(batch: Batch) -> Given:
+    """Return the loader's own numbers of a batch."""
+    return batch[RESERVED] if isinstance(batch, dict) else getattr(batch, RESERVED)
+
+
+def check(batch: Batch, where: str) -> None:
+    """Raise LockstepError where there is no place for the loader's own numbers in a batch."""
+    if isinstance(batch, dict) and RESERVED in batch:
+        what = f"a sample has a {RESERVED!r}, the one name that the loader itself uses in a batch"
+        raise LockstepError(what, where=where, todo="give it another name")
+    try:
+        tell(batch, Given(*[torch.empty(0)] * 3))
+    except (AttributeError, TypeError):
+        what = f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
+        todo = f"give a dict, a tuple, or a class with room for an attribute `{RESERVED}`"
+        raise LockstepError(what, where=where, todo=todo) from None
+
+
+def hint(error: BaseException) -> str:
+    """Return what to do where a task seems to look in vain for the loader's own numbers, or to pass them on."""
+    names, words = [field.name for field in dataclasses.fields(Given)], str(error)
+    if isinstance(error, KeyError) and error.args[:1] == (RESERVED,):
+        return f"of a batch that is no dict it is an attribute: batch.{RESERVED}"
+    if isinstance(error, KeyError) and error.args and error.args[0] in names:
+        return f"the loader's own numbers have one name: batch[{RESERVED!r}].{error.args[0]}"
+    if isinstance(error, AttributeError) and words == f"'dict' object has no attribute {RESERVED!r}":
+        return f"of a dict it is a key: batch[{RESERVED!r}]"
+    if isinstance(error, TypeError) and f"unexpected keyword argument {RESERVED!r}" in words:
+        return "leave the loader's own numbers out: net(**contract.inputs(batch))"
+    return ""

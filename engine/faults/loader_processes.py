@@ -1,0 +1,98 @@
+"""Processes that fetch batches: started, ended with their rank, explained where shared memory fails them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from engine.batches import tensors
+from engine.config import Config
+from engine.contract import Batch
+from engine.errors import LockstepError
+from engine.faults.signals import end_with_parent
+from engine.samples import Source, no_shared_memory
+from engine.world import World
+
+
+def in_processes(source: Source, batches: Any, cfg: Config, world: World) -> DataLoader[Any]:
+    """Return torch's loader, whose processes ask the source for what the batch sampler yields."""
+    return DataLoader(
+        source,  # type: ignore[arg-type]  # it has what a Dataset needs
+        batch_sampler=batches,
+        collate_fn=_shared,
+        num_workers=cfg.num_workers,
+        persistent_workers=True,
+        # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
+        multiprocessing_context="fork",
+        pin_memory=world.device.type == "cuda",
+        timeout=cfg.loader_timeout_s,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
+        # A generator of its own: the loader draws a seed for its workers at each epoch, which must not be drawn from
+        # the stream that dropout uses.
+        generator=torch.Generator(),
+    )
+
+
+def _shared(batch: Batch) -> Batch:
+    """Put a batch into shared memory here, not in the thread that sends it: that one cannot say that there is no room,
+    and the batch never comes."""
+    for value in tensors(batch):
+        value.share_memory_()
+    return batch
+
+
+def _unusable_shared_memory(error: OSError) -> LockstepError:
+    return LockstepError(
+        f"/dev/shm cannot be used: {error.strerror}",
+        where="the loader's processes",
+        todo="mount it so that this user can write there (docker run --tmpfs /dev/shm), or num_workers=0",
+        exit_code=5,
+    )
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def starting_processes() -> Iterator[None]:
+    """Hold signals: a loader process that has just begun would die of one that it is about to ignore."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    except OSError as error:  # semaphores lie in /dev/shm, too
+        for process in multiprocessing.active_children():  # torch would wait five seconds for each
+            process.kill()
+        if error.errno == errno.ENOSPC:
+            raise no_shared_memory() from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
+            raise _unusable_shared_memory(error) from error
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Print an exception of a loader process, but not of its socket's thread when the process it works for ends."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _begin_worker(parent: int, worker: int) -> None:
+    """Leave signals to the process that this loader process works for, and don't outlive it."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    sys.excepthook = _unless_disconnected
+    end_with_parent()
+    if os.getppid() != parent:  # it died before that call
+        os._exit(1)

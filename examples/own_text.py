@@ -1,0 +1,160 @@
+"""Text is one file, too: a GPT that learns to write the next character of a text. Fork this file.
+
+    python train.py examples/own_text.py
+    torchrun --standalone --nproc_per_node=2 train.py examples/own_text.py text.path=mine.txt model.layers=6
+
+Without a text of your own it reads the documentation that comes with Python. engine/contract.py is the interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine import contract
+from engine.config import option, section
+from engine.contract import Batch, LockstepError, Loss, Sums, uniform
+
+
+@dataclass
+class Text:
+    path: str = option("", "a text file, UTF-8; empty: Python's documentation")
+    length: int = option(128, "characters of a window", low=2)
+    val_share: float = option(0.1, "share of the text to validate on: its end", low=0.001, high=0.9)
+    indent_weight: float = option(0.1, "weight of a space that follows another one", low=0)
+
+
+@dataclass
+class Model:
+    width: int = option(128, "channels of the residual stream", low=8)
+    layers: int = option(4, "blocks", low=1)
+    heads: int = option(4, "attention heads", low=1)
+
+
+@dataclass
+class Settings(contract.Settings):
+    text: Text = section(Text)
+    model: Model = section(Model)
+
+
+class Windows:
+    """Windows of a text. With `drawn` each begins in every epoch at another place of its stretch of the text, which the
+    loader's seeds decide: the same on any number of processes, in loader processes, and after a resume."""
+
+    def __init__(self, text: Tensor, weight: Tensor, length: int, drawn: bool):
+        self.text, self.weight, self.length, self.drawn = text, weight, length, drawn  # (N,) int64, (N,) float32
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.length
+
+    def __getitems__(self, indices: list[int], seeds: Tensor) -> Batch:
+        first = torch.tensor(indices) * self.length  # (B,)
+        if self.drawn:
+            first += (uniform(seeds, 1)[:, 0] * self.length).long()
+        first = first.clamp(max=len(self.text) - self.length - 1)
+        places = first[:, None] + torch.arange(self.length + 1)  # (B, T + 1)
+        chars = self.text[places]
+        return {"x": chars[:, :-1], "y": chars[:, 1:], "weight": self.weight[places[:, 1:]]}
+
+
+class Task(contract.Task):
+    Settings = Settings
+    defaults = {"epochs": 5, "batch_size": 32, "optim.lr": 2e-3, "schedule.warmup_epochs": 0.5}
+
+    def datasets(self) -> tuple[Windows, Windows]:
+        cfg = self.cfg.text
+        text = read(cfg.path) if cfg.path else documentation()
+        self.chars = "".join(sorted(set(text)))
+        number = {char: n for n, char in enumerate(self.chars)}
+        chars = torch.tensor([number[char] for char in text])
+        spaces = torch.tensor([char == " " for char in text])
+        weight = torch.ones(len(text))
+        weight[1:][spaces[1:] & spaces[:-1]] = cfg.indent_weight  # the loss is a mean over weights, not over characters
+        cut = len(text) - int(cfg.val_share * len(text))
+        if min(cut, len(text) - cut) <= cfg.length:
+            raise LockstepError(f"a text of {len(text)} characters", where="text", todo="a longer one, or text.length")
+        parts = (slice(0, cut), True), (slice(cut, None), False)
+        train, val = (Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts)
+        self.text = (
+            f"{len(text)} characters, {len(self.chars)} different; {len(train)} windows of {cfg.length} to train on"
+        )
+        return train, val
+
+    def metadata(self) -> dict[str, Any]:
+        return {"chars": self.chars}
+
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
+        self.chars = metadata["chars"]
+
+    def summary(self) -> str:
+        return self.text
+
+    def model(self) -> nn.Module:
+        cfg = self.cfg.model
+        return GPT(len(self.chars), self.cfg.text.length, cfg.width, cfg.layers, cfg.heads)
+
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Windows have more and less weight: two sums, which the engine divides over all passes and processes."""
+        return Loss(self._losses(net, batch).sum(), batch["weight"].sum())
+
+    def score(self, model: nn.Module, batch: Batch) -> Sums:
+        total, weight = self._losses(model, batch).double().sum(), batch["weight"].double().sum()
+        return Sums(total=total, weight=weight, count=torch.tensor(len(batch["x"])))
+
+    def report(self, sums: Sums) -> dict[str, float]:
+        nats = float(sums["total"] / sums["weight"])
+        return {"loss": nats, "bits_per_character": nats / 0.6931471805599453}
+
+    def _losses(self, net: nn.Module, batch: Batch) -> Tensor:
+        logits = net(batch["x"]).float()  # (B, T, C)
+        return F.cross_entropy(logits.transpose(1, 2), batch["y"], reduction="none") * batch["weight"]
+
+
+class GPT(nn.Module):
+    """YOUR MODEL goes here. A decoder with learned places; the embedding is the last layer, too."""
+
+    def __init__(self, chars: int, length: int, width: int, layers: int, heads: int):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(chars, width), nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, chars, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T) character numbers -> (B, T, chars) logits of the next one."""
+        return self.head(self.norm(self.blocks(self.embed(x) + self.place[: x.shape[1]])))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) -> (B, T, width)"""
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise LockstepError(f"cannot read the text: {error}", where=path, todo="give a text file in UTF-8") from None
+
+
+def documentation() -> str:
+    from pydoc_data.topics import topics  # what `help("while")` shows
+
+    return "".join(topics[name] for name in sorted(topics))

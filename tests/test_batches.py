@@ -1,0 +1,382 @@
+"""Batches of any form, and samples drawn from seeds: in loader processes, on any cut, after a resume."""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launching, succeed
+from test_loader import Rows, make_plan, places_of, world
+from test_resume import load
+from test_same_bits import assert_same_bits
+from test_the_idea import distance
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import Subset, default_collate
+
+from data_loader import create_data_loaders, fingerprint
+from engine import batches, config, contract
+from engine.contract import Given, LockstepError
+from engine.samples import Source, ask
+from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
+from tests.tasks.toy import Waves
+
+TASK = str(ROOT / "tests" / "tasks" / "forms.py")
+MANY, BITS = (str(ROOT / "tests" / "ranks" / f"{name}.py") for name in ("many", "bits"))
+
+
+@dataclass
+class Grown:
+    """Has a field that its `__init__` does not take."""
+
+    x: Any
+    about: Any = field(init=False, default="before")
+
+
+class Answer(OrderedDict):
+    """A dict with attributes, as the outputs of Hugging Face's models are."""
+
+
+def everything(i):
+    return {
+        "tensor": torch.full((2,), i),
+        "array": np.full((3,), float(i), np.float32),
+        "number": i,
+        "truth": i > 1,
+        "text": f"number {i}",
+        "none": None,
+        "object": complex(i),
+        "ragged": [*range(i)],
+        "list": [torch.tensor(i), f"{i}"],
+        "tuple": (torch.tensor(i), i),
+        "pair": Pair(torch.tensor(i), i, "z"),
+        "wave": Wave(torch.tensor([i]), i, {"deep": torch.tensor(i)}),
+        "encoding": Encoding({"ids": torch.tensor([i])}, "kept"),
+        "answer": Answer(logits=torch.tensor(i)),
+    }
+
+
+def test_samples_of_one_form_become_a_batch_of_that_form():
+    batch = batches.collate([everything(i) for i in range(3)])
+    numbers = torch.arange(3)
+    assert torch.equal(batch["tensor"], numbers[:, None].expand(3, 2)) and batch["array"].dtype == torch.float32
+    assert torch.equal(batch["number"], numbers) and batch["truth"].tolist() == [False, False, True]
+    assert batch["text"] == ["number 0", "number 1", "number 2"] and batch["none"] == [None] * 3
+    assert batch["object"] == [0j, 1 + 0j, 2 + 0j] and batch["ragged"] == [[], [0], [0, 1]]
+    assert torch.equal(batch["list"][0], numbers) and batch["list"][1] == ["0", "1", "2"]
+    assert type(batch["tuple"]) is tuple and torch.equal(batch["tuple"][1], numbers)
+    assert type(batch["pair"]) is Pair and torch.equal(batch["pair"].x, numbers) and batch["pair"].about == ["z"] * 3
+    assert type(batch["wave"]) is Wave and torch.equal(batch["wave"].about["deep"], numbers)
+    assert type(batch["encoding"]) is Encoding and torch.equal(batch["encoding"].ids, numbers[:, None])
+    assert batch["encoding"]._encodings == "kept" and type(batch["answer"]) is Answer
+    known = ("tensor", "array", "number", "truth", "text")
+    torchs = default_collate([{name: everything(i)[name] for name in known} for i in range(3)])
+    for name in known:
+        same = torch.equal if isinstance(torchs[name], torch.Tensor) else list.__eq__
+        assert same(batch[name], torchs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ({"x": 1}, {"x": 1, "y": 2}, "one sample has x, and another has x, y"),
+        ({"x": (1, 2)}, {"x": 3}, "one sample has 0, 1, and another has an object"),
+    ],
+)
+def test_samples_of_other_forms_are_no_batch(one, other, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        batches.collate([one, other])
+
+
+def test_tensors_of_another_length_want_a_collate():
+    with pytest.raises(
+        LockstepError, match=r"^sample 0, 1 cannot be loaded: RuntimeError: .* of one shape\? a method `col"
+    ):
+        Source([{"x": torch.zeros(n)} for n in (1, 2)]).get(ask([0, 1], False))
+
+
+def test_every_tensor_is_changed_and_nothing_else():
+    batch = batches.collate([everything(i) for i in range(3)]) | {"packed": pack_sequence([torch.ones(2)])}
+    grown = Grown(torch.ones(2))
+    grown.about = "after"
+    batch["grown"] = grown
+    changed = batches.map_tensors(batch, lambda value: value[:2] + 0)
+    before, after = dict(batches.leaves(batch)), dict(batches.leaves(changed))
+    assert [*before] == [*after] and sum(isinstance(leaf, torch.Tensor) for leaf in before.values()) == 15
+    for name, leaf in before.items():
+        if isinstance(leaf, torch.Tensor):
+            assert torch.equal(after[name], leaf[:2]) and len(leaf) == 2 + (name != "grown.x"), "and it is as it was"
+        else:
+            assert after[name] is leaf
+    assert changed["grown"].about == "after" and changed["encoding"]._encodings == "kept"
+    assert next(batches.tensors(batch)) is batch["tensor"]
+
+
+def net(**inputs):
+    return inputs.keys()
+
+
+def test_the_loaders_numbers_change_nothing_else():
+    given = Given(*[torch.arange(2)] * 3)
+    x = torch.arange(6).view(2, 3)
+    for batch in ({"x": x}, Answer(x=x)):
+        told = batches.tell(batch, given)
+        assert told["lockstep"] is given is batches.given_of(told) and type(told) is type(batch) and len(batch) == 1
+    a, b = batches.tell((x, "a text"), given)
+    assert a is x and b == "a text"
+    for batch in ((x, 1), [x, 1], Pair(x, 1, 2), Wave(x[0], 1, {}), Ragged.__new__(Ragged), Encoding({"x": x}), x):
+        told = batches.tell(batch, given)
+        assert told.lockstep is given is batches.given_of(told) and isinstance(told, type(batch))
+        assert not hasattr(batch, "lockstep"), "a dataset may give the same one again"
+    assert net(**batches.tell(Encoding({"x": x}), given)) == {"x"}, "as it goes into a model"
+    assert torch.equal(batches.tell(x, given), x)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+
+
+@dataclass(slots=True)
+class Roomy:
+    x: Any
+    lockstep: Any = None
+
+
+@pytest.mark.parametrize("batch", [None, "a text", 3, Slotted(1)])
+def test_a_batch_without_room_for_them_is_refused(batch):
+    dataset = type("Odd", (Rows,), {"__getitems__": lambda self, indices: batch})()
+    with pytest.raises(LockstepError, match=rf"^a batch is a {type(batch).__name__}, to which .* \(Odd\): give a dict"):
+        fingerprint(dataset)
+
+
+def loaders_of(dataset, workers=0, epoch=0, **more):
+    words = {"batch_size": 4, "seed": 9, "num_workers": workers} | more
+    train, val = create_data_loaders(
+        config.Config(**words), world(), make_plan(len(dataset), 1, batch=4), dataset, dataset
+    )
+    train.set_epoch(epoch)
+    return train, val
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_of_any_form_is_loaded(form):
+    dataset = Drawn(Waves(10, 0), form)
+    seen = []
+    for workers in (0, 2):
+        train, val = loaders_of(dataset, workers)
+        for batch in [*(batch for batch, _ in train.passes()), *val]:
+            given, (x, y, about) = batches.given_of(batch), parts(batch)
+            names = about["name"] if isinstance(about, dict) else [each["name"] for each in about]
+            assert names == [f"wave {i}" for i in given.index.tolist()] and len(given.index) == len(x) == len(y)
+            seen.append((workers, [*map(str, dict(batches.leaves([x, y, about])).values())]))
+    assert [leaves for w, leaves in seen if w] == [leaves for w, leaves in seen if not w], "processes make the same"
+    assert fingerprint(dataset) == fingerprint(Drawn(Waves(10, 0), form)) != fingerprint(Drawn(Waves(10, 1), form))
+
+
+class Windows:
+    """Windows of a row of numbers, many at once."""
+
+    def __len__(self):
+        return 61
+
+    def __getitems__(self, indices, seeds):
+        return {"i": torch.tensor(indices), "start": (contract.uniform(seeds, 1)[:, 0] * 1e6).long()}
+
+
+class OneByOne(Windows):
+    __getitems__ = None
+
+    def __getitem__(self, i, seed):
+        return {name: values[0] for name, values in Windows.__getitems__(self, [i], torch.tensor([seed])).items()}
+
+
+def drawn(dataset, epoch, size=1, batch=12, passes=1, position=0, workers=0):
+    """{position: (index, start)} of an epoch, over all ranks."""
+    found = {}
+    for rank in range(size):
+        the_plan = make_plan(61, size, batch=batch, accumulation=passes)
+        cfg = config.Config(seed=5, num_workers=workers, eval_batch_size=7)
+        train, _ = create_data_loaders(cfg, world(rank, size), the_plan, dataset, Rows())
+        train.set_epoch(epoch, position)
+        for batch_, micro in train.passes():
+            if not micro.filler:
+                pairs = zip(batch_["i"].tolist(), batch_["start"].tolist(), strict=True)
+                found |= dict(zip(places_of(micro), pairs, strict=True))
+    return dict(sorted(found.items()))
+
+
+def test_samples_are_drawn_from_seed_epoch_and_position_alone():
+    straight = drawn(Windows(), 0)
+    assert len(straight) == 61 and len({start for _, start in straight.values()}) == 61
+    for size, batch, passes in ((2, 6, 1), (3, 2, 2), (1, 3, 4), (4, 3, 1)):
+        assert drawn(Windows(), 0, size, batch, passes) == straight
+    assert drawn(OneByOne(), 0, 3, 4) == drawn(Windows(), 0, 2, 6, workers=1) == straight
+    assert drawn(Windows(), 0, 2, 6, position=24) == {at: each for at, each in straight.items() if at >= 24}
+    another = drawn(Windows(), 1)
+    assert not {start for _, start in straight.values()} & {start for _, start in another.values()}
+    given = contract.sample_seeds(5, 0, torch.arange(61))
+    assert (contract.uniform(given, 1)[:, 0] * 1e6).long().tolist() != [start for _, start in straight.values()]
+
+
+def test_an_evaluation_draws_the_same_for_a_sample_whatever_the_cut():
+    def scored(size, batch, seed, workers=0):
+        cfg = config.Config(seed=seed, eval_batch_size=batch, num_workers=workers)
+        found = {}
+        for rank in range(size):
+            _, val = create_data_loaders(cfg, world(rank, size), make_plan(10, size), Rows(), Windows())
+            for each in val:
+                found |= zip(each["i"].tolist(), each["start"].tolist(), strict=True)
+        return dict(sorted(found.items()))
+
+    assert (
+        scored(1, 61, 0) == scored(3, 7, 1) == scored(2, 8, 2, workers=1) and len(set(scored(1, 9, 0).values())) == 61
+    )
+
+
+def test_a_part_of_such_a_dataset_passes_the_seeds_on():
+    part = Subset(Subset(Windows(), range(5, 30)), [20, 3])
+    (batch, _), *_ = loaders_of(part)[0].passes()
+    whole = drawn(part.dataset.dataset, 0)
+    assert sorted(batch["i"].tolist()) == [8, 25] and whole
+
+
+def test_such_a_dataset_is_not_held():
+    assert create_data_loaders(config.Config(cache="none"), world(), make_plan(61, 1), Windows(), Rows())
+    with pytest.raises(LockstepError, match=r"^cache=host, but Windows draws its samples from seeds: .* each epoch"):
+        loaders_of(Windows(), cache="host")
+
+
+def test_what_is_held_may_be_nested(monkeypatch):
+    class Nested(Rows):
+        def __getitem__(self, i):
+            return Pair(torch.tensor(i), {"deep": (torch.full((2, 2), i),)}, [torch.tensor([i])])
+
+    seen = []
+    for cache in ("none", "host"):
+        train, val = loaders_of(Nested(), cache=cache)
+        assert type(train.dataset) is (Nested if cache == "none" else type(val.dataset))
+        seen.append([*(batch for batch, _ in train.passes()), *val])
+    for one, other in zip(*seen, strict=True):
+        assert type(one).__name__ == type(other).__name__ == "Pair"
+        assert all(map(torch.equal, batches.tensors(one), batches.tensors(other)))
+    with pytest.raises(LockstepError, match=r"^cache=host, but Texts gives more than tensors with the batch"):
+        loaders_of(type("Texts", (Rows,), {"__getitem__": lambda self, i: {"x": i, "name": "a"}})(), cache="host")
+
+
+def test_tuples_that_are_held_are_tuples_still():
+    rows = [(torch.tensor(i), torch.tensor(-i)) for i in range(10)]
+    for as_kind in (tuple, list):
+        train, _ = loaders_of([as_kind(row) for row in rows], cache="host")
+        for batch, micro in train.passes():
+            x, y = batch
+            assert x.tolist() == micro.indices == (-y).tolist() == batch.lockstep.index.tolist()
+
+
+def test_arrays_of_a_ready_batch_become_tensors():
+    class Arrays(Rows):
+        def __getitems__(self, indices):
+            return {"x": np.array(indices), "deep": [np.ones(len(indices)), np.array(["a"])], "rows": [[1], []]}
+
+    (batch, _), *_ = loaders_of(Arrays())[0].passes()
+    assert batch["x"].dtype == torch.int64 and batch["deep"][0].dtype == torch.float64
+    assert isinstance(batch["deep"][1], np.ndarray) and batch["rows"] == [[1], []]
+
+
+def test_objects_are_told_apart_by_what_is_the_same_in_every_process():
+    def digest(value):
+        return fingerprint([{"x": 0, "value": value}] * 3)
+
+    assert digest("a") != digest("b") and digest([1, 2]) != digest([1, 3]) and digest(None) != digest(1j)
+    one, same, other = (SimpleNamespace(a=n) for n in (1, 1, 2))
+    assert digest(one) == digest(same) != digest(other), "not by their place in memory"
+    assert digest({1, 2}) == digest({3}), "the order of a set is another in each process"
+
+
+def test_the_loader_takes_two_samples_to_try_something():
+    train, _ = loaders_of(Drawn(Waves(10, 0), "dict"))
+    two, whole = train.example(2), train.example()
+    assert two["about"]["name"] == whole["about"]["name"][:2] and len(whole["x"]) == 4
+    assert torch.equal(two["x"], whole["x"][:2]) and torch.equal(two["lockstep"].seed, whole["lockstep"].seed[:2])
+
+
+OLD = "from engine.contract import Loss\nfrom tests.tasks.forms import Task as Forms\n\nclass Task(Forms):\n"
+MISTAKES = {
+    "an old name": ("dict", "batch['seed']", "KeyError: 'seed' (", "have one name: batch['lockstep'].seed"),
+    "passed on": ("dict", "(lambda x, y, about: 0)(**batch)", "TypeError: ", "out: net(**contract.inputs(batch))"),
+    "a key of what is no dict": (
+        "encoding",
+        "batch['lockstep']",
+        "KeyError: 'lockstep' (",
+        "an attribute: batch.lockstep",
+    ),
+    "an attribute of a dict": (
+        "dict",
+        "batch.lockstep",
+        "AttributeError: ",
+        "a key: batch['lockstep']",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_task_that_looks_for_the_loaders_numbers_elsewhere_is_told(launch, tmp_path, mistake):
+    form, code, what, todo = MISTAKES[mistake]
+    (tmp_path / "own.py").write_text(f"{OLD}    def loss(self, net, batch):\n        return {code}\n")
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"own.form={form}", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 1 and len(done.errors) == 1 and "own.py:6 in loss" in done.errors[0], done.err
+    assert done.errors[0].startswith(f"error: {what}") and done.errors[0].endswith(todo), done.err
+
+
+def train(processes, *words):
+    with launching() as launch:
+        succeed(launch.python(*words) if processes == 1 else launch.torchrun(processes, *words))
+
+
+CUTS = {
+    1: ["batch_size=12"],
+    2: ["batch_size=3", "gradient_accumulation_steps=2", "num_workers=1"],
+    3: ["batch_size=4"],
+}
+
+
+@pytest.mark.slow
+def test_every_cut_takes_the_same_steps(tmp_path):
+    """In float64. Crops and masks, text and ragged lists beside tensors; two processes load theirs in processes."""
+    forms = ["tuple", "encoding", "collate"]
+    for processes, size in CUTS.items():
+        runs = [
+            [
+                TASK,
+                f"own.form={form}",
+                *size,
+                "steps=8",
+                "optim.ema_decay=0.9",
+                f"save_dir={tmp_path}/{processes}/{form}",
+            ]
+            for form in forms
+        ]
+        train(processes, MANY, json.dumps(runs))
+    straight = load(tmp_path / "1" / "tuple")
+    for run in [tmp_path / str(n) / form for n in CUTS for form in forms]:
+        for part in ("model", "ema"):
+            assert distance(load(run)[part], straight[part]) < 1e-9, run
+
+
+@pytest.mark.slow
+def test_resumed_amid_an_epoch_on_other_processes_to_the_same_bits(launch, tmp_path):
+    """With virtual workers, accumulation, bf16 and an average of weights; two legs have loader processes."""
+    common = [TASK, "own.form=nested", "virtual_workers=3", "global_batch=12", "batch_size=2", "amp=bf16", "seed=3"]
+    common += ["optim.ema_decay=0.9", "model.dropout=0.2", "log_every=1", "eval_every=4", "steps=9"]
+    ours, straight = ([[*common, f"save_dir={tmp_path / name}"]] for name in ("ours", "straight"))
+    with_workers = json.dumps([[*ours[0], "num_workers=1"]])
+    launch.torchrun(2, BITS, with_workers, "SIGTERM:1:2:begin_pass")
+    assert 0 < load(tmp_path / "ours")["progress"]["step"] < 4
+    assert launch.torchrun(3, BITS, json.dumps(ours), "SIGKILL:0:7:numbers").code
+    assert 0 < load(tmp_path / "ours")["progress"]["step"] < 9
+    succeed(launch.python(BITS, with_workers))
+    succeed(launch.python(BITS, json.dumps(straight)))
+    assert_same_bits(tmp_path / "ours", tmp_path / "straight")
