@@ -64,7 +64,7 @@ class Windows:
 
 class Task(contract.Task):
     Settings = Settings
-    defaults = {"epochs": 5, "batch_size": 32, "optim.lr": 2e-3, "schedule.warmup_epochs": 0.5}
+    defaults = {"epochs": 5, "batch_size": 16, "optim.lr": 3e-3, "schedule.warmup_epochs": 0.5}
 
     def datasets(self) -> tuple[Windows, Windows]:
         cfg = self.cfg.text

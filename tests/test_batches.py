@@ -380,3 +380,31 @@ def test_resumed_amid_an_epoch_on_other_processes_to_the_same_bits(launch, tmp_p
     succeed(launch.python(BITS, with_workers))
     succeed(launch.python(BITS, json.dumps(straight)))
     assert_same_bits(tmp_path / "ours", tmp_path / "straight")
+
+
+def losses_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+def test_a_text_is_learned_on_any_processes_and_after_a_kill(launch, tmp_path):
+    """Characters of Python's documentation, in windows drawn from the seeds."""
+    small = "model.width=16 model.layers=1 model.heads=2 text.length=32 text.val_share=0.02 amp=off".split()
+    words = [
+        "examples/own_text.py",
+        *small,
+        "global_batch=24",
+        "steps=12",
+        "log_every=2",
+        "save_every=3",
+        "eval_every=6",
+    ]
+    succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'one'}"))
+    two = [[*words, "batch_size=4", "num_workers=1", f"save_dir={tmp_path / 'two'}"]]
+    launch.may_stay += ["lockstep_", "torch_"]  # of the loader process of a rank that is killed
+    assert launch.torchrun(2, BITS, json.dumps(two), "SIGKILL:1:8:numbers").code
+    assert 0 < load(tmp_path / "two")["progress"]["step"] < 12
+    succeed(launch.torchrun(2, "train.py", *two[0]))
+    one, again = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
+    assert again == pytest.approx(one, rel=1e-5) and len(one) == 8 and one[-1] < one[0] - 0.1

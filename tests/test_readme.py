@@ -63,6 +63,7 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
         "python train.py examples/own_optimizer.py",
         "python train.py examples/own_lora.py",
     ],
+    "test_a_text_is_learned_on_any_processes_and_after_a_kill": ["python train.py examples/own_text.py"],
     "test_own_data_from_raw_files_to_metrics": [
         "python examples/own_sensors.py checkpoints/own_sensors",
         "python examples/own_videos.py checkpoints/own_videos",
