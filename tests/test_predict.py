@@ -227,7 +227,7 @@ from tests.tasks.toy import Task as Toy
 
 class Task(Toy):
     def predict(self, model, batch):
-        rows = batch["index"].tolist()
+        rows = batch["lockstep"].index.tolist()
         return {
             "out": model(batch["x"]), "table": batch["y"].view(-1, 2, 2).bfloat16(), "positive": batch["x"][:, 0] > 0,
             "name": [f"row, {n}" for n in rows], "some": [batch["x"][0, : n % 3] for n in rows],
