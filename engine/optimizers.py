@@ -138,7 +138,8 @@ def _muon(model: nn.Module, named: Named, factors: dict[str, float], cfg: Optim)
 
 
 def _checked(own: torch.optim.Optimizer, model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimizer:
-    """Return a task's own optimizer. Raises LockstepError if it cannot be used, or if a key would set nothing."""
+    """Return a task's own optimizer, without what is frozen. Raises LockstepError if it cannot be used, or if a key
+    would set nothing."""
     where, what, todo = "the task's `optimizer`", "", ""
     if not isinstance(own, torch.optim.Optimizer):
         what, todo = f"it returns a {type(own).__name__}", "return a torch.optim.Optimizer, or None"
@@ -158,6 +159,8 @@ def _checked(own: torch.optim.Optimizer, model: nn.Module, trained: Named, cfg: 
             what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
     if what:
         raise LockstepError(what, where=where, todo=todo)
+    for group in own.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
     return own
 
 
@@ -174,12 +177,12 @@ KNOWN = (torch.optim.Adam, torch.optim.Adafactor, torch.optim.SGD, getattr(torch
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernel leaves weights and state alone where `found_inf` is 1, so that no host has to know.
-    Not torch's fused SGD: its first momentum would be left as memory had it."""
+    Not torch's fused SGD, whose first momentum would be left as memory had it; nor a class with a step of its own."""
     if isinstance(optimizer, Zero):
         return skips_itself(optimizer.own)
-    return isinstance(optimizer, SGD) or (
-        isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
-    )
+    kind = type(optimizer)
+    torchs = kind in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
+    return torchs or kind in (AdamW, SGD)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -209,7 +212,7 @@ def _kept_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tens
         copies = 1 / p.shape[-1] + 1 / p.shape[-2] if p.ndim > 1 else 1
     else:
         copies = group["momentum"] > 0
-    return round(copies * p.nbytes) if p.requires_grad else 0
+    return round(copies * p.nbytes)
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

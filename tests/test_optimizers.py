@@ -95,6 +95,7 @@ def test_only_what_has_no_kernel_for_it_asks_the_host():
     parameters = [*network().parameters()]
     assert optimizers.skips_itself(torch.optim.Adam(parameters, fused=True))
     assert not optimizers.skips_itself(torch.optim.AdamW(parameters))
+    assert not optimizers.skips_itself(type("Own", (torch.optim.AdamW,), {})(parameters, fused=True))
     assert not optimizers.skips_itself(torch.optim.SGD(parameters, momentum=0.9, fused=True))
 
 
@@ -119,15 +120,15 @@ def take_with_gradients(optimizer):
 
 
 def test_rates_and_freezing_by_name(tmp_path):
-    (tmp_path / "a.yaml").write_text("optim:\n  lr_scale:\n    0: 0.5\n    2.wei*: 4\n  freeze: [1.bias]\n")
+    (tmp_path / "a.yaml").write_text("optim:\n  lr_scale:\n    0: 0.5\n    2.wei*: 4\n    2: 3\n  freeze: [1.bias]\n")
     read = config.parse([OWN, "--config", str(tmp_path / "a.yaml")], tasks.load).cfg.optim
-    given = config.parse([OWN, "optim.lr_scale={0: 0.5, 2.wei*: 4}", "optim.freeze=1.bias"], tasks.load).cfg.optim
+    given = config.parse([OWN, "optim.lr_scale={0: 0.5, 2.wei*: 4, 2: 3}", "optim.freeze=1.bias"], tasks.load).cfg.optim
     for cfg in (read, given):
         model = network()
         optimizer = optim.make_optimizer(model, cfg)
         names = {id(p): name for name, p in model.named_parameters()}
         rates = {names[id(p)]: group.get("lr_scale", 1.0) for group in optimizer.param_groups for p in group["params"]}
-        assert rates == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 1.0, "2.weight": 4.0, "2.bias": 1.0}
+        assert rates == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 1.0, "2.weight": 4.0, "2.bias": 3.0}
         assert not model[1].bias.requires_grad
         decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         assert {name for name, value in decay.items() if value} == {"0.weight", "2.weight"}
@@ -209,7 +210,7 @@ RUNS = {
     "sgd": ["optim.name=sgd", "optim.lr_scale=layers.0:0.5", "amp=fp16", "optim.zero=true"],
     "muon": ["optim.name=muon", "batch_size=2", "optim.zero=true", "amp=off"],
     "adafactor": ["optim.name=adafactor", "amp=fp16", "optim.freeze=layers.3.bias", "optim.zero=true"],
-    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.zero=true"],
+    "own sgd": ["own.optimizer=sgd", "amp=off", "batch_size=1", "optim.zero=true", "optim.freeze=layers.3.bias"],
     "own chained": ["own.optimizer=chained", "amp=fp16", "optim.zero=true"],
     "adapter": ["own.adapter=true", "amp=off"],
 }
