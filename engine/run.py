@@ -181,7 +181,7 @@ class Run:
         finished = self.finished
         pauses = finished or consumed >= self.plan.num_samples - self.plan.dropped  # or the epoch is
         progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
-        self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses
+        self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses and self._worth_saving()
         if self.val_loader is None:
             progress.evaluation_due, self.save_due = False, self.save_due or finished
         self.log_due = pauses or progress.evaluation_due or step % cfg.log_every == 0
@@ -190,6 +190,10 @@ class Run:
         names = ["loss", "weight", *(self.sum_names or [])]
         wait = self.log_due or self.save_due  # its outcome must be known by then
         self.news = self.meter.add(numbers, names, step, self.passes, wait)
+
+    def _worth_saving(self) -> bool:
+        """(all ranks) Return whether the end of an epoch is worth a checkpoint, by the clock of rank 0."""
+        return self.world.broadcast(self.checkpoints is None or self.checkpoints.worth_it)
 
     # ---- where it stands ----
 

@@ -475,3 +475,30 @@ def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
     for part in ("model", "ema"):
         for name, value in theirs[part].items():
             torch.testing.assert_close(ours[part][name], value, rtol=1e-9, atol=1e-9)
+
+
+IMPATIENT = """
+from engine.files import checkpoints
+from tests.tasks import toy
+checkpoints.LOST_S, checkpoints.SHARE = {lost}, 1e-9
+class Task(toy.Task):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "more", "steps"),
+    [(1e9, "", [3, 12]), (0.0, "", [3, 6, 9, 12]), (1e9, "save_every=4", [4, 8, 12])],
+    ids=["seldom", "often", "save_every"],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_ends_of_epochs_are_saved_by_time_unless_save_every_says_more(
+    launch, tmp_path, processes, lost, more, steps
+):
+    """By the clock of rank 0, and the last step in any case; evaluations are at other times here."""
+    (tmp_path / "own.py").write_text(IMPATIENT.format(lost=lost))
+    words = [str(tmp_path / "own.py"), "global_batch=24", "dataset.samples=72", "epochs=4", "eval_every=1000"]
+    words += ["keep_checkpoints=99", *more.split(), f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.torchrun(2, "train.py", *words) if processes > 1 else launch.python("train.py", *words))
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert [entry["step"] for entry in manifest["checkpoints"]] == steps

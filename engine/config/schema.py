@@ -171,7 +171,9 @@ class Config:
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
     log_every: int = option(10, "optimizer steps between log lines", low=1)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
-    save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch", low=0)
+    save_every: int = option(
+        0, "optimizer steps between checkpoints; 0 = once an epoch, less often if epochs take seconds", low=0
+    )
     patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
     max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
     max_skipped_steps: int = option(

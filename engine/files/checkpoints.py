@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
+import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -258,10 +260,16 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
     return LockstepError(f"the checkpoint is damaged: {problem}", where=str(path), todo=todo, exit_code=3)
 
 
+LOST_S, SHARE = 10.0, 0.01
+"""Without `save_every` the end of an epoch is worth a checkpoint if so many seconds have passed since the last one, or
+if that one has taken at most such a share of them."""
+
+
 class Writer:
     """(rank 0) Commits checkpoints in a thread of its own, at most one in flight.
 
-    say  called by that thread, with a warning for each failure; `settle` raises the last, unless a success followed
+    say   called by that thread, with a warning for each failure; `settle` raises the last, unless a success followed
+    cost  CPU seconds of the last commit; 0 if there is none, or it has failed; infinite while it is in flight
     """
 
     def __init__(self, checkpoints: Checkpoints, say: Callable[[str], None]):
@@ -269,6 +277,12 @@ class Writer:
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
         self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
+        self.cost, self.since = 0.0, time.monotonic()
+
+    @property
+    def worth_it(self) -> bool:
+        """Return whether a checkpoint that may be put off is to be written now."""
+        return time.monotonic() - self.since >= min(LOST_S, self.cost / SHARE)
 
     def submit(
         self,
@@ -285,15 +299,17 @@ class Writer:
         """
         if self.pending is not None:
             self.pending.result()
+        self.cost, self.since = math.inf, time.monotonic()
         self.pending = self.pool.submit(self._write, state, file, best, before, after)
 
     def _write(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
-        self.failed = None
+        self.failed, began = None, time.thread_time()
         try:
             self._commit(state, file, best, before, after)
         except LockstepError as error:
             self.failed = error
             self.say(f"warning: {error}")
+        self.cost = 0.0 if self.failed else time.thread_time() - began
         while self.checkpoints.warnings:
             self.say(f"warning: {self.checkpoints.warnings.pop(0)}")
 

@@ -32,6 +32,11 @@ class CheckpointWriter:
         with phase.during("waiting for the checkpoint before"):
             self.writer.submit(state, file, best, self.log.sync, partial(self._saved, score))
 
+    @property
+    def worth_it(self) -> bool:
+        """Return whether a checkpoint that may be put off is to be written now."""
+        return self.writer.worth_it
+
     def _saved(self, score: str, path: Path, step: int) -> None:
         status.current.update(step=step, checkpoint=str(path))
         if score:

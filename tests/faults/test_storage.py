@@ -475,6 +475,37 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
     assert len(said) == 3 and said[2].startswith("warning: the checkpoint could not be written: No such file")
 
 
+def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
+    """After ten seconds, or once the last one's CPU time is a hundredth of the time since; at once, if that failed."""
+    clock = SimpleNamespace(now=100.0, used=0.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
+    monkeypatch.setattr(CHECKPOINTS, "time", clock)
+    monkeypatch.setattr(status.current, "settle", status.current.settle)
+    go_on = threading.Event()
+
+    def sync():
+        go_on.wait(60)
+        clock.used += 0.03
+
+    logger = SimpleNamespace(say=lambda text: None, sync=sync)
+    (tmp_path / "run").mkdir()
+    with contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "macro_f1")) as writer:
+
+        def worth_it_after(seconds, began):
+            clock.now = began + seconds
+            return writer.worth_it
+
+        assert worth_it_after(0, 100), "there is none yet"
+        writer.write(state(1))
+        assert not worth_it_after(9.9, 100) and worth_it_after(10, 100), "it is still being written"
+        go_on.set()
+        writer.settle()
+        assert not worth_it_after(2.9, 100) and worth_it_after(3.1, 100)
+        shutil.rmtree(tmp_path / "run")
+        writer.write(state(2))
+        writer.writer.wait(60)
+        assert worth_it_after(0, clock.now), "it has failed"
+
+
 # ---- no room --------------------------------------------------------------------------------------------------------
 
 FULL = """
