@@ -2,10 +2,11 @@
 """Check what only a GPU can show, by real runs of the scripts: one command, one GPU, some minutes.
 
 python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
+python benchmarks/gpu_check.py --only same         a part of them, at most four minutes: same, around or speed
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
 python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves, nothing else
 
-Exit code 0: all is well; 1: a check failed; 2: there is no GPU. No check outlasts its time limit.
+Exit code 0: all is well; 1: a check failed; 2: there is no GPU. No check outlasts its time limit, and no part its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from engine import config
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-LIMIT_S, LIMITS_S = 120, {"compiled": 300, "speed": 300}
+LIMIT_S, LIMITS_S, PART_S = 120, {"compiled": 300, "speed": 300}, 240
 CACHED = ["cache=none", "cache=device"]
 Facts = dict[str, Any]
 
@@ -267,6 +268,8 @@ def syncs(lab: Lab, facts: Facts) -> None:
     kinds = {"har bf16": [*har, "amp=bf16"], "har fp16": [*har, "amp=fp16"]}
     for cached in CACHED:
         kinds[f"video bf16 {cached}"] = [*video, "amp=bf16", cached]
+    kinds["video with loader processes"] = [*video, "amp=bf16", "cache=none", "num_workers=2"]
+    kinds["robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
     for kind, words in kinds.items():
         places, taken, seen = lab.part(f"steps {kind}", *words)
         facts[kind] = f"{len(places)} in {taken} steps"
@@ -299,8 +302,22 @@ def speed(lab: Lab, facts: Facts) -> None:
                 facts[name] += f", {100 * rate * flop / flop_s:.1f} % of that multiplication's FLOP/s"
 
 
-ALL = (nccl, amp, compiled, cut, data_parallel, devices, gloo, virtual, stop, cache, syncs, speed)
-CHECKS: dict[str, Callable[[Lab, Facts], None]] = {check.__name__: check for check in ALL}
+def profiled(lab: Lab, facts: Facts) -> None:
+    """--profile: where the time of a step goes, and a trace"""
+    words = [*lab.har, "--profile", f"steps={60 if lab.tiny else 120}", "eval_every=1000"]
+    run = lab.train({"profiled": plain(*words)})["profiled"]
+    require((run / "trace.json").exists(), "there is no trace")
+    facts["the trace has kernels of the GPU"] = '"cat": "kernel"' in (run / "trace.json").read_text()
+    require(lab.tiny or facts["the trace has kernels of the GPU"], "the trace has no kernel of the GPU")
+
+
+GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
+    "same": (nccl, amp, cut, cache, virtual, syncs),
+    "around": (devices, gloo, stop, data_parallel, profiled, compiled),
+    "speed": (speed,),
+}
+"""The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
+CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
 NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
 
 
@@ -413,10 +430,11 @@ def table(argv: list[str], where: Facts, checks: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def examine(lab: Lab, name: str) -> dict[str, Any]:
+def examine(lab: Lab, name: str, end: float) -> dict[str, Any]:
+    """Return the state, the seconds and the facts of a check, which is over at time.monotonic() `end` at the latest."""
     facts: Facts = {}
     began = time.monotonic()
-    lab.until = began + LIMITS_S.get(name, LIMIT_S) * (5 if lab.tiny else 1)  # CPUs are shared with others
+    lab.until = min(end, began + LIMITS_S.get(name, LIMIT_S) * (5 if lab.tiny else 1))  # CPUs are shared with others
     lab.folder = lab.root / name
     lab.folder.mkdir()
     try:
@@ -432,7 +450,8 @@ def examine(lab: Lab, name: str) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help=f"of {','.join(CHECKS)}")
+    parts = f"{' or '.join(GROUPS)} (four minutes each)"
+    parser.add_argument("--only", default="", help=f"{parts}, or some of {','.join(CHECKS)}")
     parser.add_argument("--out", default="", help="name of the two files")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing")
@@ -441,7 +460,12 @@ def main(argv: list[str]) -> int:
     if args.part:
         print("RESULT", json.dumps(PARTS[args.part[0]](*args.part[1:])), flush=True)
         return 0
-    names = args.only.split(",") if args.only else [n for n in CHECKS if not (args.rehearse and n in NOT_REHEARSED)]
+    group = args.only if args.only in GROUPS else ""
+    if group or not args.only:
+        names = [check.__name__ for name, part in GROUPS.items() if group in ("", name) for check in part]
+        names = [name for name in names if not (args.rehearse and name in NOT_REHEARSED)]
+    else:
+        names = args.only.split(",")
     if unknown := set(names) - CHECKS.keys():
         parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     if args.rehearse:
@@ -455,9 +479,11 @@ def main(argv: list[str]) -> int:
         try:
             where = lab.part("about", *lab.on)
             hardware = re.sub(r"\W+", "_", where["device"].lower().replace("nvidia", "")).strip("_")
-            out = "" if args.rehearse else args.out or ("" if args.only else f"gpu_{hardware}_check")
+            usual = f"gpu_{hardware}_{group or 'check'}" if group or not args.only else ""
+            out = "" if args.rehearse else args.out or usual
+            end = time.monotonic() + PART_S if group and not lab.tiny else math.inf
             for name in names:
-                checks[name] = one = examine(lab, name)
+                checks[name] = one = examine(lab, name, end)
                 print(f"{name}: {one['state']} ({one['seconds']:.0f} s) {one['facts']}", flush=True)
                 if out:  # after each, so that results outlast a time limit
                     whole = json.dumps({"about": where, "checks": checks}, indent=1)

@@ -85,6 +85,30 @@ def test_what_fails_is_reported_and_the_rest_continues(rehearse, monkeypatch, ca
     assert str(ROOT) not in said, "no paths of this machine"
 
 
+def test_a_part_runs_its_own_checks(rehearse, monkeypatch, capsys):
+    def works(lab, facts):
+        """provoked"""
+
+    def compiled(lab, facts):
+        """left out of a rehearsal"""
+
+    parts = [check for part in gpu_check.GROUPS.values() for check in part]
+    assert [check.__name__ for check in parts] == [*gpu_check.CHECKS], "each check is in one part"
+    monkeypatch.setattr(gpu_check, "GROUPS", {"same": (works, compiled), "around": ()})
+    monkeypatch.setattr(gpu_check, "CHECKS", {check.__name__: check for check in (works, compiled)})
+    assert rehearse("--only", "same") == 0
+    said = capsys.readouterr().out
+    assert "works: ok" in said and "compiled" not in said
+
+
+@pytest.mark.real  # it ends what it finds by a mark in the environment
+@pytest.mark.slow
+def test_a_part_that_is_out_of_time_ends_its_checks(launch, rehearse, tmp_path):
+    lab = gpu_check.Lab(tmp_path, True)
+    found = gpu_check.examine(lab, "cut", time.monotonic())
+    assert found["state"] == "failed" and "out of time" in found["facts"]["failed"] and not launch.left_behind()
+
+
 def test_a_compile_mode_that_fails_leaves_the_others_their_verdict(tmp_path):
     class Lab(gpu_check.Lab):
         def start(self, name, command):
