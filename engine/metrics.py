@@ -93,12 +93,14 @@ class GpuClock:
 
     def __init__(self) -> None:
         self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.passes, self.synced = 0, False
+        self.passes, self.synced, self.inside = 0, False, False
 
     def __call__(self, name: str) -> None:
-        if name == "forward":
+        if name == "forward" and not self.inside:  # a sum within a forward pass interrupts it
             self.begin.record()
             self.passes += 1
+        if name in ("forward", "backward"):
+            self.inside = name == "forward"
         elif name == "gradient sync":
             self.end.record()
             self.synced = True

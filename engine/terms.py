@@ -51,7 +51,7 @@ class Terms:
         run.begin_step()
         in_ddp = isinstance(run.net, DistributedDataParallel)
         for batch, micro in passes:
-            phase("forward")
+            phase("weights of the terms")
             if micro.opens_worker:
                 run.buffers.restore()
             seed_generators(run.world.device, "train", run.cfg.seed, run.progress.epoch, micro.slots.start)

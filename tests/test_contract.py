@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import train
 from engine import collect
 from engine.config import parse
 from engine.contract import LockstepError, Loss, Sums, check_terms, gather_batch, sample_seeds, uniform
+from engine.metrics import GpuClock
 from tests.tasks.contrast import info_nce
 
 SETTINGS = (
@@ -187,6 +189,18 @@ def test_where_no_pass_sees_all_it_is_refused(launch, tmp_path, more):
     said = "error: gather_batch in a step of 2 forward passes, none of which sees the whole global batch (the task's"
     assert done.code and len(done.errors) == 1 and done.errors[0].startswith(said), done.err
     assert "batch_size=6" in done.errors[0] and not (tmp_path / "run/last.pt").exists()
+
+
+def test_a_gpus_clock_begins_once_a_pass(monkeypatch):
+    """Although the ranks meet within its forward pass."""
+    recorded = []
+    event = lambda enable_timing: SimpleNamespace(record=lambda: recorded.append(phases[-1]))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    clock, phases = GpuClock(), []
+    for name in ["data loading", "forward", "all_reduce", "forward", "backward"] * 2 + ["all_reduce", "backward"]:
+        phases.append(name)
+        clock(name)
+    assert recorded == ["forward"] * 2 and clock.passes == 2
 
 
 def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
