@@ -98,7 +98,7 @@ class Run:
         self.gpu_clock: GpuClock | None = None
         workers = self.plan.workers
         self.virtual = VirtualWorkers(workers, self.world, self.model) if workers else None
-        self.terms = Terms(self) if type(self.task).loss is Task.loss else None  # it has `losses`
+        self.terms = Terms(self) if type(self.task).losses is not Task.losses else None
         if self.world.size > 1:
             split_backward(self.model)
             if device.type == "cuda":
