@@ -88,6 +88,21 @@ def test_a_step_is_torchs_on_clipped_means(kind, scaled, dtype):
     assert not scaled or scaler.get_scale() == 256.0
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs_with_decoupled_decay(momentum):
+    ours, theirs = network(), network()
+    a = optim.make_optimizer(ours, Optim(name="sgd", lr=0.1, momentum=momentum, weight_decay=0.2))
+    b = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum, fused=True)
+    for n in range(4):
+        fill(ours, n), fill(theirs, n)
+        a.step()
+        with torch.no_grad():
+            theirs[0].weight *= 1 - 0.1 * 0.2
+            theirs[2].weight *= 1 - 0.1 * 0.2
+        b.step()
+        assert same(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
 def test_only_what_has_no_kernel_for_it_asks_the_host():
     """Elsewhere a host sync: `optim.step` says so. torch's fused SGD would leave its momentum as memory had it."""
     asks = {kind for kind in KINDS if not optimizers.skips_itself(made(kind, network()))}

@@ -14,6 +14,7 @@ from engine.config import Optim
 from engine.contract import LockstepError
 from engine.hardware.adamw import AdamW
 from engine.world import World
+from engine.zero import _form, _formed
 
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 
@@ -168,3 +169,14 @@ def test_a_model_of_two_types_is_refused_in_words():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double())
     with pytest.raises(LockstepError, match=r"the model has float32 and float64 \(optim.zero\): drop it"):
         optim.make_optimizer(model, Optim(zero=True), World(0, 0, 2, torch.device("cpu")))
+
+
+def test_state_of_any_type_comes_out_of_its_bytes():
+    """Floats behind three bytes of flags begin in the middle of one; a view would be refused."""
+    values = [torch.tensor([True, False, True]), torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.zeros(0), 5]
+    tensors = values[:-1]
+    flats = [value.reshape(-1).view(torch.uint8) for value in tensors]
+    pieces = iter(torch.cat(flats).split([len(flat) for flat in flats]))
+    out = [_formed(_form(value), pieces) for value in values]
+    assert out[-1] == 5 and all(map(torch.equal, out[:-1], tensors))
+    assert [value.dtype for value in out[:-1]] == [value.dtype for value in tensors]

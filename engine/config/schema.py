@@ -36,9 +36,7 @@ class Optim:
         "adamw", "the optimizer; muon is torch's for matrices and AdamW for the rest"
     )
     lr: float = option(1e-3, "learning rate at the base batch size", above=0, high=1000)
-    weight_decay: float = option(
-        1e-2, "weight decay, decoupled but for sgd, where it is added to the gradient; never on norms and biases", low=0
-    )
+    weight_decay: float = option(1e-2, "decoupled weight decay; never on norms and biases", low=0)
     beta1: float = option(0.9, "AdamW's first moment", low=0, high=0.99999)
     beta2: float = option(0.999, "AdamW's second moment", low=0, high=0.99999)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)

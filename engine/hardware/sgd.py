@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class SGD(torch.optim.SGD):
-    """torch's own, with its fused kernel called directly. torch's `step` loads the compiler, and leaves the momentum as
-    memory had it where the first step is skipped; here it begins at zero, which is the same where nothing is dampened.
+    """torch's own, with its fused kernel called directly, but with decoupled weight decay (SGDW, Loshchilov and Hutter
+    2019), so that a task's `optim.weight_decay` means the same for every optimizer.
+
+    torch's `step` loads the compiler, and leaves the momentum as memory had it where the first step is skipped; here it
+    begins at zero, which is the same where nothing is dampened.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device. The
         kernel leaves everything alone where found_inf is 1."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -24,11 +29,14 @@ class SGD(torch.optim.SGD):
             for p, state in zip(params, kept, strict=False):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
+            if shrinks := group["lr"] * group["weight_decay"]:
+                taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
+                torch._foreach_mul_(params, 1 - shrinks * taken)
             torch._fused_sgd_(
                 params, [p.grad for p in params], [state["momentum_buffer"] for state in kept],
-                lr=group["lr"], momentum=group["momentum"], weight_decay=group["weight_decay"], dampening=0.0,
+                lr=group["lr"], momentum=group["momentum"], weight_decay=0.0, dampening=0.0,
                 nesterov=group["nesterov"], maximize=False, is_first_step=False,
-                grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None),
+                grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
