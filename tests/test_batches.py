@@ -169,6 +169,7 @@ def test_a_batch_of_any_form_is_loaded(form):
     for workers in (0, 2):
         train, val = loaders_of(dataset, workers)
         for batch in [*(batch for batch, _ in train.passes()), *val]:
+            assert isinstance(batch, Ragged) is (form == "collate")
             given, (x, y, about) = batches.given_of(batch), parts(batch)
             names = about["name"] if isinstance(about, dict) else [each["name"] for each in about]
             assert names == [f"wave {i}" for i in given.index.tolist()] and len(given.index) == len(x) == len(y)
@@ -270,10 +271,11 @@ def test_what_is_held_may_be_nested(monkeypatch):
 def test_tuples_that_are_held_are_tuples_still():
     rows = [(torch.tensor(i), torch.tensor(-i)) for i in range(10)]
     for as_kind in (tuple, list):
-        train, _ = loaders_of([as_kind(row) for row in rows], cache="host")
-        for batch, micro in train.passes():
+        train, val = loaders_of([as_kind(row) for row in rows], cache="host")
+        for batch in [*(batch for batch, _ in train.passes()), *val]:
+            assert isinstance(batch, as_kind)
             x, y = batch
-            assert x.tolist() == micro.indices == (-y).tolist() == batch.lockstep.index.tolist()
+            assert x.tolist() == (-y).tolist() == batch.lockstep.index.tolist()
 
 
 def test_arrays_of_a_ready_batch_become_tensors():
