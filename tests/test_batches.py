@@ -17,7 +17,7 @@ from test_the_idea import distance
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, default_collate
 
-from data_loader import create_data_loaders, fingerprint
+from data_loader import create_data_loaders, fingerprint, to_device
 from engine import batches, config, contract
 from engine.contract import Given, LockstepError
 from engine.samples import Source, ask
@@ -115,6 +115,17 @@ def test_every_tensor_is_changed_and_nothing_else():
     assert next(batches.tensors(batch)) is batch["tensor"]
 
 
+def test_a_copy_to_a_device_takes_the_tensors_and_leaves_the_rest(monkeypatch):
+    """As to a GPU; here to torch's device without memory."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    batch = batches.collate([everything(i) for i in range(3)])
+    there = to_device(batch, torch.device("meta"))
+    assert {leaf.device.type for leaf in batches.tensors(there)} == {"meta"} and type(there["wave"]) is Wave
+    assert there["text"] is batch["text"] and there["ragged"] == batch["ragged"]
+    again = to_device(there, torch.device("meta"))
+    assert all(one is other for one, other in zip(batches.tensors(again), batches.tensors(there), strict=True))
+
+
 def net(**inputs):
     return inputs.keys()
 
@@ -132,6 +143,7 @@ def test_the_loaders_numbers_change_nothing_else():
         assert told.lockstep is given is batches.given_of(told) and isinstance(told, type(batch))
         assert not hasattr(batch, "lockstep"), "a dataset may give the same one again"
     assert net(**batches.tell(Encoding({"x": x}), given)) == {"x"}, "as it goes into a model"
+    assert net(**contract.inputs(batches.tell({"x": x}, given))) == {"x"}
     assert torch.equal(batches.tell(x, given), x)
 
 
