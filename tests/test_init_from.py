@@ -110,6 +110,7 @@ def test_a_run_starts_from_another_with_a_new_head(launch, tmp_path):
         r"Weights from .*it.pt: 2 of 3 loaded\n  skipped  layers.3.weight \(9, 16\), here \(4, 16\)\n", done.out
     )
     (tmp_path / "it.pt").unlink()
+    words[2] = "init_from=gone.pt"
     done = succeed(launch.python(*words, "steps=4"))
     assert "Weights from" not in done.out
     state = torch.load(tmp_path / "run/last.pt", weights_only=True)

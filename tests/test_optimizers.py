@@ -286,8 +286,10 @@ def test_a_checkpoint_holds_the_adapter_alone(folder, launch):
 
 
 @pytest.mark.slow
-def test_the_tools_read_such_runs(folder, launch):
-    """Factors by name among them, and a base that comes from the task."""
+def test_the_tools_read_such_runs(folder, launch, tmp_path):
+    """Factors by name among them, and a base that comes from the task, whose weights are in no hash."""
+    done = succeed(launch.python("train.py", OWN, "own.adapter=true", "steps=1", f"save_dir={tmp_path}"))
+    assert f"weights      sha256 {digests.of_tensors(load(tmp_path)['model'].items())[:16]}\n" in done.out
     for name in ("sgd", "adapter"):
         done = succeed(
             launch.python("tools/evaluate.py", str(folder / "straight" / name / "last.pt"), "--state", "--json")
