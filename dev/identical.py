@@ -74,11 +74,11 @@ def load(run: Path) -> dict[str, Any]:
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
     """Return the places where two nested values are not the same, to the last bit."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys([*before, *now]):
-            if key not in before or key not in now:
-                yield f"{path}/{key} is {'new' if key in now else 'gone'}"
+        for key, value in before.items():  # a key that is new, such as a setting's, says nothing of the others
+            if key in now:
+                yield from differences(value, now[key], f"{path}/{key}")
             else:
-                yield from differences(before[key], now[key], f"{path}/{key}")
+                yield f"{path}/{key} is gone"
     elif isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
         for number, pair in enumerate(zip(before, now, strict=True)):
             yield from differences(*pair, f"{path}/{number}")
@@ -109,7 +109,7 @@ def main(action: str, folder: Path) -> int:
     for run in sorted(path.parent for path in (folder / "before").glob("*/manifest.json")):
         states = [load(side / run.name) for side in (folder / "before", here)]
         for state in states:
-            for key in ("save_dir", "memory_format", "compile", "virtual_workers"):  # decided for it, or newer
+            for key in ("save_dir", "memory_format", "compile"):  # decided for it
                 state["config"].pop(key, None)
             for key in ("memory_format", "format", "rng", "environment"):  # of one format of checkpoints only
                 state.pop(key, None)
