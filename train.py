@@ -33,6 +33,7 @@ from engine.metrics import evaluate_split, log_metrics
 from engine.phases import phase
 from engine.plan import make_plan
 from engine.run import Run
+from engine.seeds import seed_everything
 from engine.world import World
 
 
@@ -72,7 +73,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     amp = precision.choose_together(cfg, world, state, strict)  # bf16, fp16 or off
     console.info("Creating model...")
     with survive.sync_errors(world):
-        torch.manual_seed(cfg.seed)  # the same weights on every rank
+        seed_everything(cfg.seed)  # the same weights on every rank
         model = task.model().to(world.device)
         plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, state)
     with survive.sync_errors(world):

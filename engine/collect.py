@@ -125,10 +125,16 @@ def _packed(values: Any) -> Packed:
     if _all_tensors(values) and not values[0].ndim:
         values = torch.stack([*values])
     if isinstance(values, (Tensor, np.ndarray)):
-        return torch.as_tensor(values).detach().to("cpu", copy=True)
+        return _on_host(torch.as_tensor(values))
     if not _all_tensors(values):
         return [*values]
-    return Ragged(torch.cat([*values]).detach().to("cpu", copy=True), [len(value) for value in values])
+    return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """Return a copy; of bf16, which NumPy does not know, in float32."""
+    dtype = torch.float32 if values.dtype == torch.bfloat16 else values.dtype
+    return values.detach().to("cpu", dtype, copy=True)
 
 
 def _all_tensors(values: Any) -> bool:

@@ -277,7 +277,8 @@ class EvalSums:
         self.whole, self.parts = Sums(), list[Sums]()
 
     def add(self, sums: Sums) -> None:
-        floats = Sums({name: value for name, value in sums.items() if value.is_floating_point()})
+        # In float64: mixed precision gives bf16, in which a sum soon grows no more.
+        floats = Sums({name: value.double() for name, value in sums.items() if value.is_floating_point()})
         self.whole += Sums({name: value for name, value in sums.items() if name not in floats})
         self.parts.append(floats)
 

@@ -196,7 +196,8 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             where="global_batch",
-            todo=f"start {' or '.join(map(str, near[:6]))} processes, or use global_batch={max(1, each) * parts}",
+            todo=f"start {' or '.join(map(str, near[:5]))} {'process' if near == [1] else 'processes'}, or use "
+            f"global_batch={max(1, each) * parts}",
         )
     if cfg.gradient_accumulation_steps:
         if each % cfg.gradient_accumulation_steps:

@@ -46,6 +46,13 @@ def seed_generators(device: torch.device, *key: int | str) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def seed_everything(seed: int) -> None:
+    """Seed torch, random and NumPy alike on every rank, for what `Task.model` draws."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 def uniform(seeds: Tensor, count: int) -> Tensor:
     """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every cut of the batch."""
     counter = torch.arange(1, count + 1, device=seeds.device) * GAMMA

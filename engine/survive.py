@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.config import Answered
-from engine.errors import LockstepError
+from engine.errors import LockstepError, amount
 from engine.faults import blame, terminal
 from engine.faults.signals import StopRequest, leave_nothing
 from engine.faults.together import sync_errors
@@ -110,6 +110,8 @@ def _hopeless(run: Run) -> str:
     progress, limit = run.progress, run.cfg.max_skipped_steps
     if limit and progress.skipped_in_a_row >= limit:
         return f"{limit} steps in a row had a gradient that is not finite"
+    if limit and run.finished and progress.skipped_in_a_row == progress.step:
+        return f"{amount(progress.step, 'step')}, all there were, had a gradient that is not finite"
     if progress.skipped_in_a_row and run.scaler.is_enabled() and run.scaler.get_scale() < 1e-3:
         return f"the loss scale of fp16 has fallen to {run.scaler.get_scale():g}"
     return ""

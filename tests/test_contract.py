@@ -248,6 +248,15 @@ def test_batches_that_do_not_fit_together_and_too_many_are_said():
         held.add({"a": torch.zeros(200, 3), "b": [torch.zeros(1)] * 200}, 200)
 
 
+def test_numpy_can_take_what_was_bf16():
+    found = {
+        "score": torch.tensor([0.5, 1.5], dtype=torch.bfloat16),
+        "boxes": [torch.ones(2).bfloat16(), torch.ones(1)],
+    }
+    part = collect.packed("collect", found, 2)
+    assert part["score"].numpy().tolist() == [0.5, 1.5] and part["boxes"].whole.dtype == torch.float32
+
+
 def test_a_view_does_not_keep_what_it_is_a_part_of():
     part = collect.packed("collect", {"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10}, 10)
     assert part["a"].untyped_storage().nbytes() == 40 and part["b"].whole.untyped_storage().nbytes() == 80

@@ -100,6 +100,14 @@ def test_floats_are_added_up_in_the_order_of_the_parts():
     assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
 
 
+def test_bf16_is_added_up_in_float64():
+    """In bf16 256 + 1 is 256."""
+    sums = EvalSums()
+    for _ in range(300):
+        sums.add(Sums(total=torch.ones((), dtype=torch.bfloat16), count=torch.tensor(1)))
+    assert sums.total(World(0, 0, 1, torch.device("cpu"))) == {"total": 300.0, "count": 300}
+
+
 UP_AND_DOWN = """
 from tests.tasks.toy import Task as Toy
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FAULTY, ROOT
+from conftest import FAULTY, ROOT, succeed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -310,3 +310,13 @@ def tensors(tree):
         yield tree
     for value in tree.values() if isinstance(tree, dict) else ():
         yield from tensors(value)
+
+
+def test_a_model_drawn_from_numpy_and_random_is_the_same_each_time(launch, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import random, numpy, torch\nfrom tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    def model(self):\n"
+        "        net = super().model()\n        first = next(net.parameters())\n        with torch.no_grad():\n"
+        "            first.mul_(random.random() + numpy.random.rand())\n        return net\n"
+    )
+    outputs = [succeed(launch.python("train.py", str(tmp_path / "own.py"), "steps=1")).out for _ in range(2)]
+    assert len({line for out in outputs for line in out.splitlines() if "sha256" in line}) == 1

@@ -47,6 +47,7 @@ from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from engine.hardware import memory
 from engine.samples import check_datasets
+from engine.seeds import seed_everything
 from engine.world import World
 from formats import videos
 from formats.clips import FRAMES, Clips
@@ -145,7 +146,7 @@ def load_model(
         task.datasets()
         known = task.metadata()
     read(task, known)
-    torch.manual_seed(cfg.seed)
+    seed_everything(cfg.seed)
     model = task.model().to(world.device)
     checkpoint.load_evaluated(model, state, found)
     memory.set_memory_format(model, speed.memory_format_of(state))

@@ -512,6 +512,12 @@ def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, tmp_path):
     assert train[4]["loss"] > 0
 
 
+def test_a_run_without_a_step_that_counts_is_no_success(launch, tmp_path):
+    words = words_of("nan loss", tmp_path / "run", "fault.step=1", "fault.times=1000")
+    done = launch.python("train.py", *words, "fault.rank=0", "steps=3")
+    assert done.code == 4 and "has diverged: 3 steps, all there were, had a gradient" in done.errors[0]
+
+
 @pytest.mark.slow
 def test_a_run_that_only_skips_ends(launch, tmp_path):
     words = words_of("nan loss", tmp_path / "run", "fault.step=4", "fault.times=1000", "max_skipped_steps=5")
