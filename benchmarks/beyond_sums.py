@@ -10,6 +10,7 @@ as their documentation shows; whatever is not installed is left out and named.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -282,6 +283,12 @@ def of_lockstep(processes: int) -> list[float]:
     return [found[subject] for subject in SUBJECTS]
 
 
+def lines_of(contestant: type) -> int:
+    """Return the lines of a class without blank ones and docstrings."""
+    source = inspect.getsource(contestant).splitlines()
+    return sum(bool(line.strip()) and not line.strip().startswith('"""') for line in source)
+
+
 def main() -> int:
     rows: dict[str, list[list[float]]] = {}
     for name, (_, package) in OTHERS.items():
@@ -295,6 +302,8 @@ def main() -> int:
     for number, subject in enumerate(SUBJECTS):
         for name, found in rows.items():
             print(f"| {subject} | {name} | {' | '.join(f'{each[number]:.9f}' for each in found)} |")
+    code = {name: lines_of(kind) for name, (kind, _) in OTHERS.items() if name in rows} | {"Lockstep": lines_of(Task)}
+    print("\nLines of code: " + ", ".join(f"{name} {count}" for name, count in code.items()))
     return 0
 
 
