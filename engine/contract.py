@@ -99,6 +99,10 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
         problem = f"a {type(loss).__name__}"
     elif not isinstance(loss.total, Tensor) or loss.total.ndim:
         problem = "a Loss whose total is no scalar tensor"
+    elif not _scalar(loss.weight):
+        problem = f"a Loss whose weight is {_kind(loss.weight)}"
+    elif odd := _odd_sums(loss):
+        problem = f"a Loss whose sums are {odd}"
     elif loss.sums.keys() & {"loss", "weight"}:
         raise LockstepError(
             "the sums of the loss have the name `loss` or `weight`, which its total and its weight have already",
@@ -111,7 +115,8 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
         raise LockstepError(
             f"the loss is {problem}",
             where="the task's `loss`",
-            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by",
+            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by, "
+            "a number; what is in `sums` are numbers, too",
         )
     return same_names([*loss.sums], names, gather, "sums")
 
@@ -126,6 +131,11 @@ def check_terms(terms: Any) -> dict[str, Loss]:
         if not isinstance(term.total, Tensor) or term.total.ndim:
             todo = "give each the sum of its parts over the batch, a scalar"
             raise LockstepError(f"the total of {name!r} is no scalar tensor", where=where, todo=todo)
+        if not _scalar(term.weight):
+            todo = "give what to divide its total by, a number"
+            raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where=where, todo=todo)
+        if odd := _odd_sums(term):
+            raise LockstepError(f"the sums of {name!r} are {odd}", where=where, todo="give totals by name, numbers")
     taken = ["loss", "weight", "count", *terms, *(name for term in terms.values() for name in term.sums)]
     if twice := {name for name in taken if taken.count(name) > 1}:
         todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
@@ -135,7 +145,18 @@ def check_terms(terms: Any) -> dict[str, Loss]:
 
 def _kind(found: Any) -> str:
     inner = ", ".join(sorted({type(value).__name__ for value in found.values()})) if isinstance(found, dict) else ""
-    return f"a {type(found).__name__}" + (f" of {inner}" if inner else "")
+    shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
+    return f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
+
+
+def _scalar(number: Any) -> bool:
+    return isinstance(number, (int, float)) or getattr(number, "ndim", 1) == 0
+
+
+def _odd_sums(loss: Loss) -> str:
+    if not isinstance(loss.sums, dict):
+        return _kind(loss.sums)
+    return next((f"{_kind(number)} as {name!r}" for name, number in loss.sums.items() if not _scalar(number)), "")
 
 
 def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:

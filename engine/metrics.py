@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.batches import given_of
 from engine.collect import Collection
-from engine.contract import Batch, Sums, Task
+from engine.contract import Batch, LockstepError, Sums, Task, amount
 from engine.phases import phase
 from engine.seeds import seed_generators
 from engine.world import World
@@ -215,7 +215,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     """
     world, task = run.world, run.task
     model = run.evaluated_model.eval()
-    scored, tried, broken_off = EvalSums(), EvalSums(), 0.0
+    scored, tried, broken_off = EvalSums(), EvalSums("trials"), 0.0
     collection = Collection(task.collect_limit_mb) if collects(task) else None
     phase("loading validation data")
     for number, batch in enumerate(batches):
@@ -236,7 +236,10 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             break
         seed_generators(world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
-            tried.add(task.trials(model, which, lambda: bool(run.stop.reason)))
+            found = task.trials(model, which, lambda: bool(run.stop.reason))
+        if run.stop.reason:  # then they may be anything
+            break
+        tried.add(found)
     if task.num_trials:
         broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
     vote = torch.full((), broken_off, device=world.device)
@@ -247,19 +250,53 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         run.agree_to_stop()
         return None
     sums = scored.total(world)
+    check_count(sums, len(run.val_loader.dataset))
     if task.num_trials:
         sums = Sums(sums | tried.total(world))
     if collection:
         sums.collected = collection.total(world)
-        metrics = world.broadcast(_report(task, sums) if world.main else {})
+        metrics = world.broadcast(reported(task, sums) if world.main else {})
     else:
-        metrics = _report(task, sums)
+        metrics = reported(task, sums)
     return metrics | {"count": int(sums["count"])}, sums
 
 
-def _report(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's."""
-    return {name: float(value) for name, value in task.report(sums).items()}
+def check_count(sums: Sums, samples: int) -> None:
+    """Raise LockstepError unless the totals of `samples` samples say that there are so many."""
+    if sums["count"].tolist() != samples:
+        error = LockstepError(
+            f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
+            where="the task's `score`",
+            todo="count each sample of the batch once; other numbers, such as tokens, under another name",
+        )
+        error.everywhere = True
+        raise error
+
+
+def reported(task: Task, sums: Sums) -> dict[str, float]:
+    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's. Raises
+    LockstepError where `report` gives none."""
+    found, where = task.report(sums), "the task's `report`"
+    if not isinstance(found, dict):
+        todo = f"return a number by each name, `loss` and `{task.monitor}` among them"
+        raise LockstepError(f"`report` returns a {type(found).__name__}", where=where, todo=todo)
+    if not {"loss", task.monitor} <= found.keys():
+        raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where=where, todo="return both")
+    return {name: _number(name, value) for name, value in found.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    kind = f"of shape {tuple(value.shape)} " if hasattr(value, "shape") else ""
+    raise LockstepError(
+        f"`report` gives a {type(value).__name__} {kind}as {name!r}",
+        where="the task's `report`",
+        todo="give one number by each name; in `score`, add up what is of each sample (`.sum()`)",
+    )
 
 
 TRIALS_AT_ONCE = 10
@@ -271,12 +308,20 @@ class EvalSums:
 
     Whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until all ranks
     are through, and then added in the order of the parts, whichever rank had them.
+
+    source  the method of the task that gives them, for errors
+    forms   of a part: its names, types and shapes, which all have in common
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: str = "score") -> None:
         self.whole, self.parts = Sums(), list[Sums]()
+        self.source, self.forms = source, list[str]()
 
     def add(self, sums: Sums) -> None:
+        forms = self._forms_of(sums)
+        if self.parts and forms != self.forms:
+            raise self._differs(forms, self.forms)
+        self.forms = forms
         # In float64: mixed precision gives bf16, in which a sum soon grows no more.
         floats = Sums({name: value.double() for name, value in sums.items() if value.is_floating_point()})
         self.whole += Sums({name: value for name, value in sums.items() if name not in floats})
@@ -284,7 +329,13 @@ class EvalSums:
 
     def total(self, world: World) -> Sums:
         """(all ranks) Return the totals over all ranks, on every rank. A rank without parts takes the names of rank 0,
-        which has the first part, and no fewer than any other."""
+        which has the first part, and no fewer than any other. Raises LockstepError where parts differ in form."""
+        first, *others = world.gather((self.forms, len(self.parts)))
+        for forms, parts in others:
+            if parts and forms != first[0]:
+                error = self._differs(forms, first[0])
+                error.everywhere = True
+                raise error
         (wholes, floats), rounds = world.broadcast(((_shapes(self.whole), _shapes(*self.parts[:1])), len(self.parts)))
         totals = Sums()
         for name, (shape, dtype) in wholes.items():
@@ -301,6 +352,27 @@ class EvalSums:
             # One by one: a sum over an axis depends on its length, and there may be rows of nothing.
             totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
         return totals
+
+    def _forms_of(self, found: Any) -> list[str]:
+        """Return e.g. ["confusion int (7, 7)", "loss float"]. Raises LockstepError unless these are tensors by name."""
+        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise LockstepError(
+                f"`{self.source}` returns no Sums of tensors",
+                where=f"the task's `{self.source}`",
+                todo="return Sums(loss=..., count=torch.tensor(len(batch)), ...)",
+            )
+        return sorted(
+            f"{name} {'float' if value.is_floating_point() else 'int'} {tuple(value.shape) or ''}".strip()
+            for name, value in found.items()
+        )
+
+    def _differs(self, found: list[str], first: list[str]) -> LockstepError:
+        once, before = (", ".join(forms) or "nothing" for forms in (found, first))
+        return LockstepError(
+            f"`{self.source}` gives {once} once and {before} another time",
+            where=f"the task's `{self.source}`",
+            todo="give totals of the same names and shapes for every batch, zeros where there is nothing to count",
+        )
 
 
 def _shapes(*parts: Sums) -> dict[str, Any]:

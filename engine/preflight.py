@@ -16,11 +16,11 @@ from engine import config, ddp, digests, optim, optimizers, plan
 from engine.batches import given_of
 from engine.collect import Collection
 from engine.console import console
-from engine.contract import Batch, Sums, Task
+from engine.contract import Batch, Task
 from engine.errors import LockstepError
 from engine.faults.together import on_rank0
 from engine.files import log, status
-from engine.metrics import collects
+from engine.metrics import EvalSums, check_count, collects, reported
 from engine.phases import phase
 from engine.run import Run
 from engine.world import World
@@ -128,36 +128,39 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
 def sanity_check(run: Run) -> None:
     """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
     epoch. Rank 0's batch, because the others may have none. Sets `run.gflop`. Nothing, where nothing is scored."""
-    if run.val_loader is None or type(run.task).score is Task.score:
-        return
-    sums, metrics, gflop, collected = None, None, 0.0, dict[str, Any]()
-    if run.world.main:
-        batch = next(iter(run.val_loader))
-        with phase.during("validation"), run.precision.autocast():
-            sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
-            gflop /= len(given_of(batch).index)
-            if collects(run.task):
-                collected = _collected(run, batch)
-        if isinstance(sums, dict) and "count" in sums:
-            try:
-                totals = Sums(sums)
-                totals.collected = collected
-                metrics = run.task.report(totals)
-            except Exception:  # a report on one batch may be meaningless: that of the whole split counts
-                metrics = {"loss": 0.0, run.task.monitor: 0.0}
-    problem = ""
-    if run.world.main and (not isinstance(sums, dict) or not all(isinstance(v, Tensor) for v in sums.values())):
-        problem = "`score` returns no Sums of tensors: return Sums(loss=..., count=torch.tensor(len(batch)), ...)"
-    elif run.world.main and "count" not in (sums or {}):
-        problem = "the Sums of `score` lack `count`: add the number of samples of the batch, as a tensor"
-    elif run.world.main and not {"loss", run.task.monitor} <= (metrics or {}).keys():
-        problem = f"`report` lacks `loss` or the monitor `{run.task.monitor}`: return both"
-    problem, run.gflop = run.world.broadcast((problem, gflop))
-    if problem:
-        what, _, todo = problem.partition(": ")
-        error = LockstepError(what, where=f"task {run.cfg.task}", todo=todo)
-        error.everywhere = True
-        raise error
+    if run.val_loader is not None and type(run.task).score is not Task.score:
+        run.gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
+
+
+def _rehearse(run: Run) -> float:
+    """(rank 0) Make an evaluation of one batch. Returns the GFLOP of a sample. Raises what surely is a mistake in the
+    task, and not what may come of so few samples, such as a division by zero."""
+    batch, scored = next(iter(run.val_loader)), EvalSums()
+    samples = len(given_of(batch).index)
+    with phase.during("validation"), run.precision.autocast():
+        sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
+        collected = _collected(run, batch) if collects(run.task) else {}
+    scored.add(sums)
+    if "count" not in sums:
+        todo = "add the number of samples of the batch, as a tensor"
+        raise LockstepError("the Sums of `score` lack `count`", where="the task's `score`", todo=todo)
+    totals = scored.total(_alone(run))
+    check_count(totals, samples)
+    totals.collected = collected
+    try:
+        reported(run.task, totals)
+    except (LockstepError, AttributeError, ImportError, NameError, TypeError):
+        raise
+    except KeyError:
+        if not run.task.num_trials:  # whose totals are not there yet
+            raise
+    except Exception:
+        pass  # the report of the whole split counts
+    return gflop / samples
+
+
+def _alone(run: Run) -> World:
+    return World(0, 0, 1, run.world.device)
 
 
 def _collected(run: Run, batch: Batch) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def _collected(run: Run, batch: Batch) -> dict[str, Any]:
     collection = Collection(run.task.collect_limit_mb)
     collection.add(run.task.collect(run.model, batch), len(given_of(batch).index))
     collection.check(collection.bytes / collection.samples * len(run.val_loader.dataset))
-    return collection.total(World(0, 0, 1, run.world.device))
+    return collection.total(_alone(run))
 
 
 def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:

@@ -139,11 +139,9 @@ class Run:
         A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
         also compares the names of the sums.
         """
-        usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names
-        if not usual or loss.total.ndim or not loss.total.requires_grad:
-            self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
+        self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
         here = self.world.device
-        parts = [part.detach() for part in (loss.total, torch.as_tensor(loss.weight), *loss.sums.values())]
+        parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         numbers = torch.stack([self.vote, *[part if part.device == here else _on(here, part) for part in parts]])
         if micro.filler:
             numbers = torch.zeros_like(numbers)

@@ -18,7 +18,7 @@ import tasks
 import train
 from engine import collect
 from engine.config import parse
-from engine.contract import LockstepError, Loss, Sums, check_terms, gather_batch, sample_seeds, uniform
+from engine.contract import LockstepError, Loss, Sums, check_loss, check_terms, gather_batch, sample_seeds, uniform
 from engine.metrics import GpuClock
 from tests.tasks.contrast import info_nce
 
@@ -162,6 +162,9 @@ TERM = Loss(torch.ones((), requires_grad=True), 1)
         ({}, "the losses are a dict"),
         ({"a": TERM, "b": TERM.total}, "the losses are a dict of Loss, Tensor"),
         ({"a": TERM._replace(total=torch.ones(3))}, "the total of 'a' is no scalar tensor"),
+        ({"a": TERM._replace(weight=None)}, "the weight of 'a' is a NoneType"),
+        ({"a": TERM._replace(weight=torch.ones(4))}, "the weight of 'a' is a Tensor of shape (4,)"),
+        ({"a": TERM._replace(sums={"b": torch.ones(3)})}, "the sums of 'a' are a Tensor of shape (3,) as 'b'"),
         ({"loss": TERM}, "the name 'loss' is there twice"),
         ({"a": TERM._replace(sums=Sums(count=torch.ones(())))}, "the name 'count' is there twice"),
         ({"a": TERM, "b": TERM._replace(sums=Sums(a=torch.ones(())))}, "the name 'a' is there twice"),
@@ -171,6 +174,31 @@ def test_what_are_no_terms_is_said(terms, said):
     with pytest.raises(LockstepError) as error:
         check_terms(terms)
     assert str(error.value).startswith(f"{said} (the task's `losses`): ")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": None}, "weight is a NoneType"),
+        ({"weight": torch.ones(4)}, "weight is a Tensor of shape (4,)"),
+        ({"sums": None}, "sums are a NoneType"),
+        ({"sums": {"a": torch.ones(3)}}, "sums are a Tensor of shape (3,) as 'a'"),
+        ({"sums": {"a": "x"}}, "sums are a str as 'a'"),
+    ],
+)
+@pytest.mark.parametrize("names", [None, []], ids=["the first", "a later one"])
+def test_what_is_no_loss_is_said(change, said, names):
+    with pytest.raises(LockstepError) as error:
+        check_loss(TERM._replace(**change), names, lambda value: [value])
+    assert str(error.value).startswith(f"the loss is a Loss whose {said} (the task's `loss`): return Loss(total, ")
+
+
+def test_totals_to_watch_may_be_numbers(steps):  # noqa: F811
+    run, _ = steps()
+    run.begin_step()
+    loss = Loss(torch.ones((), requires_grad=True), 2.0, {"hits": 3.0, "count": 4, "off": np.float32(0.5)})
+    micro = SimpleNamespace(filler=False, indices=[0], closes_step=False, worker=0)
+    assert run.numbers(loss, micro).tolist() == [0, 1, 2, 3, 4, 0.5]
 
 
 # ---- the whole global batch ----

@@ -52,6 +52,15 @@ MISTAKES = {
         "`score` returns no Sums of tensors",
     ),
     "no monitor": ("monitor = 'f1'", "`report` lacks `loss` or the monitor `f1`"),
+    "another count": (
+        "def score(self, model, batch):\n  return super().score(model, batch) | {'count': torch.tensor(1)}",
+        "the `count` of `score` is ",
+    ),
+    "a typo in the report": ("def report(self, sums):\n  return {'loss': sums['totl']}", "KeyError: 'totl' ("),
+    "a text in the report": (
+        "def report(self, sums):\n  return {'loss': 0.0, 'name': 'x'}",
+        "`report` gives a str as 'name' (the task's `report`): give one number",
+    ),
     "nothing to train": ("def model(self):\n  return Net(4, 0.0).requires_grad_(False)", "no parameter to train"),
     "an error in the evaluation": (
         "def score(self, model, batch):\n  return batch['nothing']",
@@ -67,6 +76,15 @@ def test_a_mistake_is_one_line(launch, tmp_path, mistake):
     done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
     assert done.code in (1, 2) and len(done.err.splitlines()) == 1 and said in done.errors[0], done.err
     assert "Traceback" not in done.out + done.err and "✓" not in done.out
+    assert not (tmp_path / "run").exists() or "def loss" in body, "only a loss is not rehearsed"
+
+
+def test_a_report_that_one_batch_is_too_few_for(launch, tmp_path):
+    """Such as an AUC of one class."""
+    body = "    def report(self, sums):\n        if sums['count'] < 23:\n            raise ValueError('one class')\n"
+    (tmp_path / "own.py").write_text(HEAD + body + "        return super().report(sums)\n")
+    words = ["eval_batch_size=8", "steps=1", f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.python("train.py", str(tmp_path / "own.py"), *words))
 
 
 class Waves:
