@@ -386,7 +386,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
     if split == "train" or (split == "any" and val_set is None):
         val_set = train_set
     if val_set is not None and split != "any":
-        check_scored(task)
+        check_scored(task, split)
     if task.summary():
         console.info(task.summary() + "\n")
     return train_set, val_set

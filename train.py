@@ -27,6 +27,7 @@ import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
 from engine import checkpoint, command_line, config, ddp, launch, optim, precision, preflight, speed, survive
 from engine.console import console
+from engine.contract import built
 from engine.faults.signals import StopRequest
 from engine.files.open_log import already_complete, open_log
 from engine.metrics import evaluate_split, log_metrics
@@ -74,7 +75,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
-        model = task.model().to(world.device)
+        model = built(task).to(world.device)
         plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, state)
     with survive.sync_errors(world):
         run = Run(

@@ -337,8 +337,17 @@ class Task:
         return {}
 
 
-def check_scored(task: Task) -> None:
-    """Raise LockstepError where a task cannot be evaluated."""
+def built(task: Task) -> nn.Module:
+    """Return the task's `model`. Raises LockstepError where that is none."""
+    model: Any = task.model()
+    if not isinstance(model, nn.Module):
+        raise LockstepError(f"the model is {_kind(model)}", where="the task's `model`", todo="return the nn.Module")
+    return model
+
+
+def check_scored(task: Task, split: str) -> None:
+    """Raise LockstepError where a task cannot be evaluated, in training (no split) or on a split that was asked for."""
     if missing := [name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)]:
-        todo = "see engine/contract.py; or return (train, None) from `datasets`"
+        todo = "give it these methods to score a split" if split else "or return (train, None) from `datasets`"
+        todo = f"see engine/contract.py; {todo}"
         raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", where="task", todo=todo)

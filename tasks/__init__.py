@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from engine.contract import LockstepError, Task
 
@@ -71,4 +73,13 @@ def load(name: str) -> type[Task]:
     if missing:
         lack = f"the Task of {name} lacks {', '.join(missing)}"
         raise LockstepError(lack, where="task", todo="see engine/contract.py")
+    if task.losses is not Task.losses and not _may_use_losses(task.loss):
+        what, where = f"the Task of {name} has `losses`, and a `loss` that does not use them", "task"
+        raise LockstepError(what, where=where, todo="drop one of them, or call `super().loss(net, batch)` in `loss`")
     return task
+
+
+def _may_use_losses(loss: Any) -> bool:
+    """Return whether a `loss` may come to the terms of `losses`, by the names in its code."""
+    code = getattr(inspect.unwrap(loss), "__code__", None)
+    return loss is Task.loss or code is None or bool({"losses", "loss", "super", "join"} & {*code.co_names})

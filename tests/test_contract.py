@@ -18,7 +18,19 @@ import tasks
 import train
 from engine import collect
 from engine.config import parse
-from engine.contract import LockstepError, Loss, Sums, check_loss, check_terms, gather_batch, sample_seeds, uniform
+from engine.contract import (
+    LockstepError,
+    Loss,
+    Sums,
+    Task,
+    built,
+    check_loss,
+    check_scored,
+    check_terms,
+    gather_batch,
+    sample_seeds,
+    uniform,
+)
 from engine.metrics import GpuClock
 from tests.tasks.contrast import info_nce
 
@@ -328,7 +340,56 @@ def test_without_validation_data_the_last_checkpoint_counts(launch, tmp_path):
     done = launch.python("tools/evaluate.py", str(run))
     assert done.code == 2 and "the task has no validation data (split val): score others" in done.errors[0]
     done = launch.python("tools/evaluate.py", str(run), "--split", "train")
-    assert done.code == 2 and "own.py lacks score, report (task)" in done.errors[0]
+    assert done.code == 2 and done.errors[0].endswith("own.py lacks score, report (task): " + FOR_A_SPLIT)
+
+
+FOR_A_SPLIT = "see engine/contract.py; give it these methods to score a split"
+
+
+def test_a_task_without_score_is_told_what_it_has_not_done():
+    cfg = SimpleNamespace(task="own")
+    for split, said in (
+        ("train", FOR_A_SPLIT),
+        ("", "see engine/contract.py; or return (train, None) from"),
+    ):
+        with pytest.raises(LockstepError, match=re.escape(f"lacks score, report (task): {said}")):
+            check_scored(type("Bare", (Task,), {})(cfg), split)
+
+
+@pytest.mark.parametrize(("found", "kind"), [(None, "a NoneType"), ({"net": nn.Linear(1, 1)}, "a dict of Linear")])
+def test_a_model_is_a_module(found, kind):
+    with pytest.raises(LockstepError, match=re.escape(f"the model is {kind} (the task's `model`): return")):
+        built(SimpleNamespace(model=lambda: found))
+
+
+TWO_LOSSES = """
+from engine.contract import Loss, Task as Base
+from tests.tasks.toy import Task as Toy
+
+class Task(Toy):
+    def losses(self, net, batch):
+        return {{"one": Toy.loss(self, net, batch)}}
+{loss}
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "used"),
+    [
+        ("", False),  # the one of a base class
+        ("    def loss(self, net, batch):\n        return Loss(net(batch['x']).sum(), 1)\n", False),
+        ("    def loss(self, net, batch):\n        return super().loss(net, batch)\n", True),
+        ("    def loss(self, net, batch):\n        return self.losses(net, batch)['one']\n", True),
+        ("    loss = Base.loss\n", True),
+    ],
+)
+def test_terms_that_nothing_uses_are_refused(tmp_path, loss, used):
+    (tmp_path / "own.py").write_text(TWO_LOSSES.format(loss=loss))
+    if used:
+        assert tasks.load(str(tmp_path / "own.py"))
+    else:
+        with pytest.raises(LockstepError, match=r"own.py has `losses`, and a `loss` that does not use them \(task\)"):
+            tasks.load(str(tmp_path / "own.py"))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, precision, speed
 from engine.batches import given_of
 from engine.collect import Packed, packed
+from engine.contract import built
 from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
@@ -147,7 +148,7 @@ def load_model(
         known = task.metadata()
     read(task, known)
     seed_everything(cfg.seed)
-    model = task.model().to(world.device)
+    model = built(task).to(world.device)
     checkpoint.load_evaluated(model, state, found)
     memory.set_memory_format(model, speed.memory_format_of(state))
     amp = precision.choose_together(cfg, world, state)
