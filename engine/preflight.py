@@ -16,7 +16,7 @@ from engine import config, ddp, digests, optim, optimizers, plan
 from engine.batches import given_of
 from engine.collect import Collection
 from engine.console import console
-from engine.contract import Batch, Task
+from engine.contract import Batch, Sums, Task
 from engine.errors import LockstepError
 from engine.faults.together import on_rank0
 from engine.files import log, status
@@ -144,7 +144,7 @@ def _rehearse(run: Run) -> float:
     if "count" not in sums:
         todo = "add the number of samples of the batch, as a tensor"
         raise LockstepError("the Sums of `score` lack `count`", where="the task's `score`", todo=todo)
-    totals = scored.total(_alone(run))
+    totals = Sums({**scored.whole, **scored.parts[0]})
     check_count(totals, samples)
     totals.collected = collected
     try:
@@ -159,16 +159,12 @@ def _rehearse(run: Run) -> float:
     return gflop / samples
 
 
-def _alone(run: Run) -> World:
-    return World(0, 0, 1, run.world.device)
-
-
 def _collected(run: Run, batch: Batch) -> dict[str, Any]:
     """(rank 0) Return what the task collects of a batch. Raises LockstepError if as much of all samples is too much."""
     collection = Collection(run.task.collect_limit_mb)
     collection.add(run.task.collect(run.model, batch), len(given_of(batch).index))
     collection.check(collection.bytes / collection.samples * len(run.val_loader.dataset))
-    return collection.total(_alone(run))
+    return collection.total(World(0, 0, 1, run.world.device))
 
 
 def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:
