@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from engine.contract import RESERVED, Batch, Given
 from engine.errors import LockstepError
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
+STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
 
 
 def parts_of(value: Any) -> dict[Any, Any] | None:
@@ -88,6 +89,17 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
     return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
+def rows(value: Any, count: int, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the length of each tensor of a batch, with its path; of `count` values in a list or tuple that of all."""
+    if isinstance(value, Tensor):
+        yield name, len(value) if value.ndim else 0
+    elif isinstance(value, (list, tuple)) and len(value) == count:
+        yield name, count
+    else:
+        for key, part in (parts_of(value) or {}).items():
+            yield from rows(part, count, f"{name}.{key}" if name else str(key))
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Compare bit by bit; NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
@@ -100,19 +112,35 @@ def _bits(values: Tensor) -> Tensor:
 # ---- samples become a batch ------------------------------------------------------------------------------------------
 
 
-def collate(samples: list[Any]) -> Batch:
+def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> Batch:
     """Return samples of one form as a batch of that form: tensors, arrays and numbers are stacked by torch, objects are
-    listed. Raises ValueError where they differ in form, RuntimeError where their tensors differ in shape."""
+    listed. Raises ValueError where they differ in form, RuntimeError where their tensors differ in shape.
+
+    numbers, name  of the samples, and the path to these parts of them, for the message
+    """
     first = parts_of(samples[0])
+    if any(each is None for each in samples) and any(_has_form(each) for each in samples):
+        at = next(k for k, each in enumerate(samples) if each is None)
+        which = f"sample {numbers[at]}" if numbers else "one sample"
+        raise ValueError(f"{name!r} of {which} is None, and of others it is not")
     if first is None:
-        stacks = isinstance(samples[0], (Tensor, np.ndarray, np.number, np.bool_, int, float))
-        return default_collate(samples) if stacks else [*samples]
+        return default_collate(samples) if isinstance(samples[0], STACKED) else [*samples]
     everyone = [parts_of(sample) for sample in samples]
     for parts in everyone:
         if parts is None or parts.keys() != first.keys():
             there = "an object" if parts is None else ", ".join(map(str, parts)) or "nothing"
             raise ValueError(f"one sample has {', '.join(map(str, first)) or 'nothing'}, and another has {there}")
-    return rebuilt(samples[0], {name: collate([parts[name] for parts in everyone if parts]) for name in first})
+    return rebuilt(
+        samples[0],
+        {
+            key: collate([parts[key] for parts in everyone if parts], numbers, f"{name}.{key}" if name else str(key))
+            for key in first
+        },
+    )
+
+
+def _has_form(value: Any) -> bool:
+    return isinstance(value, STACKED) or parts_of(value) is not None
 
 
 def with_tensors(batch: Batch) -> Batch:

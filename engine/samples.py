@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from engine import batches
 from engine.console import console
-from engine.contract import Batch
+from engine.contract import Batch, amount
 from engine.errors import LockstepError
 from engine.seeds import data_seeds
 
@@ -77,7 +77,7 @@ class Source:
         self.one: Any = getattr(dataset, "__getitem__", None)
         self.seeded = _takes(many, "seeds") or _takes(self.one, "seed")
         self.many = many if _takes(many, "seeds") is self.seeded else None
-        self.collate = getattr(dataset, "collate", batches.collate)
+        self.collate: Any = getattr(dataset, "collate", None)
 
     def __len__(self) -> int:
         return self.length
@@ -94,7 +94,9 @@ class Source:
         else:
             batch = [self.one(index) for index in indices]
         if isinstance(batch, list):
-            batch = self.collate(batch)
+            if self.collate is None and any(sample is None for sample in batch):
+                raise ValueError("it is None")
+            batch = self.collate(batch) if self.collate else batches.collate(batch, asked.indices)
         if type(batch) is dict and all(isinstance(value, Tensor) for value in batch.values()):
             return batch
         return batches.with_tensors(batch)
@@ -103,7 +105,7 @@ class Source:
         """Return a batch, the next of `fetched` if loader processes made it; where the dataset fails, name the sample
         it fails on."""
         try:
-            return self.__getitems__(asked) if fetched is None else next(fetched)
+            batch = self.__getitems__(asked) if fetched is None else next(fetched)
         except Exception as error:
             if isinstance(error, _OF_THE_DEVICE):
                 raise  # nothing is wrong with these samples
@@ -115,6 +117,26 @@ class Source:
                 raise no_shared_memory() from error
             what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
             raise self._failure(asked, what) from error
+        rows = (len(asked.indices),)
+        if type(batch) is dict and all(isinstance(v, Tensor) and v.shape[:1] == rows for v in batch.values()):
+            return batch
+        self._check_rows(batch, asked.indices)
+        return batch
+
+    def _check_rows(self, batch: Batch, indices: list[int]) -> None:
+        """Raise unless each tensor has a row for each sample; of what a `collate` has made, one is enough."""
+        count = len(indices)
+        rows = dict(batches.rows(batch, count))
+        wrong = [name for name, length in rows.items() if length != count]
+        if wrong and not (self.collate and len(wrong) < len(rows)):
+            of = f"a batch of {amount(count, 'sample')} ({named(indices)})"
+            what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
+            todo = (
+                "let `collate` drop and add none; what it packs needs a tensor with a row for each beside it"
+                if self.collate
+                else "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
+            )
+            raise LockstepError(what, where=self.name, todo=todo, exit_code=5)
 
     def _failure(self, asked: Any, what: str) -> LockstepError:
         """Return the error for samples that cannot be loaded; names the first that cannot be loaded alone."""

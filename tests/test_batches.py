@@ -98,6 +98,66 @@ def test_tensors_of_another_length_want_a_collate():
         Source([{"x": torch.zeros(n)} for n in (1, 2)]).get(ask([0, 1], False))
 
 
+class Shorter(Rows):
+    def __getitems__(self, indices):
+        return {"x": torch.tensor(indices), "deep": (torch.zeros(7, 2),)}
+
+
+class TwoLists(Rows):
+    def __getitems__(self, indices):
+        return [torch.tensor(indices), torch.tensor(indices)]
+
+
+class Dropping(Rows):
+    def __getitem__(self, i):
+        return None if i == 6 else {"x": torch.tensor(i)}
+
+    def collate(self, samples):
+        return default_collate([each for each in samples if each is not None])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        (
+            Shorter(),
+            r"'deep.0' of a batch of 4 samples .* has 7 rows \(Shorter\): give every tensor a row for each",
+        ),
+        (
+            TwoLists(),
+            r"'value' of a batch of 4 samples .* has 2 rows \(TwoLists\): .* of two a tuple \(x, y\)",
+        ),
+        (Dropping(), r"'x' of a batch of 4 samples .* has 3 rows \(Dropping\): let `collate` drop and add none"),
+    ],
+)
+def test_a_batch_of_another_length_than_asked_for_is_refused(dataset, says):
+    train, _ = loaders_of(dataset)
+    with pytest.raises(LockstepError, match=rf"^{says}"):
+        list(train.passes())
+
+
+class Packed(Rows):
+    def collate(self, samples):
+        rows = torch.cat([each["x"].view(1).repeat(3) for each in samples])
+        return {"rows": rows, "boxes": [rows, *[rows[:2]] * (len(samples) - 1)]}
+
+
+def test_what_a_collate_packs_needs_one_part_with_a_row_for_each_sample():
+    assert [len(batch["rows"]) for batch, _ in loaders_of(Packed())[0].passes()] == [12, 12, 6]
+
+
+@pytest.mark.parametrize("missing", [3, 8])
+def test_a_sample_that_is_none_is_named(missing):
+    def refused(dataset, says):
+        with pytest.raises(LockstepError, match=says):
+            list(loaders_of(dataset)[1])
+
+    rows = [{"x": i, "deep": {"mask": torch.ones(2)}, "text": "a" if i % 2 else None} for i in range(12)]
+    refused([None if i == missing else row for i, row in enumerate(rows)], rf"^sample {missing} cannot .*: it is None")
+    rows[missing]["deep"]["mask"] = None
+    refused(rows, rf"'deep.mask' of sample {missing} is None, and of others it is not \(list\)")
+
+
 def test_every_tensor_is_changed_and_nothing_else():
     batch = batches.collate([everything(i) for i in range(3)]) | {"packed": pack_sequence([torch.ones(2)])}
     grown = Grown(torch.ones(2))

@@ -29,8 +29,8 @@ def read(path: Path) -> dict[str, Tensor]:
     except LockstepError:
         raise
     except Exception as error:  # torch and safetensors raise what they like for a damaged file
-        what = f"the weights cannot be read ({reason(error)})"
-        todo = "give a state dict of plain tensors: nothing else is read from a file"
+        what = f"the weights cannot be read ({reason(error)}): the file is damaged, or no file of weights"
+        todo = "give a state dict of plain tensors, whole: nothing else is read from a file"
         raise LockstepError(what, where=f"init_from={path}", todo=todo) from error
     if not found:
         raise LockstepError("no weights by name in it", where=f"init_from={path}", todo="give a state dict")
