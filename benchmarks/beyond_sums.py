@@ -303,7 +303,7 @@ def main() -> int:
         for name, found in rows.items():
             print(f"| {subject} | {name} | {' | '.join(f'{each[number]:.9f}' for each in found)} |")
     code = {name: lines_of(kind) for name, (kind, _) in OTHERS.items() if name in rows} | {"Lockstep": lines_of(Task)}
-    print("\nLines of code: " + ", ".join(f"{name} {count}" for name, count in code.items()))
+    print("\nLines of code of each one's class: " + ", ".join(f"{name} {count}" for name, count in code.items()))
     return 0
 
 
