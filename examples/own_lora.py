@@ -10,6 +10,7 @@ without `text.path` it learns a made-up text. Nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ def _loss(net: nn.Module, tokens: Tensor) -> Tensor:
 
 def needed(package: str) -> Any:
     try:
-        return __import__(package)
+        return importlib.import_module(package)
     except ImportError:
         raise LockstepError(
             f"this needs {package}", where="examples/own_lora.py", todo=f"pip install {package}"

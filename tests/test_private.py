@@ -11,7 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.hardware import private
 from engine.hardware.adamw import AdamW
 
-OF_OTHERS = {"_exit", "_current_frames", "_replace", "_asdict", "_Unpickler", "_foreach_div_", "_foreach_norm"}
+OF_OTHERS = {
+    "_exit",
+    "_current_frames",
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_Unpickler",
+    "_foreach_div_",
+    "_foreach_norm",
+}
 OF_OTHERS |= {"_foreach_lerp_", "_foreach_add", "_foreach_add_", "_foreach_copy_"}
 """Of Python, and torch's documented functions over lists."""
 
