@@ -27,6 +27,8 @@ def names() -> list[str]:
 def _from_path(path: Path) -> ModuleType:
     """Import a file once, under its own name in sys.modules, so that pickle finds its classes."""
     name = f"tasks_from_path_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # it may import its neighbours; last, so that none hides a module of the project
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec and spec.loader

@@ -1,6 +1,7 @@
 """Batches of any form, and samples drawn from seeds: in loader processes, on any cut, after a resume."""
 
 import json
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from test_the_idea import distance
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, default_collate
 
+import tasks
 from data_loader import create_data_loaders, fingerprint, to_device
 from engine import batches, config, contract
 from engine.contract import Given, LockstepError
@@ -156,6 +158,15 @@ def test_a_sample_that_is_none_is_named(missing):
     refused([None if i == missing else row for i, row in enumerate(rows)], rf"^sample {missing} cannot .*: it is None")
     rows[missing]["deep"]["mask"] = None
     refused(rows, rf"'deep.mask' of sample {missing} is None, and of others it is not \(list\)")
+
+
+def test_a_task_by_its_path_imports_its_neighbours_and_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "its_neighbour.py").write_text("from tests.tasks.forms import Task as Forms\n")
+    (tmp_path / "data_loader.py").write_text("raise ImportError('in place of the engine's')\n")
+    own = tmp_path / "own.py"
+    own.write_text("import data_loader\nfrom its_neighbour import Forms\n\nclass Task(Forms):\n    pass\n")
+    assert tasks.load(str(own)).__name__ == "Task" and sys.path[-1] == str(tmp_path)
 
 
 def test_every_tensor_is_changed_and_nothing_else():
