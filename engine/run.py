@@ -139,9 +139,13 @@ class Run:
         A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
         also compares the names of the sums.
         """
-        self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
+        usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names and loss.weight is not None
+        if not usual or not getattr(loss.total, "requires_grad", False):
+            self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
         here = self.world.device
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
+        if any(part.ndim for part in parts):
+            check_loss(loss, self.sum_names, self.world.gather)
         numbers = torch.stack([self.vote, *[part if part.device == here else _on(here, part) for part in parts]])
         if micro.filler:
             numbers = torch.zeros_like(numbers)
