@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=2 train.py examples/own_text.py text.path=mine.txt model.layers=6
 
 Without a text of your own it reads the documentation that comes with Python, and ends at a loss below 1.6 nats a
-character on its last tenth: some 150 s of CPU time with bf16, half of that on two processes with global_batch=16.
+character on its last tenth: some 175 s of CPU time with bf16, 103 s on two processes with global_batch=16.
 engine/contract.py is the whole interface.
 """
 
