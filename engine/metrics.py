@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.batches import given_of
 from engine.collect import Collection
@@ -215,7 +215,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     """
     world, task = run.world, run.task
     model = run.evaluated_model.eval()
-    scored, tried, broken_off = EvalSums(), EvalSums("trials"), 0.0
+    scored, broken_off = EvalSums(), 0.0
     collection = Collection(task.collect_limit_mb) if collects(task) else None
     phase("loading validation data")
     for number, batch in enumerate(batches):
@@ -230,16 +230,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                 collection.add(task.collect(model, batch), len(given_of(batch).index))
         phase("loading validation data")
     phase("validation")
-    for first in range(world.rank * TRIALS_AT_ONCE, task.num_trials, world.size * TRIALS_AT_ONCE):
-        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
-        if run.stop.reason:
-            break
-        seed_generators(world.device, "trials", run.cfg.seed, first)
-        with run.precision.autocast():
-            found = task.trials(model, which, lambda: bool(run.stop.reason))
-        if run.stop.reason:  # then they may be anything
-            break
-        tried.add(found)
+    tried = _trials(run, model)
     if task.num_trials:
         broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
     vote = torch.full((), broken_off, device=world.device)
@@ -259,6 +250,22 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     else:
         metrics = reported(task, sums)
     return metrics | {"count": int(sums["count"])}, sums
+
+
+def _trials(run: Run, model: nn.Module) -> EvalSums:
+    """Make this rank's share of the task's trials; only some of them where the run is to stop."""
+    tried, task = EvalSums("trials"), run.task
+    for first in range(run.world.rank * TRIALS_AT_ONCE, task.num_trials, run.world.size * TRIALS_AT_ONCE):
+        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
+        if run.stop.reason:
+            break
+        seed_generators(run.world.device, "trials", run.cfg.seed, first)
+        with run.precision.autocast():
+            found = task.trials(model, which, lambda: bool(run.stop.reason))
+        if run.stop.reason:  # then they may be anything
+            break
+        tried.add(found)
+    return tried
 
 
 def check_count(sums: Sums, samples: int) -> None:
