@@ -45,7 +45,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
     speed.bind_cores(cfg, env, device)
-    backend = launch.pick_backend(cfg, env, device, always)  # nccl on GPUs; on CPUs gloo, sums in shared memory
+    backend = launch.pick_backend(cfg, env, device, always)  # nccl for what is on GPUs, gloo for the rest
     with launch.explained(env):
         dist.init_process_group(
             backend,
@@ -53,7 +53,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
             rank=env.rank,
             world_size=env.size,
             timeout=timedelta(seconds=cfg.ddp.timeout_s + 15),  # a backstop: the watchdog notices first
-            device_id=device if backend == "nccl" and env.size > 1 else None,
+            device_id=device if "nccl" in backend and env.size > 1 else None,
         )
     return World(env.rank, env.local_rank, env.size, device)
 

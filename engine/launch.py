@@ -168,21 +168,24 @@ def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """Return NCCL on GPUs; on CPUs gloo, with shared memory for sums where the ranks are on one machine. A process
-    without a launcher gets neither, but `always`: it sums alone, and needs no working network. On a GPU DDP, which
-    virtual workers take even alone, cannot do with gloo."""
+    """Return NCCL on GPUs, with gloo for what lies on the host; on CPUs gloo, with shared memory for sums where the
+    ranks are on one machine. A process without a launcher gets none of them, but `always`: it sums alone, and needs no
+    working network. On a GPU DDP, which virtual workers take even alone, cannot do with gloo.
+
+    Objects lie on the host, and torch sends them there: votes and errors get through while NCCL is stuck, and do not
+    wait for the GPU."""
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
         return "shm"
-    if cfg.ddp.backend != "auto":
-        return cfg.ddp.backend
+    if cfg.ddp.backend == "gloo":
+        return "gloo"
     if device.type == "cuda":
-        return "nccl"
+        return "nccl" if env.size == 1 else "cpu:gloo,cuda:nccl"
     return "shm" if env.size in (1, env.local_size) or not env.local_size else "gloo"
 
 
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
-    if backend == "nccl":
+    if "nccl" in backend:
         set_up_nccl(cfg.ddp.timeout_s)
     wait = timedelta(seconds=cfg.ddp.init_timeout_s)
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):

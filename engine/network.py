@@ -28,7 +28,7 @@ def choose_network(store: dist.Store, size: int) -> str:
     other; returns a text that names it. Gloo would take the one of this machine's own name, on many 127.0.0.1; NCCL the
     first it finds, which may be a bridge that leads nowhere, unless it has InfiniBand or a file that names one.
     """
-    if {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys():
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return ""
     # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to another rank counts.
     others = (store.get(f"rank{rank}_is_at").decode() for rank in range(size))
@@ -37,7 +37,7 @@ def choose_network(store: dist.Store, size: int) -> str:
         if interface and not agent.is_loopback(address):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             if not _nccl_knows():
-                os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # eth1 alone would take eth10, too
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would take eth10, too
             return f"{interface} ({address})"
     return ""  # all on one machine, or no Linux
 

@@ -98,7 +98,7 @@ class Exchange:
         """Send to each process its piece of each of this one's nodes. In bytes, because gloo does not know every type;
         through the host, where the backend cannot do it on a GPU."""
         length, device = len(self.mine[0]), self.mine[0].device
-        host = torch.device("cpu") if dist.get_backend() != "nccl" else device
+        host = torch.device("cpu") if "nccl" not in dist.get_backend() else device
         self.piece = -(-length // self.size)
         padded = [pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1) for each in self.mine]
         sent = torch.stack(padded, 1)  # (ranks, nodes, piece)

@@ -31,7 +31,7 @@ class World:
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> None:
-        """(all ranks) Add up over the ranks, in place; every tensor on `device`. Stays on the device: no host sync."""
+        """(all ranks) Add up over the ranks, in place. Tensors on `device` stay there: no host sync."""
         if self.size > 1:
             with phase.during("all_reduce", waits=True):
                 for tensor in tensors:
@@ -61,7 +61,7 @@ class World:
             return value
         box = [value]
         with phase.during("broadcast", waits=not self.main):
-            dist.broadcast_object_list(box, src=0, device=self.device)
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def unify(self, tensors: Iterable[Tensor], mean: bool) -> None:

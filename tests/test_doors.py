@@ -17,7 +17,16 @@ from engine.contract import LockstepError
 from engine.digests import code
 from engine.errors import headline
 from engine.faults import blame
-from engine.launch import Environment, data_parallel_devices, environment, explained, meeting, pick_device, rendezvous
+from engine.launch import (
+    Environment,
+    data_parallel_devices,
+    environment,
+    explained,
+    meeting,
+    pick_backend,
+    pick_device,
+    rendezvous,
+)
 
 SPY = """
 import torch
@@ -270,13 +279,44 @@ def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatc
     )
 
 
+def test_gloo_is_given_the_interface_though_that_of_nccl_is_set(no_nccl, monkeypatch):
+    """On GPUs both are used, and gloo would take that of the machine's own name."""
+    monkeypatch.setattr(network.agent, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    os.environ |= {"NCCL_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "10.0.0.1"}
+    assert network.choose_network(dist.HashStore(), 0) == "eth1 (10.0.0.2)"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
+    assert network.choose_network(dist.HashStore(), 0) == "", "the user's own"
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "device", "backend"),
+    [
+        (2, "auto", "cuda", "cpu:gloo,cuda:nccl"),
+        (2, "nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        (2, "gloo", "cuda", "gloo"),
+        (1, "auto", "cuda", "nccl"),
+        (2, "auto", "cpu", "shm"),
+        (2, "gloo", "cpu", "gloo"),
+    ],
+)
+def test_several_gpus_have_gloo_beside_nccl(size, asked, device, backend):
+    cfg = config.Config(ddp=config.DDP(backend=asked))
+    environment = Environment(size=size, local_size=size, launched=True)
+    assert pick_backend(cfg, environment, torch.device(device), False) == backend
+
+
+def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
+    """The other one here delivers nothing, and its device holds no data."""
+    succeed(launch.torchrun(2, str(ROOT / "tests/ranks/objects.py")))
+
+
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     """Nothing of it ends this process before the watchdog would; what the user has set stays."""
     monkeypatch.setattr(meeting, "notes", None), monkeypatch.setattr(meeting, "lasting", None)
     cfg = config.parse([TOY, "ddp.timeout_s=1800"], tasks.load).cfg
     rendezvous(Environment(), cfg, "gloo")
     assert not [name for name in os.environ if "NCCL_" in name]
-    rendezvous(Environment(), cfg, "nccl")
+    rendezvous(Environment(), cfg, "cpu:gloo,cuda:nccl")
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "1"

@@ -67,7 +67,7 @@ class Schedule:
 @dataclass
 class DDP:
     backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto", "NCCL on GPUs, gloo on CPUs, there with shared memory for sums"
+        "auto", "NCCL on GPUs, with gloo for objects; gloo on CPUs, there with shared memory for sums"
     )
     timeout_s: float = option(300.0, "seconds a collective may wait for the slowest rank", above=0)
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)

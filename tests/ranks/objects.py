@@ -1,0 +1,25 @@
+"""Run under torchrun: what ranks tell each other where GPUs have a backend of their own beside gloo, as NCCL is.
+
+torchrun ... objects.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend "fake": delivers nothing
+
+from engine.world import World
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+dist.init_process_group("cpu:gloo,cuda:fake")
+world = World(RANK, RANK, SIZE, torch.device("meta"))  # a tensor there has no data, so nothing could be read from it
+assert world.gather(f"rank {RANK}") == [f"rank {rank}" for rank in range(SIZE)]
+assert world.gather_on_main(RANK) == ([*range(SIZE)] if world.main else [])
+assert world.broadcast(f"rank {RANK}") == "rank 0"
+number = torch.tensor(RANK + 1.0)
+world.sum(number)
+assert number == SIZE * (SIZE + 1) / 2
+dist.barrier()
+dist.destroy_process_group()
