@@ -1,9 +1,11 @@
-"""Choose the network interface that leads from this machine to the others."""
+"""Choose the network interface that leads from this machine to the others; what NCCL is told, and records."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,6 +13,12 @@ import torch.distributed as dist
 from engine.faults import agent
 
 INFINIBAND = Path("/sys/class/infiniband")
+
+PIPE, TRACE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
+"""Environment variables, each the beginning of a path that ends with the rank: torch makes a pipe, and a thread of its
+own writes what NCCL did last to a file as soon as it reads anything there."""
+
+_pipes: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def set_up_nccl(timeout_s: float) -> None:
@@ -21,6 +29,28 @@ def set_up_nccl(timeout_s: float) -> None:
     # A CUDA error reaches the main thread anyway; in NCCL's own it would abort the process (pytorch#126544).
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))  # it aborts, too
+    if PIPE not in os.environ:
+        with contextlib.suppress(OSError):  # nowhere to write
+            _pipes.append(tempfile.TemporaryDirectory(prefix="lockstep_", dir=os.environ.get(agent.SCRATCH)))
+            os.environ[PIPE] = f"{_pipes[0].name}/rank"
+
+
+def trace_nccl(folder: Path) -> None:
+    """Have torch write to nccl_trace_rank<N> in `folder` what NCCL did last, about a second from now. The same call
+    from Python could wait for the GPU while it holds the GIL: then no thread of this process could run."""
+    os.environ.setdefault(TRACE, f"{folder}/nccl_trace_rank")
+    for pipe in Path(_pipes[0].name).iterdir() if _pipes else ():
+        with contextlib.suppress(OSError):  # nobody reads it
+            end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            with contextlib.suppress(OSError):  # nobody has read it for long
+                os.write(end, b"1")
+            os.close(end)
+
+
+def remove_pipes() -> None:
+    while _pipes:
+        _pipes.pop().cleanup()
+        os.environ.pop(PIPE, None)  # a process that starts again makes another
 
 
 def choose_network(store: dist.Store, size: int) -> str:

@@ -322,6 +322,7 @@ def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "1"
     rendezvous(Environment(), cfg, "nccl")
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"
+    network.remove_pipes()
 
 
 NCCL_SAYS = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error, NCCL version 2.27.5

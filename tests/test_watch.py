@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine import network
 from engine.faults import watchdog
 from engine.faults.signals import StopRequest
 from engine.faults.watchdog import Failure, Watchdog, diagnose
@@ -59,6 +60,33 @@ def zombie():
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     yield pid
     os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("torch_does", ["read", "not read", "have none there", "make no pipe"])
+def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, tmp_path, torch_does):
+    """In a pipe, which a thread of torch reads. Whatever that does, the stacks are told, and nothing waits for it."""
+    monkeypatch.setattr(watchdog.os, "environ", {**os.environ, "LOCKSTEP_SCRATCH": str(tmp_path)})
+    monkeypatch.setattr(watchdog.status.current, "folder", tmp_path)
+    network.set_up_nccl(10.0)
+    pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
+    if torch_does != "make no pipe":
+        os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) if "read" in torch_does else None
+    if torch_does == "not read":
+        full = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(full, b"0")
+        os.close(full)
+    ranks.mine.notes.put("dump", 3)
+    ranks.mine._beat()
+    assert ranks.mine.notes.has("stacks0")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl_trace_rank"
+    if end is not None:
+        assert os.read(end, 9) == (b"1" if torch_does == "read" else b"000000000")
+        os.close(end)
+    network.remove_pipes()
+    assert not [*tmp_path.iterdir()] and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in os.environ
 
 
 def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):

@@ -14,7 +14,7 @@ import threading
 import time
 from types import FrameType
 
-from engine import launch
+from engine import launch, network
 from engine.errors import LockstepError
 from engine.faults import agent, oom, terminal
 
@@ -109,6 +109,7 @@ def leave_nothing() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():
         child.kill()
+    network.remove_pipes()
     orphaned = agent.SCRATCH in os.environ and os.getppid() != _parent
     for folder in _scratch + ([os.environ[agent.SCRATCH]] if orphaned else []):
         shutil.rmtree(folder, ignore_errors=True)

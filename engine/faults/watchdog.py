@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine import network
 from engine.errors import LockstepError
 from engine.faults import oom, terminal
 from engine.faults.signals import StopRequest, leave_nothing
@@ -110,6 +111,8 @@ class Watchdog:
         if asked is not None and asked != self.dumped:
             self.dumped = asked
             self.notes.put(f"stacks{self.world.rank}", stacks())
+            if status.current.folder is not None:
+                network.trace_nccl(status.current.folder)
 
     def _share_stop(self) -> None:
         """Tell all ranks within a beat of a stop requested on one; the loop votes on the step it happens after."""
