@@ -6,7 +6,9 @@ A script without these calls trains the same, more slowly.
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from engine.contract import Task
 from engine.errors import LockstepError, amount
 from engine.hardware import compiler, cores, memory, shm_backend
 from engine.hardware.device_cache import CachedDataset
+from engine.phases import phase
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Run
@@ -119,9 +122,36 @@ def compile_model(run: Run) -> None:
     compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
 
 
+def collect_garbage(run: Run, every: int) -> None:
+    """Collect garbage after so many steps, the same on all ranks, and never in between, until `run` is gone: where
+    each rank collects when Python likes, all others wait for each of them. What exists now is left out, so that a
+    whole collection takes a millisecond."""
+    collected = 0
+
+    def listener(name: str) -> None:
+        nonlocal collected
+        if name == "logging" and phase.step % every == 0 and phase.step != collected:  # entered again after each sum
+            collected = phase.step
+            gc.collect()
+
+    def restore() -> None:
+        phase.listeners.remove(listener)
+        gc.unfreeze()
+        gc.enable()
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    phase.listeners.append(listener)
+    weakref.finalize(run, restore)
+
+
 def finish(run: Run) -> Plan:
-    """Set threads and allocator, after all else is there; return the plan with what was chosen, for a person."""
+    """Set threads, garbage collection and allocator, after all else is there; return the plan with what was chosen, for
+    a person."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
+    if cfg.gc_every:
+        collect_garbage(run, cfg.gc_every)
     held = sum(
         set_.bytes
         for loader in (run.train_loader, run.val_loader)

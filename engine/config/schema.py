@@ -160,6 +160,9 @@ class Config:
     allocator: Literal["keep", "system"] = option(
         "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
     )
+    gc_every: int = option(
+        0, "optimizer steps between collections of Python's garbage, on all ranks at once; 0 = when Python likes", low=0
+    )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
