@@ -14,7 +14,8 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.batches import map_tensors, tell, tensors
+from engine.batches import leaves, map_tensors, tell, tensors
 from engine.config import Config
 from engine.console import console
 from engine.contract import RESERVED, Batch, Given, Task, check_scored
-from engine.errors import LockstepError
+from engine.errors import LockstepError, amount
 from engine.faults.loader_processes import in_processes, starting_processes
 from engine.faults.signals import own_scratch
 from engine.hardware.device_cache import CachedDataset, cache_datasets
@@ -176,16 +177,30 @@ class EvalSampler(Sampler[Asked]):
         return len(self.starts)
 
 
+AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
+"""Bytes of held data that are gathered and prepared at once: on a GPU dozens of small kernels serve many passes; on a
+CPU, what stays in its cache, several small ones."""
+
+
 class TrainLoader:
     """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
-    loader  torch's, with its processes; None: batches are fetched by this process, which is right where a batch is one
-            gather away
+    loader   torch's, with its processes; None: batches are fetched by this process, which is right where a batch is one
+             gather away
+    prepare  the task's, if it has one
     """
 
-    def __init__(self, dataset: Any, sampler: TrainSampler, seed: int, world: World, loader: DataLoader[Any] | None):
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: TrainSampler,
+        seed: int,
+        world: World,
+        loader: DataLoader[Any] | None,
+        prepare: Callable[[Batch], Batch] | None = None,
+    ):
         self.dataset, self.sampler, self.seed, self.loader = dataset, sampler, seed, loader
-        self.source, self.device = Source(dataset), world.device
+        self.source, self.device, self.prepare = Source(dataset), world.device, prepare
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         self.sampler.set_epoch(epoch)
@@ -202,20 +217,16 @@ class TrainLoader:
         seeds = micro.seeds and micro.seeds[:most]
         slots = slice(first, min(last, first + most * step), step)
         micro = micro._replace(indices=micro.indices[:most], seeds=seeds, slots=slots)
-        return self._told(to_device(self.source.get(micro), self.device), micro, *self._numbers())
+        batch = to_device(self.source.get(micro), self.device)
+        return self._prepared(batch, self._given([micro], self._numbers()))
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
         """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
-        numbers, held = self._numbers(), self.dataset
-        fetched: Iterator[tuple[Micro, Batch]]
-        if isinstance(held, CachedDataset) and held.device.type == self.device.type:  # one gather, by the order there
-            fetched = ((micro, held.rows(numbers[0][micro.slots])) for micro in self.sampler.micro_batches())
-        else:
-            fetched = _fetched(self.source, self.sampler, self.loader, self.device)
+        passes = self._held_passes() if _lies_on(self.device, self.dataset) else self._fetched_passes()
 
         def one_step() -> Iterator[tuple[Batch, Micro]]:
-            for micro, batch in fetched:
-                yield self._told(batch, micro, *numbers), micro
+            for batch, micro in passes:
+                yield batch, micro
                 if micro.closes_step:
                     return
                 phase("data loading")
@@ -228,19 +239,72 @@ class TrainLoader:
         """Yield the passes of all steps."""
         return itertools.chain.from_iterable(self)
 
+    def _fetched_passes(self) -> Iterator[tuple[Batch, Micro]]:
+        numbers = self._numbers()
+        for micro, batch in _fetched(self.source, self.sampler, self.loader, self.device):
+            yield self._prepared(batch, self._given([micro], numbers)), micro
+
+    def _held_passes(self) -> Iterator[tuple[Batch, Micro]]:
+        """Yield the passes of data that lie on the device: several are gathered and prepared at once, and cut apart."""
+        held, numbers, micros = self.dataset, self._numbers(), self.sampler.micro_batches()
+        size = self.sampler.plan.micro_batch * held.bytes // len(held)  # of a pass
+        most = AT_ONCE[self.device.type] // max(1, size) if type(held.columns) is dict else 1
+        while some := [*itertools.islice(micros, max(1, most))]:
+            given = self._given(some, numbers)
+            batch = self._prepared(held.rows(given.index), given)
+            if len(some) == 1:
+                yield batch, some[0]
+                continue
+            _check_rows(batch, len(given.index))
+            end = 0
+            for micro in some:
+                begin, end = end, end + len(micro.indices)
+                yield map_tensors(batch, partial(_piece, slice(begin, end))), micro
+
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return index, position and seed of the whole epoch: batch by batch that would be fifty operations a step."""
         index = torch.tensor(self.sampler.order(), device=self.device)
         position = torch.arange(len(index), device=self.device)
         return index, position, sample_seeds(self.seed, self.sampler.epoch, position)
 
-    def _told(self, batch: Batch, micro: Micro, *numbers: Tensor) -> Batch:
-        """Return the batch with the loader's own numbers."""
-        given = Given(*[whole[micro.slots] for whole in numbers])
-        if micro.mean_weight is not None:
-            shape = (len(micro.indices),)
-            given.mean_weight = torch.full(shape, micro.mean_weight, dtype=torch.float64, device=self.device)
-        return batch | {RESERVED: given} if type(batch) is dict else tell(batch, given)
+    def _given(self, micros: list[Micro], numbers: tuple[Tensor, Tensor, Tensor]) -> Given:
+        """Return the loader's own numbers of some passes together."""
+        given = Given(*[_joined([whole[micro.slots] for micro in micros]) for whole in numbers])
+        if micros[0].mean_weight is not None:
+            full = partial(torch.full, dtype=torch.float64, device=self.device)
+            given.mean_weight = _joined([full((len(micro.indices),), micro.mean_weight) for micro in micros])
+        return given
+
+    def _prepared(self, batch: Batch, given: Given) -> Batch:
+        """Return the batch as the task's `loss` gets it."""
+        batch = batch | {RESERVED: given} if type(batch) is dict else tell(batch, given)
+        if self.prepare is None:
+            return batch
+        with phase.during("augmentation"):
+            return self.prepare(batch)
+
+
+def _lies_on(device: torch.device, dataset: Any) -> bool:
+    return isinstance(dataset, CachedDataset) and dataset.device.type == device.type
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _piece(rows: slice, values: Tensor) -> Tensor:
+    """Return some rows; as a copy where memory of their own would be aligned better, because kernels go by that."""
+    piece = values[rows]
+    return piece if rows.start * values.stride(0) * values.element_size() % 512 == 0 else piece.clone()
+
+
+def _check_rows(batch: Batch, rows: int) -> None:
+    """Raise LockstepError where what a task has prepared cannot be cut apart."""
+    for name, leaf in leaves(batch):
+        if leaf is not None and getattr(leaf, "shape", ())[:1] != (rows,):
+            what = f"{name!r} has no row for each of {amount(rows, 'sample')}"
+            todo = "give tensors with a row for each sample, or use cache=none"
+            raise LockstepError(what, where="the task's `prepare`", todo=todo)
 
 
 class EvalLoader:
@@ -253,9 +317,12 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         index = torch.arange(self.sampler.num_samples, device=self.device)
         seeds = sample_seeds(0, 0, index)  # of the samples alone: every evaluation draws the same
-        for (indices, _), batch in _fetched(self.source, self.sampler, self.loader, self.device):
+        held = _lies_on(self.device, self.dataset)
+        asked = ((asked, None) for asked in self.sampler)
+        for (indices, _), batch in asked if held else _fetched(self.source, self.sampler, self.loader, self.device):
             here = slice(indices[0], indices[-1] + 1)
-            yield tell(batch, Given(index[here], index[here], seeds[here]))
+            given = Given(index[here], index[here], seeds[here])
+            yield tell(self.dataset.rows(given.index) if held else batch, given)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -393,10 +460,10 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
 
 
 def create_data_loaders(
-    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any
+    cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, task: Task | None = None
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Return the loaders of this rank; without validation data, None, only the first. The training set needs `labels`
-    (N,) where `sampler: balanced`."""
+    (N,) where `sampler: balanced`. A `task` prepares the batches to train on."""
     if cfg.num_workers:
         own_scratch()
     labels = None
@@ -428,7 +495,8 @@ def create_data_loaders(
         for dataset, batches in zip(sets, samplers, strict=True)
     ]
     console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")
-    train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0])
+    prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
+    train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0], prepare)
     if val_set is None:
         console.info("No validation data: nothing is evaluated, and the last checkpoint is the one that counts\n")
         return train_loader, None

@@ -67,7 +67,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
         task.resuming = resumed is not None
         train_set, val_set = load_datasets(task, split, state)
         plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
-        loaders = create_data_loaders(cfg, world, plan, train_set, val_set)  # a DistributedSampler that never pads
+        loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)  # DistributedSamplers that never pad
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
         checkpoint.check_same_run(state, args, task, plan, data, resumed, split)
     plan = speed.agree(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks

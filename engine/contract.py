@@ -221,7 +221,8 @@ class Task:
         What is random is drawn from seeds, never from a generator that is already there. A dataset may take them:
         `__getitem__(i, seed)` is given an int in [0, 2**63), `__getitems__(indices, seeds)` a (B,) int64 tensor of
         them, as `uniform` wants it: functions of (seed, epoch, position), in an evaluation of the index alone. In
-        `loss`, draw from `batch["lockstep"].seed`. For a GPU a thread asks the dataset, never two at once. It may have
+        `prepare` and `loss`, draw from `batch["lockstep"].seed`. For a GPU a thread asks the dataset, never two at
+        once. It may have
 
         collate(samples)  a method that makes a batch of samples, of any form and class: padded, ragged, packed
         labels   (N,) int64: what `sampler: balanced` balances
@@ -242,8 +243,14 @@ class Task:
     started_from: str = ""
     """Set by `model`: where its weights come from, unless they are random."""
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Return a training batch as `loss` is to get it, on its device: augmented, say, as `batch | {"x": ...}`. Each
+        sample is changed by itself, at random by its seed in `batch["lockstep"].seed` and nothing else: of data that
+        are held (`cache`) many passes are prepared at once, a row of each tensor for a sample."""
+        return batch
+
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once), with augmentation.
+        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once).
         Where each sample is compared with all others of the global batch, see `gather_batch`."""
         total, weight, sums = join(check_terms(self.losses(net, batch)))
         return Loss(total, weight, Sums(sums))

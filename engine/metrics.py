@@ -172,7 +172,7 @@ def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow |
     if world.size == 1:
         return None
     # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
-    computed = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
     if run.gpu_clock:
         with world.host_sync():
             computed = run.gpu_clock.take()

@@ -15,7 +15,10 @@ from engine.phases import phase
 
 T = TypeVar("T")
 
-PHASES = ("data loading", "host to device", "forward", "backward", "gradient sync", "optimizer step", "logging")
+PHASES = (
+    *("data loading", "host to device", "augmentation", "forward"),
+    *("backward", "gradient sync", "optimizer step", "logging"),
+)
 """Phases of a training step, in their order. A run's other phases are not part of a step."""
 
 BESIDE = ("loading validation data", "validation")

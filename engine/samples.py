@@ -211,6 +211,6 @@ def _another_each_time(name: str, index: int, leaf: str) -> LockstepError:
     return LockstepError(
         f"sample {index} is another each time it is fetched: its {leaf or 'value'!r} is",
         where=name,
-        todo="draw from the seed that __getitem__(i, seed) is given, in the loss from batch['lockstep'].seed, or "
+        todo="draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
         "no two runs are alike, and no two cuts; random_samples=warn trains all the same",
     )

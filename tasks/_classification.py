@@ -119,9 +119,12 @@ class Classification(contract.Task):
             self._weights = cached = torch.as_tensor(values, dtype=like.dtype, device=like.device)
         return cached
 
+    def prepare(self, batch: Batch) -> Batch:
+        return batch | {"x": self.augment(batch["x"], batch["lockstep"].seed)}
+
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
-        logits = net(self.augment(batch["x"], batch["lockstep"].seed))  # (B, C)
+        logits = net(batch["x"])  # (B, C)
         # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         weights = self.weights(logits)

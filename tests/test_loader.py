@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import succeed
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+import data_loader
 from data_loader import (
     EvalSampler,
     TrainSampler,
@@ -28,6 +31,7 @@ from engine import config, console, contract, plan
 from engine.batches import tensors
 from engine.contract import LockstepError
 from engine.faults.loader_processes import _begin_worker
+from engine.hardware.device_cache import CachedDataset
 from engine.launch import processes_sharing
 from engine.world import World
 
@@ -335,6 +339,95 @@ def test_held_data_give_the_same_batches(monkeypatch):
             assert all(map(torch.equal, tensors(ours), tensors(theirs))), cache
 
 
+class Windows:
+    """Rows of 11 numbers, so that hardly a batch begins where memory would, and how much of a loss each has."""
+
+    rows = torch.arange(61 * 11.0).view(61, 11)
+    weights = np.arange(61) + 1
+
+    def __len__(self):
+        return 61
+
+    def __getitems__(self, indices):
+        return {"x": self.rows[indices], "y": torch.tensor(indices)}
+
+
+class Noisy:
+    """A task of which the loader knows one method."""
+
+    def prepare(self, batch):
+        seed = batch["lockstep"].seed
+        self.most = max(getattr(self, "most", 0), len(seed))
+        return batch | {"x": batch["x"] + contract.uniform(seed, 11), "sign": seed.sign()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_passes_that_are_prepared_together_have_the_same_bits(monkeypatch, size):
+    """And memory that is aligned as their own would be, which kernels go by; from the middle of such a group, too."""
+    the_plan = make_plan(61, size, batch=2, accumulation=2)
+    seen = {}
+    for cache, together in (("none", 0), ("host", 0), ("host", 3), ("host", 16)):
+        monkeypatch.setitem(data_loader.AT_ONCE, "cpu", together * 2 * (11 * 4 + 8))
+        for rank, consumed in itertools.product(range(size), (0, 3 * the_plan.global_batch)):
+            cfg, task = config.Config(batch_size=2, cache=cache, seed=9), Noisy()
+            loader, _ = create_data_loaders(cfg, world(rank, size), the_plan, Windows(), None, task)
+            loader.set_epoch(1, consumed)
+            passes = [*loader.passes()]
+            assert (task.most > 4) == (together > 1)
+            seen[cache, together, rank, consumed] = passes
+            own = [value for batch, _ in passes for value in tensors(contract.inputs(batch))]
+            assert all(value.data_ptr() % 64 == 0 for value in own)
+    for (_, _, rank, consumed), passes in seen.items():
+        expected = seen["none", 0, rank, consumed]
+        assert [micro for _, micro in passes] == [micro for _, micro in expected]
+        for (batch, micro), (other, _) in zip(passes, expected, strict=True):
+            given = batch["lockstep"]
+            assert given.index.tolist() == micro.indices == batch["y"].tolist()
+            assert all(map(torch.equal, tensors(batch), tensors(other)))
+
+
+@pytest.mark.parametrize("odd", [{"x": torch.zeros(())}, {"names": ["a", "b"]}, {"x": torch.zeros(1, 3)}])
+def test_what_cannot_be_cut_into_passes_is_refused(odd):
+    task = type("Odd", (), {"prepare": lambda self, batch: batch | odd})()
+    cfg = config.Config(batch_size=2, cache="host")
+    loader, _ = create_data_loaders(cfg, world(), make_plan(61, 1, batch=2), Windows(), None, task)
+    with pytest.raises(LockstepError, match=r"no row for each of 61 samples \(the task's `prepare`\)"):
+        next(loader.passes())
+
+
+class Crossings(TorchFunctionMode):
+    """Note operations on tensors of two devices, and tensors made of the host's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        devices = {value.device.type for value in tree_leaves((args, kwargs, out)) if isinstance(value, torch.Tensor)}
+        if len(devices) > 1 or func in (torch.tensor, torch.as_tensor):
+            self.seen.append(func)
+        return out
+
+
+def test_held_data_are_indexed_where_they_lie(monkeypatch):
+    """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
+    monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
+    monkeypatch.delattr(CachedDataset, "__getitems__")  # which takes a list
+    there = World(0, 0, 1, torch.device("meta"))
+    cfg = config.Config(batch_size=2, cache="device", eval_batch_size=8)
+    train, val = create_data_loaders(cfg, there, make_plan(61, 1, batch=2), Windows(), Windows(), Noisy())
+    for batches, count in ((train.passes(), 31), (iter(val), 8)):
+        next(batches)  # the epoch's order goes there
+        with (crossings := Crossings()):
+            assert len([*batches]) == count - 1
+        assert not crossings.seen
+    with crossings:
+        torch.tensor([3, 4], device="meta")
+        torch.zeros(2).to("meta")
+    assert len(crossings.seen) == 2
+
+
 def _counting(function, calls):
     def counted(self, indices):
         calls.append(indices)
@@ -502,10 +595,14 @@ def test_two_loaders_never_fetch_at_once():
 
 @pytest.mark.slow
 def test_held_data_train_the_same(launch, tmp_path):
-    runs = {}
-    for cache in ("none", "host"):
-        words = ["har", "dataset.stride=512", "model.width=8", "steps=6", f"cache={cache}"]
-        done = succeed(launch.python("train.py", *words, f"save_dir={tmp_path / cache}"))
-        assert (" MB of data held" in done.out) is (cache == "host")
-        runs[cache] = torch.load(tmp_path / cache / "last.pt", weights_only=True)["model"]
-    assert all(torch.equal(runs["host"][name], weight) for name, weight in runs["none"].items())
+    """Of these ten passes are prepared at once. Three a step: a run that is stopped is in the middle of some."""
+    words = ["har", "dataset.stride=512", "model.width=8", "batch_size=8", "virtual_workers=3", "schedule.horizon=6"]
+    for cache, parts in {"none": [(1, 6)], "host": [(1, 6)], "device": [(1, 2), (2, 4), (3, 6)]}.items():
+        for processes, steps in parts:
+            command = ["train.py", *words, f"steps={steps}", f"cache={cache}", f"save_dir={tmp_path / cache}"]
+            done = succeed(launch.python(*command) if processes == 1 else launch.torchrun(processes, *command))
+            assert (" MB of data held" in done.out) is (cache != "none")
+    right, *others = (
+        torch.load(tmp_path / cache / "last.pt", weights_only=True)["model"] for cache in ("none", "host", "device")
+    )
+    assert all(torch.equal(other[name], weight) for other in others for name, weight in right.items())

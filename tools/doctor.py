@@ -351,12 +351,12 @@ def measure(ready: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
     the error's text if one fails."""
     run, given = ready, ready.train_loader
-    alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None)
+    alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
         val_set = ready.val_loader and ready.val_loader.dataset
-        works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set)[0])
+        works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set, run.task)[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():

@@ -120,7 +120,7 @@ def _sample_bytes(source: Source) -> tuple[int, tuple[str, str] | None]:
     for k, index in enumerate(some):
         alone = dict(leaves(source.get(ask([index], seeded=False))))
         if not all(same_bits(values[k], alone[name][0]) for name, values in together.items()):
-            todo = "draw from batch['lockstep'].seed in the task's loss, pad to one length, or use cache=none"
+            todo = "draw from batch['lockstep'].seed in the task's prepare, pad to one length, or use cache=none"
             return 0, ("gives another sample each time, or in other company", todo)
     return sum(values.nbytes for values in together.values()) // max(1, len(some)), None
 
