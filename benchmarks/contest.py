@@ -167,9 +167,9 @@ def built(about: dict[str, Any]) -> Any:
     """Build the model from sizes that a task would read from its data."""
     import torch
 
-    file, kind, sizes = about["model"]
+    module, kind, sizes = about["model"]
     sizes = {name: torch.tensor(size) if isinstance(size, list) else size for name, size in sizes.items()}
-    return getattr(import_module(f"models.{file}"), kind)(**sizes)
+    return getattr(import_module(module), kind)(**sizes)
 
 
 def start(about: dict[str, Any], clock: Clock) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def test_start_has_the_model_that_is_trained(workload, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
     about = benchmark.WORKLOADS[workload]
     words = [word.replace("{arrays}", str(benchmark.make_arrays(tmp_path))) for word in about["words"]]
-    words += ["dataset.trials=40", "dataset.videos=20"] if workload == "video" else []
+    words += ["dataset.trials=40", "dataset.videos=20"] if workload in ("video", "plain_3d") else []
     cfg = config.parse(words, tasks.load).cfg
     task = tasks.load(cfg.task)(cfg)
     task.datasets()
@@ -335,6 +335,13 @@ def test_a_contestant_that_fails_is_named(capsys):
     )
     assert benchmark.compete("har_flatten", 1, args) == {}
     assert "tutorial failed (exit code 1)" in capsys.readouterr().out
+
+
+def test_a_contestant_that_hangs_is_ended(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "TIMEOUT_S", 0.5)
+    about = {"arrays": "nowhere", "warmup": 1} | benchmark.WORKLOADS["har_flatten"]
+    assert benchmark.measure("start", about, 2, 1) is None, "importing torch takes longer"
+    assert "start failed (no end after 0.5 s): []" in capsys.readouterr().out
 
 
 def test_results_name_their_surroundings():
