@@ -5,6 +5,7 @@ python benchmarks/run.py                                          all workloads,
 python benchmarks/run.py --only har_flatten --processes 1 --rounds 5
 python benchmarks/run.py --check                                  exit code 1 if a bar is missed
 python benchmarks/run.py --gpu                                    on a GPU
+ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 python benchmarks/run.py    as if without bf16 and AVX-512
 
 Each measurement is a new process (two under torchrun); the contestants are interleaved, so that other load meets all of
 them. Ratios are taken within one run. The others need `pip install -e '.[bench]'`; a missing one is left out and named.
@@ -37,6 +38,9 @@ PLAIN = ROOT / "benchmarks" / "plain"
 
 TIMEOUT_S = 900
 """Seconds until a contestant is taken to hang."""
+
+HIDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
+"""Variables by which a CPU is made to look like an older one."""
 
 PEERS = ["tutorial", "accelerate", "lightning", "fabric", "ignite"]
 PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "ignite": "pytorch-ignite",
@@ -180,9 +184,9 @@ def apart(about: dict[str, Any], processes: int, threads: int) -> dict[str, Any]
 
 
 def has_bf16() -> bool:
-    """Return whether this CPU has bf16 instructions, as /proc/cpuinfo says."""
+    """Return whether this CPU has bf16 instructions, as /proc/cpuinfo says, and no variable hides them."""
     flags = Path("/proc/cpuinfo")
-    return flags.exists() and "avx512_bf16" in flags.read_text()
+    return flags.exists() and "avx512_bf16" in flags.read_text() and not any(name in os.environ for name in HIDING)
 
 
 def limits(workload: str, everything: bool, bf16: bool) -> list[str]:
@@ -366,7 +370,8 @@ def main() -> int:
     lines = [
         "# Lockstep beside others",
         "",
-        f"`python benchmarks/run.py {' '.join(sys.argv[1:])}`",
+        f"`{''.join(f'{name}={os.environ[name]} ' for name in HIDING if name in os.environ)}"
+        f"python benchmarks/run.py {' '.join(sys.argv[1:])}`",
         "",
         f"Commit {about['commit']}, {about['date']}; {about['device']}; Python {about['python']}; "
         + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
