@@ -63,6 +63,7 @@ class Log(Silent):
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         self.blind = False  # the loss of the terminal has been logged
         self.torn = False  # the last line of metrics.jsonl may be half there
+        self.memory_mb, self.memory_read_at = 0.0, -math.inf
         self.bars = sys.stderr.isatty()
         show_bars(self.bars)
         self.crowd = cores.Crowd()
@@ -141,7 +142,9 @@ class Log(Silent):
     def train(self, run: Run, metrics: dict[str, float]) -> None:
         p, plan = run.progress, run.plan
         self._record("train", run, metrics)
-        self._scalars("train", run, metrics | {"memory_mb": _memory_mb(run)})
+        if time.perf_counter() > self.memory_read_at + 1.0:  # not each time: it takes 0.2 ms
+            self.memory_mb, self.memory_read_at = _memory_mb(run), time.perf_counter()
+        self._scalars("train", run, metrics | {"memory_mb": self.memory_mb})
         shown = _shown(metrics)
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k.lower()}={v}" for k, v in shown.items()), refresh=False)

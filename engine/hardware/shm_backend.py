@@ -9,8 +9,7 @@ long, for a few megabytes ten times. Here they are added in the order of the ran
 gets the same bits, whatever buckets DDP makes.
 
 torch calls backends of one's own experimental; read with torch 2.13. There a ProcessGroup written in Python takes the
-place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` and
-`_create_work_from_future` are private names.
+place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
 """
 
 import contextlib
@@ -32,7 +31,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from engine.errors import LockstepError
@@ -221,6 +219,26 @@ class Sum(dist.Work):
         return future
 
 
+class Alone(dist.Work):
+    """The sum of a world of one, complete as it begins."""
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return what DDP asks for; on GPUs it has NCCL."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.tensors)
+        return future
+
+
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group.
 
@@ -251,9 +269,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
             if self.size() == 1:
-                future: Future[list[Tensor]] = Future()
-                future.set_result(tensors if tensors[0].device.type == "cpu" else [])  # for DDP: on GPUs it has NCCL
-                return _create_work_from_future(future)
+                return Alone(tensors)
             if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
                 return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
