@@ -46,8 +46,8 @@ def update_ema(ema: AveragedModel, model: nn.Module, decay: float, skipped: Tens
             (copied if number in vars(ema)["copied"] else lerped).append((average, value.detach()))
     weights = {dtype: weight.to(dtype) for dtype in {average.dtype for average, _ in lerped}}
     torch._foreach_lerp_([a for a, _ in lerped], [v for _, v in lerped], [weights[a.dtype] for a, _ in lerped])
-    for average, value in copied:
-        average.copy_(value)
+    if copied:
+        torch._foreach_copy_([average for average, _ in copied], [value for _, value in copied])
     ema.n_averaged += taken.long()
 
 
@@ -101,9 +101,14 @@ class Buffers:
         """Restore what was kept, if the step was skipped: its forward passes have seen what is not finite."""
         if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
             return
-        bad = skipped > 0
-        for _, buffer, kept in self.changes():
-            torch.where(bad, kept, buffer, out=buffer)
+        bad, of_type = skipped > 0, dict[torch.dtype, list[tuple[Tensor, Tensor]]]()
+        for _, buffer, before in self.changes():
+            of_type.setdefault(buffer.dtype, []).append((buffer, before))
+        for pairs in of_type.values():  # all of a type in four kernels; a mask would make NaN of what is not finite
+            buffers, kept = zip(*pairs, strict=True)
+            now, then = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (buffers, kept))
+            right = torch.where(bad, then, now).split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [each.view_as(buffer) for each, buffer in zip(right, buffers, strict=True)])
 
 
 def step(

@@ -190,13 +190,48 @@ def test_a_skipped_step_leaves_everything_as_it_was(steps, words):
     assert run.progress.step == 6 and metrics["skipped_steps"] == 1 and metrics["loss"] > 0
 
 
-def test_on_a_gpu_putting_buffers_back_is_one_kernel_each():
+def some_norms(number, device=None):
+    return nn.Sequential(*(nn.BatchNorm1d(n + 1, device=device) for n in range(number)))
+
+
+@pytest.mark.parametrize("norms", [1, 20])
+def test_on_a_gpu_putting_buffers_back_is_a_few_kernels(norms):
     """There it is done after every step, because to ask whether it has to be is a sync point."""
-    buffers, skipped = optim.Buffers(nn.BatchNorm1d(4, device="meta")), torch.zeros((), device="meta")
+    buffers, skipped = optim.Buffers(some_norms(norms, "meta")), torch.zeros((), device="meta")
     buffers.keep()
     with (calls := Reads(every=True)):
         buffers.put_back(skipped)
-    assert len(calls.seen) == 1 + 3, calls.seen
+    kernels = [func for func in calls.seen if not func.is_view]
+    assert len(kernels) == 1 + 2 * 4, kernels
+
+
+class OnAGpu:
+    """Whether a step was skipped, told by a GPU, of which nobody asks it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, skipped):
+        self.skipped = torch.tensor(skipped)
+
+    def __gt__(self, number):
+        return self.skipped > number
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_on_a_gpu_what_is_not_finite_comes_back_and_stays_to_the_last_bit(skipped):
+    net = some_norms(3)
+    net.register_buffer("mask", torch.tensor([[0.0, -torch.inf, torch.nan], [1.0, 2.0, 3.0]]).T)
+    buffers = optim.Buffers(net)
+    buffers.keep()
+    before = {name: buffer.clone() for name, buffer in buffers().items()}
+    net[0].running_mean.fill_(torch.nan)
+    net[2].running_var.copy_(torch.tensor([torch.inf, 1.0, -0.0]))
+    net[2].num_batches_tracked += 1
+    net.mask += 1.0
+    expected = before if skipped else {name: buffer.clone() for name, buffer in buffers().items()}
+    buffers.put_back(OnAGpu(skipped))
+    for name, buffer in buffers().items():
+        assert buffer.numpy().tobytes() == expected[name].numpy().tobytes(), name
 
 
 def test_the_average_is_what_is_scored(steps):
