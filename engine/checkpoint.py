@@ -87,6 +87,10 @@ def capture(run: Run) -> dict[str, Any]:
         return {}
     model = _weights(run.model, run.left_out)
     ema = _weights(run.ema, {f"module.{name}" for name in run.left_out}) if run.ema is not None else {}
+    optimizer = _copy(optimizer)
+    if run.world.device.type == "cuda":
+        with run.world.host_sync():
+            torch.cuda.current_stream().synchronize()  # once, for all copies; nothing below has read them before
     frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name in frozen & model.keys() if ema else ():
         if torch.equal(ema[f"module.{name}"], model[name]):  # true of the average of what never changes
@@ -103,11 +107,11 @@ def capture(run: Run) -> dict[str, Any]:
         "known": run.task.metadata(),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),
-        "tally": _copy(run.meter.state()),
+        "tally": run.meter.state(),
         "model": model,
         "ema": ema or None,
         "left_out": run.left_out,
-        "optimizer": _copy(optimizer),
+        "optimizer": optimizer,
         "optimizer_name": optimizers.name_of(run.optimizer),
         "scaler": run.scaler.state_dict(),
     }
@@ -116,9 +120,7 @@ def capture(run: Run) -> dict[str, Any]:
 def _weights(module: nn.Module, left_out: Container[str]) -> dict[str, Any]:
     """Return a copy in which tied weights are one tensor again: the file holds it once."""
     state = {name: value for name, value in module.state_dict().items() if name not in left_out}
-    copies: dict[Any, Any] = {}
-    for value in state.values():
-        copies.setdefault(_identity(value), _copy(value))
+    copies = {key: _copy(value) for key, value in {_identity(value): value for value in state.values()}.items()}
     return {name: copies[_identity(value)] for name, value in state.items()}
 
 
@@ -129,8 +131,8 @@ def _identity(value: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+    if isinstance(value, torch.Tensor):  # from a GPU into pinned memory, which torch keeps for the next time
+        return value.detach().to("cpu", non_blocking=True, copy=True)
     if isinstance(value, dict):
         return {name: _copy(item) for name, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
