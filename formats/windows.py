@@ -95,7 +95,7 @@ class Windows:
         return len(self.starts)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        chosen = torch.as_tensor(indices)
+        chosen = torch.from_numpy(np.asarray(indices, np.int64))  # a third of what torch takes for a list
         every = self.signal.unfold(0, self.length, 1)  # (steps - T + 1, C, T), a view
         return {"x": every.index_select(0, self.starts[chosen]), "y": self._y[chosen]}
 
