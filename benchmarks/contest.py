@@ -31,11 +31,23 @@ def seconds_since_start() -> float:
 
 
 class Clock:
-    """Wall and CPU time between the step that ends the warm-up and the last one."""
+    """Wall and CPU time between the step that ends the warm-up and the last one.
+
+    parts  seconds of the steps in between by phase, of a contestant that calls `phase`
+    """
 
     def __init__(self, warmup: int):
         self.warmup, self.steps, self.first_step_s = warmup, 0, 0.0
         self.at: list[tuple[float, float, int]] = []
+        self.parts: dict[str, float] = {}
+        self.current, self.since = "", 0.0
+
+    def phase(self, name: str) -> None:
+        """Note that the process begins to work on something else."""
+        now = time.perf_counter()
+        if len(self.at) == 1:
+            self.parts[self.current] = self.parts.get(self.current, 0.0) + now - self.since
+        self.current, self.since = name, now
 
     def step(self) -> None:
         self.steps += 1
@@ -49,7 +61,7 @@ class Clock:
         _wait_for_device()
         self.at.append((time.perf_counter(), time.process_time(), self.steps))
 
-    def result(self) -> dict[str, float]:
+    def result(self) -> dict[str, Any]:
         if not self.at:  # `start` does not train
             return {"first_step_s": self.first_step_s}
         assert len(self.at) == 2, f"{self.steps} steps are too few for a warm-up of {self.warmup}"
@@ -59,6 +71,7 @@ class Clock:
             "steps": step1 - step0,
             "step_ms": 1e3 * (wall1 - wall0) / (step1 - step0),
             "cpu_step_ms": 1e3 * (cpu1 - cpu0) / (step1 - step0),
+            "parts_ms": {name: 1e3 * seconds / (step1 - step0) for name, seconds in self.parts.items()},
         }
 
 
@@ -185,7 +198,9 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Lockstep's own script, with its default metrics, TensorBoard, progress bar and checkpoints."""
     import train
     import train_ddp
+    from engine.phases import phase
 
+    phase.listeners.append(clock.phase)
     step, evaluate = train.train_step, train.evaluate
     kept: dict[str, Any] = {}
 
@@ -435,9 +450,12 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     net.train()
     steps = work.epochs * len(batches) // work.size
     for number in range(steps):
+        clock.phase("forward")
         with autocast:
             loss = loss_of(net, batches[number % len(batches)])
+        clock.phase("backward")
         loss.backward()
+        clock.phase("optimizer step")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.step()

@@ -288,7 +288,20 @@ def table(workload: str, processes: int, results: dict[str, list[dict[str, Any]]
         cells += [f"{middle(values, 'peak_mb'):.0f}"]
         cells += [f"{middle(values, 'accuracy'):.4f}" if "accuracy" in values[0] else "", values[0].get("note", "")]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return [*lines, "", *parts(results)]
+
+
+def parts(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a table of the milliseconds of a step in each phase, of Lockstep and of the loops it is held to."""
+    spent = {name: values for name, values in results.items() if values[0].get("parts_ms")}
+    phases = dict.fromkeys(phase for values in spent.values() for one in values for phase in one["parts_ms"])
+    rows = [
+        [phase, *(statistics.median(one["parts_ms"].get(phase, 0.0) for one in values) for values in spent.values())]
+        for phase in phases
+    ]
+    rows = [[phase, *(f"{ms:.3f}" for ms in row)] for phase, *row in rows if max(row) >= 0.0005]
+    heads = [["ms of a step in", *spent], ["---", *["---:"] * len(spent)]]
+    return [f"| {' | '.join(cells)} |" for cells in heads + rows] + [""] if rows else []
 
 
 def verdicts(workload: str, processes: int, results: dict[str, list[dict[str, Any]]]) -> list[Bar]:
