@@ -140,7 +140,7 @@ class Ways:
         run.progress.step += 1
         run.meter.timed_samples += run.plan.global_batch
         run.meter.add(sums, ["loss", "weight", "accuracy", "count"], run.progress.step, [], wait=False)
-        run.log_due, run.check_due, run.news = run.progress.step % run.cfg.log_every == 0, False, []
+        run.log_due, run.check_due, run.news = run.progress.step % run.plan.log_every == 0, False, []
 
     def mark(self) -> None:
         """Make the marks of a step."""

@@ -176,12 +176,11 @@ def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow |
     if run.gpu_clock:
         with world.host_sync():
             computed = run.gpu_clock.take()
-    times = torch.zeros(world.size, 2, device=world.device)
-    times[world.rank] = torch.tensor([loading_s(seconds), computed], device=world.device)
+    times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
+    times[world.rank] = torch.tensor([loading_s(seconds), computed])
     world.sum(times)
     run.times = times if run.times is None else run.times + times
-    with world.host_sync():
-        rows = run.times.tolist()
+    rows = run.times.tolist()
     slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
     if sum(rows[slowest]) < SLOW_S:
         return None
@@ -233,11 +232,9 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     tried = _trials(run, model)
     if task.num_trials:
         broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
-    vote = torch.full((), broken_off, device=world.device)
+    vote = torch.tensor(broken_off)
     world.sum(vote)
-    with world.host_sync():
-        broken_off = vote.item()
-    if broken_off:
+    if vote:
         run.agree_to_stop()
         return None
     sums = scored.total(world)

@@ -26,6 +26,7 @@ class Plan:
     devices      GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
     workers      virtual workers that a step is dealt to; 0 without virtual_workers: then the processes themselves are
     passes       forward passes of a worker, or of a process, in a step
+    log_every    optimizer steps between log points
 
     What was decided for speed where the config says auto, see speed.py:
 
@@ -50,6 +51,7 @@ class Plan:
     devices: tuple[int, ...] = ()
     workers: int = 0
     passes: int = 1
+    log_every: int = 10
     compile: str = "off"
     memory_format: str = "auto"
     threads: int = 0
@@ -129,6 +131,7 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
         devices=devices,
         workers=workers,
         passes=passes,
+        log_every=cfg.log_every or (50 if world.device.type == "cuda" else 10),  # there the host waits for the device
     )
 
 

@@ -186,7 +186,7 @@ class Run:
         self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses and self._worth_saving()
         if self.val_loader is None:
             progress.evaluation_due, self.save_due = False, self.save_due or finished
-        self.log_due = pauses or progress.evaluation_due or step % cfg.log_every == 0
+        self.log_due = pauses or progress.evaluation_due or step % self.plan.log_every == 0
         self.check_due = step == 1 or (cfg.check_every > 0 and step % cfg.check_every == 0)
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
         names = ["loss", "weight", *(self.sum_names or [])]

@@ -31,7 +31,8 @@ class World:
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> None:
-        """(all ranks) Add up over the ranks, in place. Tensors on `device` stay there: no host sync."""
+        """(all ranks) Add up over the ranks, in place; tensors on `device`, which stay there: no host sync; or on the
+        host, through gloo."""
         if self.size > 1:
             with phase.during("all_reduce", waits=True):
                 for tensor in tensors:

@@ -20,7 +20,9 @@ from engine import checkpoint, config, console, launch, optim, preflight, surviv
 from engine.contract import Loss
 from engine.files import status
 from engine.files.log import Silent
-from engine.metrics import evaluate_split, training_metrics
+from engine.metrics import evaluate_split, find_slow, training_metrics
+from engine.plan import make_plan
+from engine.world import World
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
@@ -100,6 +102,23 @@ def test_on_a_gpu_news_come_a_step_late_but_before_any_pause(monkeypatch, steps,
         if run.finished:
             break
     assert known == run.progress.step and not run.meter.posted and Event.waited >= known
+
+
+def test_on_a_gpu_the_host_waits_at_log_points_that_are_further_apart():
+    there, here = (World(0, 0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
+    every = [make_plan(config.Config(log_every=n), world, 99).log_every for n in (0, 7) for world in (there, here)]
+    assert every == [50, 10, 7, 7]
+
+
+def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_gpu(monkeypatch, steps):
+    """Its device stands in for a GPU: nothing can be read from it."""
+    run, sent = steps()[0], []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **how: sent.append(tensor.device.type))
+    run.world = World(0, 0, 2, torch.device("meta"))
+    assert find_slow(run, {"forward": 1.0, "data loading": 0.5}) is None and run.times.tolist() == [[0.5, 1.0], [0, 0]]
+    run.stop.request("SIGTERM")
+    monkeypatch.setattr(type(run), "agree_to_stop", lambda self: None)
+    assert evaluate_split(run, [None]) is None and sent == ["cpu", "cpu"]
 
 
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):

@@ -170,7 +170,9 @@ class Config:
         "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
     )
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
-    log_every: int = option(10, "optimizer steps between log lines", low=1)
+    log_every: int = option(
+        0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs, where the host waits for each", low=0
+    )
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
     save_every: int = option(
         0, "optimizer steps between checkpoints; 0 = once an epoch, less often if epochs take seconds", low=0
