@@ -147,7 +147,9 @@ def measure(name: str, about: dict[str, Any], processes: int, threads: int, gpu:
         result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         words = [str(CONTEST), contestant, json.dumps(about | {"folder": folder}), str(result)]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+        # Without the last each start would compile the project's files again; the others' are, by pip.
+        unset = ("MALLOC_", "GLIBC_TUNABLES", "PYTHONDONTWRITEBYTECODE")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(unset)}
         # LeRobot may lie in a folder of its own, with a torchvision that breaks the others.
         beside = [env["PYTHONPATH"]] if contestant == "lerobot" and "PYTHONPATH" in env else []
         env |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join([str(ROOT), *beside])}
