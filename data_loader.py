@@ -327,6 +327,13 @@ class EvalLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
+    def example(self, most: int = sys.maxsize) -> Batch:
+        """Return the first batch, or its first samples, to try something with; this process fetches it."""
+        asked = ask(next(iter(self.sampler)).indices[:most], self.source.seeded)
+        index = torch.tensor(asked.indices, device=self.device)
+        batch = to_device(self.source.get(asked), self.device)
+        return tell(batch, Given(index, index, sample_seeds(0, 0, index)))
+
 
 def _fetched(
     source: Source, sampler: Any, loader: DataLoader[Any] | None, device: torch.device

@@ -124,6 +124,11 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
         raise error
 
 
+FEW = 8
+"""Samples that are scored before the first step on a CPU, where a whole batch may take as long as two steps. A GPU gets
+a whole one, because it may not fit."""
+
+
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
@@ -135,7 +140,8 @@ def sanity_check(run: Run) -> None:
 def _rehearse(run: Run) -> float:
     """(rank 0) Make an evaluation of one batch. Returns the GFLOP of a sample. Raises what surely is a mistake in the
     task, and not what may come of so few samples, such as a division by zero."""
-    batch, scored = next(iter(run.val_loader)), EvalSums()
+    most = FEW if run.world.device.type == "cpu" else sys.maxsize
+    batch, scored = run.val_loader.example(most), EvalSums()
     samples = len(given_of(batch).index)
     with phase.during("validation"), run.precision.autocast():
         sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))

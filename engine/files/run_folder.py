@@ -152,10 +152,11 @@ def new_folder(parent: Path, stem: str) -> Path:
 def environment(world: World) -> dict[str, Any]:
     """Return what a later reader needs to know about the machine and the code."""
     cuda = world.device.type == "cuda"
+    commit, dirty = _git_state()
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "git_commit": commit,
+        "git_dirty": dirty,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("torch", "numpy", "pyyaml", "tensorboard", "tqdm")},
         "cuda": torch.version.cuda if cuda else None,
@@ -175,11 +176,14 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _git(*words: str) -> str | None:
+def _git_state() -> tuple[str | None, bool]:
+    """Return the commit and whether anything differs from it, by one call: each takes 10 ms."""
+    command = ["git", "status", "--porcelain=v2", "--branch"]
     try:
         done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return None, False
+    head, *rest = done.stdout.splitlines()
+    return head.removeprefix("# branch.oid "), any(not line.startswith("#") for line in rest)
