@@ -29,21 +29,13 @@ from engine.world import World
 def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
     LockstepError (exit code 6) with the first rank that differs."""
-    facts = {
-        **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
-        "code": digests.code(run.task),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "number of training samples": str(run.plan.num_samples),
-        "data": run.fingerprint,
-        "order of convolutions": run.plan.memory_format,
-    }
     status.current.note(
         parameter_names=[name for name, p in run.model.named_parameters() if p.requires_grad],
         smaller=functools.partial(plan.smaller, run.plan, run.cfg),
         shrinks=run.cfg.oom == "shrink",
     )
-    _same(run.world, facts)
+    if run.world.size > 1:
+        _same(run.world, _facts(run))
     if run.plan.workers:
         _same(run.world, digests.environment(run), todo="use machines of one kind, or drop virtual_workers")
     compare_weights(run)
@@ -59,6 +51,18 @@ def compare_ranks(run: Run) -> None:
             todo="check the network and the backend",
             exit_code=6,
         )
+
+
+def _facts(run: Run) -> dict[str, str]:
+    return {
+        **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
+        "code": digests.code(run.task),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "number of training samples": str(run.plan.num_samples),
+        "data": run.fingerprint,
+        "order of convolutions": run.plan.memory_format,
+    }
 
 
 def check_wandb(cfg: Any, world: World) -> None:

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import FAULTY, TOY, launching, succeed
+from conftest import FAULTY, ROOT, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tasks
@@ -143,6 +144,9 @@ def test_the_folder_tells_what_was_run(runs):
     environment = json.loads((folder / "toy" / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["processes"] == 1
     assert environment["command"][0] == "train.py"
+    git = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+           for words in (["rev-parse", "--verify", "-q", "HEAD"], ["status", "--porcelain"])]  # fmt: skip
+    assert [environment["git_commit"] or "", environment["git_dirty"]] == [git[0], bool(git[1])]
 
 
 def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
