@@ -75,7 +75,8 @@ class Clips:
         """B indices -> {"x": (B, T, H, W) uint8, "y": (B,) int64}."""
         chosen = np.asarray(indices, dtype=np.int64)
         rows = self.first[chosen][:, None] + np.arange(self.shape[0])  # (B, T)
-        x = torch.empty((len(chosen), *self.shape), dtype=torch.uint8)
+        # Pinned where there is a GPU in use: else the loader would copy the clips once more.
+        x = torch.empty((len(chosen), *self.shape), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
         # The constructor has checked the rows; mode="raise" would copy everything once more.
         np.take(self._pixels, rows, axis=0, out=x.numpy(), mode="clip")
         return {"x": x, "y": torch.from_numpy(self.labels[chosen])}

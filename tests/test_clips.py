@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine.config import schema_of
 from engine.contract import Given, LockstepError, sample_seeds, uniform
+from engine.hardware.device_cache import CachedDataset
+from engine.samples import Source
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
@@ -75,6 +78,35 @@ def test_a_loader_worker_reads_the_same(packed):
     )
     batches = list(loader)
     assert torch.equal(torch.cat([batch["x"] for batch in batches]), clips.__getitems__([0, 1, 2])["x"])
+
+
+class Pins(TorchFunctionMode):
+    """Stands in for pinned memory, of which there is none without a GPU: note what is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.pop("pin_memory", False):
+            self.asked.append((args[0], kwargs["dtype"]))
+        return func(*args, **kwargs)
+
+
+def test_clips_for_a_gpu_are_gathered_into_pinned_memory(packed, monkeypatch):
+    """Held ones, too; and nothing is pinned without one in use, as in a loader process."""
+    clips = Clips(packed)
+    held = CachedDataset(Source(clips), 1, torch.device("cpu"))
+    x, y = ((2, *clips.shape), torch.uint8), ((2,), torch.int64)
+    for dataset, pinned in ((clips, [x]), (held, [x, y])):
+        right = dataset.__getitems__([2, 1])
+        with monkeypatch.context() as there, (pins := Pins()):
+            dataset.__getitems__([2, 1])
+            assert not pins.asked
+            there.setattr(torch.cuda, "is_initialized", lambda: True)
+            batch = dataset.__getitems__([2, 1])
+        assert pins.asked == pinned and all(torch.equal(batch[name], right[name]) for name in ("x", "y"))
 
 
 def test_clips_that_are_told_of_are_read_meanwhile(tmp_path):
