@@ -41,7 +41,33 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S, LIMITS_S, PART_S = 120, {"compiled": 300, "speed": 300}, 240
 CACHED = ["cache=none", "cache=device"]
+RUN_S = 75  # of a run whose speed is measured: one that hangs leaves time for the others
 Facts = dict[str, Any]
+
+STARVED = """
+import torch
+from tests.tasks import toy
+class Task(toy.Task):  # a GPU with room for 16 samples of 64 MB, and not for 32
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        if torch.cuda.is_available() and cfg.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / torch.cuda.mem_get_info()[1])
+    def loss(self, net, batch):
+        torch.empty(len(batch["x"]), 2**26, dtype=torch.uint8, device=batch["x"].device)
+        if batch["x"].device.type == "cpu" and len(batch["x"]) > 16:
+            raise torch.OutOfMemoryError("no GPU")
+        return super().loss(net, batch)
+"""
+
+ASSERTS = """
+import torch
+from engine.phases import phase
+from tests.tasks import toy
+class Task(toy.Task):  # on a GPU the error comes up later, and every call after it fails
+    def loss(self, net, batch):
+        place = torch.full((1,), 7 if phase.step == 3 else 0, device=batch["x"].device)
+        return super().loss(net, batch | {"x": batch["x"] + batch["x"].new_zeros(3)[place]})
+"""
 
 
 class Failed(Exception):
@@ -74,9 +100,9 @@ class Lab:
         # In float64 only an error shows, not rounding.
         self.toy = [str(ROOT / "tests/tasks/toy.py"), "model.double=true", "amp=off", "global_batch=12", "log_every=4"]
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    def start(self, name: str, command: list[str], **more: str) -> subprocess.Popen[bytes]:
         # TMPDIR is also the mark that `end` looks for. The logs say which CUDA graphs were recorded, or left out.
-        env = os.environ | {"TMPDIR": str(self.root), "TORCH_LOGS": "perf_hints,cudagraphs"}
+        env = os.environ | {"TMPDIR": str(self.root), "TORCH_LOGS": "perf_hints,cudagraphs"} | more
         env |= {"OMP_NUM_THREADS": "1"} if self.tiny else {}
         how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
         with open(self.folder / f"{name}.log", "ab") as log:
@@ -106,6 +132,23 @@ class Lab:
         """Run a function of PARTS in a new process and return its result."""
         self.finish(name, self.start(name, [__file__, "--part", name.split()[0], *words]))
         return json.loads(self.said(name).rpartition("RESULT ")[2].splitlines()[0])
+
+    @contextlib.contextmanager
+    def alone(self, failed: list[str]) -> Iterator[None]:
+        """Give a run a time limit of its own, and note that it failed, instead of failing for those to come."""
+        end, self.until = self.until, min(self.until, time.monotonic() + RUN_S)
+        try:
+            yield
+        except Failed as error:
+            failed.append(str(error))
+            self.end()
+        self.until = end
+
+    def task(self, name: str, text: str) -> str:
+        """Return the path of a task with this source."""
+        path = self.folder / f"{name}_task.py"
+        path.write_text(text)
+        return str(path)
 
     def end(self) -> None:
         """Kill all, found by their TMPDIR, because under torchrun every rank has a process group of its own."""
@@ -137,6 +180,15 @@ def load(run: Path) -> dict[str, Any]:
 def logged(run: Path, key: str) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines if line["event"] == "train"]
+
+
+def memory_mb(run: Path) -> float:
+    """Return the most memory that a run has noted."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs"))
+    events.Reload()
+    return max(event.value for event in events.Scalars("train/memory_mb"))
 
 
 def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float = 0.0) -> None:
@@ -277,29 +329,86 @@ def syncs(lab: Lab, facts: Facts) -> None:
         require(not places, f"{kind}: {', '.join(sorted(set(places)))}")
 
 
+def sanitized(lab: Lab, facts: Facts) -> None:
+    """no stream reads what another may still write, or frees it: torch's own CUDA sanitizer, on 40 steps"""
+    words = [*lab.har, "amp=bf16", "optim.ema_decay=0.9", "steps=40", "eval_every=20", "save_every=15", "batch_size=16"]
+    how = {} if lab.tiny else {"TORCH_CUDA_SANITIZER": "1"}  # it needs a GPU
+    commands = {kind: plain(*words, kind, f"save_dir={lab.folder / kind}") for kind in CACHED}
+    started = {name: lab.start(name, command, **how) for name, command in commands.items()}
+    for name, process in started.items():
+        lab.finish(name, process)
+        facts[name] = "no race"
+
+
+def beside_nccl(lab: Lab, facts: Facts) -> None:
+    """gloo beside NCCL: objects wait for no GPU; a request is answered with the record of what NCCL did"""
+    facts |= lab.part("words", str(lab.folder), *lab.on)
+    require(facts["the GPU was busy"] or lab.tiny, "an object waited for the GPU")
+    require(facts["bytes of NCCL's record"] > 0 or lab.tiny, "torch wrote no record of NCCL")
+
+
+def shrink(lab: Lab, facts: Facts) -> None:
+    """memory runs out on the device: oom=shrink goes on with a smaller batch, as if it had begun with that"""
+    words = [lab.task("starved", STARVED), *lab.on, *lab.toy[1:3], "global_batch=32", "steps=4"]
+    commands = {
+        "half a batch": plain(*words, "batch_size=16"),
+        "shrunk": plain(*words, "batch_size=32", "oom=shrink"),
+    }
+    compare(lab, facts, commands, 1e-9)
+    require("Started again with" in lab.said("shrunk"), "memory did not run out")
+
+
+def device_assert(lab: Lab, facts: Facts) -> None:
+    """a device-side assert in a group of one: one line and an exit code, and nothing hangs"""
+    process = lab.start("asserts", ddp(1, lab.task("asserts", ASSERTS), *lab.on, "steps=99", "ddp.timeout_s=30"))
+    lab.finish("asserts", process, expected=1)
+    said = [line for line in lab.said("asserts").splitlines() if line.startswith("error: ")]
+    facts["it says"] = said[0].replace(f"{lab.folder}/", "")[:200] if said else ""
+    require(len(said) == 1, f"{len(said)} lines of error")
+
+
+def stall(lab: Lab, facts: Facts) -> None:
+    """what a checkpoint keeps a training from, beside its steps"""
+    few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "32")
+    words = ["video", f"dataset.root={few}", "dataset.frames=5", "batch_size=8", "optim.ema_decay=0.9", *lab.on]
+    step_ms, more_ms, megabytes = lab.part("captures", *words, f"model.width={4 if lab.tiny else 40}")
+    facts["a step"], facts["a copy for a checkpoint"] = f"{step_ms:.2f} ms", f"{more_ms:.2f} ms for {megabytes:.1f} MB"
+
+
 def speed(lab: Lab, facts: Facts) -> None:
-    """samples a second, one run at a time, and what a large matrix multiplication allows"""
+    """samples a second of each way to run, one at a time, beside what the device could do; each has its own verdict"""
     # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates the instructions.
-    trials, frames, size, width = ("60", "5", "32", "4") if lab.tiny else ("720", "17", "256", "40")
-    many = lab.part("clips many", str(lab.folder / "many"), trials, "60", frames, size)
+    trials, times, frames, size, width = ("60", "2", "5", "32", "4") if lab.tiny else ("720", "7", "17", "256", "40")
+    many = lab.part("clips many", str(lab.folder / "many"), trials, "60", frames, size, times)
     rare = ["eval_every=100000", "save_every=100000", "drop_last=true", *lab.on]
     video = ["--config", str(ROOT / "configs/video.yaml"), f"dataset.root={many}", "dataset.val_share=0.1", "amp=bf16"]
     video += [*rare, f"dataset.frames={frames}", f"dataset.size={size}", f"model.width={width}"]
-    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=50", "log_every=5"]
+    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=60", "log_every=10"]
     har = ["har", "--mode", "flatten", "--batch-size", "32", *rare]
-    har += ["steps=100", "dataset.stride=512"] if lab.tiny else ["steps=1500", "log_every=50"]
-    flop_s, flop = lab.part("ceiling", frames, size, width, *lab.on)
+    har += ["steps=100", "dataset.stride=512", "log_every=10"] if lab.tiny else ["steps=1500", "log_every=50"]
+    flop_s, byte_s, flop, traffic = lab.part("ceiling", frames, size, width, *lab.on)
     facts["bf16 matrix multiplication"] = f"{flop_s / 1e12:.4g} TFLOP/s"
-    facts["a clip forward and backward"] = f"{flop / 1e9:.4g} GFLOP"
-    for what, words in (("video clips", video), ("HAR windows", har)):
-        for cached in CACHED:
-            name = f"{what} {cached}"
-            run = lab.train({name: plain(*words, cached)})[name]
+    facts["a copy in memory"] = f"{byte_s / 1e12:.4g} TB/s"
+    facts["a clip forward and backward"] = f"{flop / 1e9:.4g} GFLOP, {traffic / 1e6:.4g} MB in and out of its kernels"
+    compiled = [] if lab.tiny else ["compile=default"]  # on a CPU minutes
+    last = "memory_format=channels_last"
+    kinds = {f"{what} {how}": [*words, how] for how in CACHED for what, words in (("video", video), ("HAR", har))}
+    kinds |= {f"video {last}": [*video, last]}
+    kinds |= {f"{what} {how}": [*words, how] for how in compiled for what, words in (("video", video), ("HAR", har))}
+    kinds |= {f"video {how} {last}": [*video, how, last] for how in compiled}
+    failed: list[str] = []
+    for name, words in kinds.items():
+        with lab.alone(failed):
+            run = lab.train({name: plain(*words)})[name]
             rates, waits = logged(run, "samples_per_s"), logged(run, "data_wait_share")
             rate, wait = (statistics.median(values[len(values) // 2 :]) for values in (rates, waits))
-            facts[name] = f"{rate:.0f}/s, data wait {100 * wait:.0f} %"
-            if words is video:
-                facts[name] += f", {100 * rate * flop / flop_s:.1f} % of that multiplication's FLOP/s"
+            facts[name] = f"{rate:.0f}/s, data wait {100 * wait:.0f} %, {memory_mb(run):.0f} MB at most"
+            if words[0] != "har":
+                facts[name] += f", {100 * rate * flop / flop_s:.1f} % of the FLOP/s"
+                facts[name] += (
+                    "" if "compile=default" in words else f", {100 * rate * traffic / byte_s:.1f} % of the TB/s"
+                )
+    require(not failed, "; ".join(failed))
 
 
 def profiled(lab: Lab, facts: Facts) -> None:
@@ -312,8 +421,8 @@ def profiled(lab: Lab, facts: Facts) -> None:
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
-    "same": (nccl, amp, cut, cache, virtual, syncs),
-    "around": (devices, gloo, stop, data_parallel, profiled, compiled),
+    "same": (nccl, amp, cut, cache, virtual, syncs, sanitized),
+    "around": (devices, gloo, stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
     "speed": (speed,),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
@@ -339,10 +448,14 @@ def about(on: str) -> Facts:
 
 
 def clips(folder: str, *sizes: str) -> str:
+    """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if not once."""
     from formats.synthetic_clips import Recipe, ensure
 
-    trials, videos, frames, size = map(int, sizes)
-    return str(ensure(folder, Recipe(trials, videos, frames, size)))
+    trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
+    table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"
+    names, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([names, *rows * times, ""]))  # long epochs without more pixels on the disk
+    return folder
 
 
 def steps(*words: str) -> tuple[list[str], int, bool]:
@@ -389,31 +502,116 @@ def steps(*words: str) -> tuple[list[str], int, bool]:
     return found, 6, len(places) == len(found) + 1
 
 
-def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float]:
-    """Return (FLOP/s of a large bf16 matrix multiplication, best of ten rounds; FLOP of the video model for a clip)."""
+def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, float, float]:
+    """Return (FLOP/s of a large bf16 matrix multiplication, bytes/s of a large copy, read and written, each the best of
+    ten rounds; FLOP of the video model for a clip, bytes that the kernels of its step in bf16 read and write)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
     from models.cnn3d import CNN3d
 
-    device = on.removeprefix("device=")
-    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    n, best = 8192 if device == "cuda" else 128, math.inf
+    class Traffic(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given, found = list(args), func(*args, **(kwargs or {}))
+            for each in [*given, found]:
+                given += each if isinstance(each, (list, tuple)) else [each]
+            if not (func.is_view or "empty" in func.name()):
+                tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}
+                self.bytes += sum(each.nbytes for each in tensors.values())
+            return found
+
+    device, on_gpu = on.removeprefix("device="), on == "device=cuda"
+    wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else (lambda: None)
+
+    def best_s(work: Callable[[], Any]) -> float:
+        best = math.inf
+        for _ in range(10):
+            wait()
+            began = time.perf_counter()
+            for _ in range(20):
+                work()
+            wait()
+            best = min(best, (time.perf_counter() - began) / 20)
+        return best
+
+    n = 8192 if on_gpu else 128
     a, b = torch.randn(2, n, n, device=device).bfloat16()
-    for _ in range(10):
+    source, target = torch.zeros(2, 2**30 if on_gpu else 2**20, dtype=torch.uint8, device=device)
+    flop_s, byte_s = 2 * n**3 / best_s(lambda: a @ b), 2 * source.nbytes / best_s(lambda: target.copy_(source))
+    clips_ = 8 if on_gpu else 1
+    model = CNN3d(5, int(width)).to(device)
+    clip = torch.zeros(clips_, int(frames), int(size), int(size), dtype=torch.uint8, device=device)
+    with FlopCounterMode(display=False) as counter, Traffic() as traffic, torch.autocast(device, torch.bfloat16):
+        loss = model(clip).sum()
+    with FlopCounterMode(display=False) as after, traffic:
+        loss.backward()
+    flop = counter.get_total_flops() + after.get_total_flops()
+    return flop_s, byte_s, flop / clips_, traffic.bytes / clips_
+
+
+def words(folder: str, on: str) -> Facts:
+    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
+    import torch.distributed as dist
+
+    from engine import network
+
+    on_gpu = on == "device=cuda"
+    if on_gpu:
+        network.set_up_nccl(60.0)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
+    number, told = torch.ones(8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"), [None]
+    dist.all_reduce(number)
+    for _ in range(60):  # a second or two of a GPU
+        product = number @ number
+    ended = torch.cuda.Event() if on_gpu else None
+    if ended:
+        ended.record()
+    began = time.perf_counter()
+    dist.all_gather_object(told, "a word")
+    found: Facts = {"an object took": f"{1e3 * (time.perf_counter() - began):.2f} ms"}
+    found["the GPU was busy"] = bool(ended) and not ended.query()
+    require(told == ["a word"] and bool(product.isfinite().all()), "another word arrived")
+    network.trace_nccl(Path(folder))
+    trace, until = Path(folder) / "nccl_trace_rank0", time.monotonic() + (20 if on_gpu else 0)
+    while not trace.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    found["bytes of NCCL's record"] = trace.stat().st_size if trace.exists() else 0
+    dist.destroy_process_group()
+    network.remove_pipes()
+    return found
+
+
+def captures(*words: str) -> tuple[float, float, float]:
+    """Return (ms of a step, ms that a copy for a checkpoint after it takes more, MB of the copy)."""
+    import tasks
+    import train
+    from engine import checkpoint
+    from tools.probe import endless
+
+    args = config.parse(list(words), tasks.load)
+    run = train.build(args, train.setup_distributed(args.cfg))
+    taken, seconds, state = endless(run), dict[bool, float](), dict[str, Any]()
+    wait: Callable[[], Any] = torch.cuda.synchronize if run.world.device.type == "cuda" else (lambda: None)
+    for captured in (False, True, False, True):  # the first of each is not counted
         wait()
         began = time.perf_counter()
-        for _ in range(20):
-            a @ b
+        for _ in range(10):
+            next(taken)
+            if captured:
+                state = checkpoint.capture(run)
         wait()
-        best = min(best, time.perf_counter() - began)
-    with torch.device("meta"):
-        model, clip = CNN3d(5, int(width)), torch.zeros(1, int(frames), int(size), int(size), dtype=torch.uint8)
-    with FlopCounterMode(display=False) as counter:
-        model(clip).sum().backward()
-    return 20 * 2 * n**3 / best, counter.get_total_flops()
+        seconds[captured] = time.perf_counter() - began
+    tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
+    tensors += [value for each in state["optimizer"]["state"].values() for value in each.values()]
+    megabytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor)) / 1e6
+    return 100 * seconds[False], 100 * (seconds[True] - seconds[False]), megabytes
 
 
-PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (about, clips, steps, ceiling)}
+PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (about, clips, steps, ceiling, words, captures)}
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
