@@ -1,15 +1,20 @@
 """The command for whoever has a GPU: that it says so where there is none, and that it would notice."""
 
+import json
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import FAULTY, ROOT, TOY, succeed
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
+
+from models.cnn3d import CNN3d
 
 COMMAND = "benchmarks/gpu_check.py"
 
@@ -123,6 +128,45 @@ def test_a_compile_mode_that_fails_leaves_the_others_their_verdict(tmp_path):
     with pytest.raises(gpu_check.Failed, match=r"^max-autotune: out of time; default, DDP: not compiled$"):
         gpu_check.compiled(Lab(tmp_path, True), facts)
     assert len(facts) == 5 and "max-autotune" not in facts
+
+
+def test_a_way_to_run_that_fails_leaves_the_others_their_speed(tmp_path, monkeypatch):
+    class Lab(gpu_check.Lab):
+        ended = 0
+
+        def part(self, name, *words):
+            return str(tmp_path) if name.startswith("clips") else [1e12, 1e12, 1e9, 1e6]
+
+        def train(self, commands):
+            (name,) = commands
+            gpu_check.require(name != "video cache=none", f"{name}: out of time")
+            (tmp_path / name).mkdir()
+            line = {"event": "train", "samples_per_s": 500.0, "data_wait_share": 0.0}
+            (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line))
+            return {name: tmp_path / name}
+
+        def end(self):
+            self.ended += 1
+
+    monkeypatch.setattr(gpu_check, "memory_mb", lambda run: 7.0)
+    lab, facts = Lab(tmp_path, True), {}
+    until = lab.until
+    with pytest.raises(gpu_check.Failed, match=r"^video cache=none: out of time$"):
+        gpu_check.speed(lab, facts)
+    assert lab.ended == 1 and lab.until == until, "what hangs is ended, and the others have their own time"
+    said = "500/s, data wait 0 %, 7 MB at most, 50.0 % of the FLOP/s, 0.1 % of the TB/s"
+    assert facts["video memory_format=channels_last"] == said and "video cache=none" not in facts
+
+
+def test_the_work_of_a_clip_is_counted():
+    """By the size of what goes in and out of each kernel of a step; its weights at least are among it."""
+    flop_s, byte_s, flop, traffic = gpu_check.ceiling("5", "32", "4", "device=cpu")
+    with torch.device("meta"):
+        model, clip = CNN3d(5, 4), torch.zeros(1, 5, 32, 32, dtype=torch.uint8)
+    with FlopCounterMode(display=False) as counter:
+        model(clip).sum().backward()
+    assert flop == counter.get_total_flops() and min(flop_s, byte_s) > 0
+    assert 2 * sum(p.nbytes for p in model.parameters()) < traffic < 1e7
 
 
 @pytest.mark.real  # it finds what it has started by a mark in the environment
