@@ -343,7 +343,7 @@ def _fetched(
         order = _announced(source, sampler) if source.prefetch else sampler
         pairs = ((asked, source.get(asked)) for asked in order)
     else:
-        with starting_processes():
+        with _fetching, starting_processes():  # a fork amid a fetch would copy locks that nobody opens
             batches = iter(loader)
         # The sampler is run a second time beside the loader's, which is several batches ahead in its processes.
         pairs = ((asked, source.get(asked, batches)) for asked in sampler)
@@ -367,7 +367,8 @@ def _announced(source: Source, sampler: Any) -> Iterator[Any]:
 
 
 _fetching = threading.Lock()
-"""Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are under way."""
+"""Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are under way. No process is
+forked meanwhile, either."""
 
 
 def ahead(pairs: Iterator[tuple[Any, Batch]], device: torch.device) -> Iterator[tuple[Any, Batch]]:
@@ -498,7 +499,7 @@ def create_data_loaders(
     held = cache_datasets(wanted, sets, world.device, processes_sharing)
     sets = sets if held is None else [*held]
     loaders = [
-        in_processes(Source(dataset), batches, cfg, world) if cfg.num_workers and held is None else None
+        in_processes(Source(dataset), batches, cfg) if cfg.num_workers and held is None else None
         for dataset, batches in zip(sets, samplers, strict=True)
     ]
     console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")

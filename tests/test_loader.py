@@ -593,6 +593,22 @@ def test_two_loaders_never_fetch_at_once():
     assert max(most) == 1
 
 
+def test_no_loader_process_is_forked_while_a_batch_is_fetched(monkeypatch):
+    """It would have a copy of whatever lock the fetching thread holds at that moment, locked for ever."""
+
+    class Loader:
+        def __iter__(self):
+            forked.append(data_loader._fetching.locked())
+            return iter([])
+
+    forked = []
+    _, val = create_data_loaders(config.Config(batch_size=3), world(), make_plan(10, 1), Rows(), Rows())
+    monkeypatch.setattr(val, "loader", Loader())
+    with pytest.raises(LockstepError):
+        next(iter(val))  # there is no batch
+    assert forked == [True] and not data_loader._fetching.locked()
+
+
 @pytest.mark.slow
 def test_held_data_train_the_same(launch, tmp_path):
     """Of these ten passes are prepared at once. Three a step: a run that is stopped is in the middle of some."""

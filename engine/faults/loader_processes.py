@@ -21,10 +21,9 @@ from engine.contract import Batch
 from engine.errors import LockstepError
 from engine.faults.signals import end_with_parent
 from engine.samples import Source, no_shared_memory
-from engine.world import World
 
 
-def in_processes(source: Source, batches: Any, cfg: Config, world: World) -> DataLoader[Any]:
+def in_processes(source: Source, batches: Any, cfg: Config) -> DataLoader[Any]:
     """Return torch's loader, whose processes ask the source for what the batch sampler yields."""
     return DataLoader(
         source,  # type: ignore[arg-type]  # it has what a Dataset needs
@@ -34,7 +33,6 @@ def in_processes(source: Source, batches: Any, cfg: Config, world: World) -> Dat
         persistent_workers=True,
         # Python 3.14's default imports the task anew in each worker, which a task given by its path does not allow.
         multiprocessing_context="fork",
-        pin_memory=world.device.type == "cuda",
         timeout=cfg.loader_timeout_s,
         worker_init_fn=partial(_begin_worker, os.getpid()),
         # A generator of its own: the loader draws a seed for its workers at each epoch, which must not be drawn from
