@@ -139,6 +139,7 @@ def train(run: Run) -> None:
             progress.next_epoch()
 
 
+@speed.graphed  # with cuda_graph=true
 def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several (accumulation).
 

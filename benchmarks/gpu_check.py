@@ -411,6 +411,29 @@ def speed(lab: Lab, facts: Facts) -> None:
     require(not failed, "; ".join(failed))
 
 
+def graph(lab: Lab, facts: Facts) -> None:
+    """cuda_graph: a HAR step of 64 windows as one launch, beside the same step kernel by kernel"""
+    exact = [*lab.har, "amp=off", *lab.deterministic, "steps=50"]
+    for mode in ("conv", "flatten"):  # not the same bits: a graph's learning rate is a float32
+        words, one = plain(*exact, f"model.mode={mode}"), f"{mode}, one launch"
+        compare(lab, facts, {mode: words, one: [*words, "cuda_graph=true"]}, 1e-4)
+        require(lab.tiny or "a step is one launch" in lab.said(one), f"{one}: {said_of_graphs(lab, one)}")
+    har = ["har", "model.mode=flatten", "batch_size=64", "drop_last=true", "eval_every=100000", "save_every=100000"]
+    har += ["dataset.stride=512", "steps=60"] if lab.tiny else ["dataset.stride=8", "steps=1500", "log_every=50"]
+    rates = {}
+    for name, words in (("kernel by kernel", [*har, *lab.on]), ("one launch", [*har, *lab.on, "cuda_graph=true"])):
+        rate = logged(lab.train({name: plain(*words)})[name], "samples_per_s")
+        rates[name] = statistics.median(rate[len(rate) // 2 :])
+        facts[name] = f"{rates[name]:.0f} windows/s"
+    ratio = rates["one launch"] / rates["kernel by kernel"]
+    facts["one launch"] += f", {ratio:.2f} times as many; the goal is 300000"
+    require(lab.tiny or "many launches" not in lab.said("one launch"), said_of_graphs(lab, "one launch"))
+
+
+def said_of_graphs(lab: Lab, name: str) -> str:
+    return "; ".join(line for line in lab.said(name).splitlines() if line.startswith("cuda_graph")) or "nothing said"
+
+
 def profiled(lab: Lab, facts: Facts) -> None:
     """--profile: where the time of a step goes, and a trace"""
     words = [*lab.har, "--profile", f"steps={60 if lab.tiny else 120}", "eval_every=1000"]
@@ -423,7 +446,10 @@ def profiled(lab: Lab, facts: Facts) -> None:
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
     "same": (nccl, amp, cut, cache, virtual, syncs, sanitized),
     "around": (devices, gloo, stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
-    "speed": (speed,),
+    "speed": (
+        graph,
+        speed,
+    ),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}

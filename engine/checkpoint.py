@@ -34,8 +34,8 @@ FORMAT = 3
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
-    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cache oom optim.zero "
-    "schedule.horizon random_samples init_from gc_every"
+    "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
+    "optim.zero schedule.horizon random_samples init_from gc_every"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
 """Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the

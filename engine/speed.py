@@ -6,9 +6,11 @@ A script without these calls trains the same, more slowly.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 from engine import launch
 from engine.contract import Task
 from engine.errors import LockstepError, amount
-from engine.hardware import compiler, cores, memory, shm_backend
+from engine.hardware import compiler, cores, graph, memory, shm_backend
 from engine.hardware.device_cache import CachedDataset
 from engine.phases import phase
 from engine.plan import Plan
@@ -146,12 +148,29 @@ def collect_garbage(run: Run, every: int) -> None:
     weakref.finalize(run, restore)
 
 
+def graphed(step: Callable[[Run, Any], None]) -> Callable[[Run, Any], None]:
+    """Decorate `train_step`: where `cuda_graph` asks for it, it is recorded once, and a step is then one launch."""
+
+    @functools.wraps(step)
+    def take(run: Run, passes: Any) -> None:
+        if run.graph is None:
+            step(run, passes)
+        else:
+            run.graph(run, step, passes)
+
+    return take
+
+
 def finish(run: Run) -> Plan:
-    """Set threads, garbage collection and allocator, after all else is there; return the plan with what was chosen, for
-    a person."""
+    """Set threads, garbage collection and allocator, after all else is there, and whether steps are recorded; return
+    the plan with what was chosen, for a person."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     if cfg.gc_every:
         collect_garbage(run, cfg.gc_every)
+    if cfg.cuda_graph and (why := graph.obstacle(run)):
+        graph.decline(why)
+    elif cfg.cuda_graph:
+        run.graph = graph.StepGraph(run.world.device)
     held = sum(
         set_.bytes
         for loader in (run.train_loader, run.val_loader)
@@ -160,6 +179,7 @@ def finish(run: Run) -> Plan:
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
+        "steps recorded as a CUDA graph": run.graph is not None,
         f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,

@@ -138,6 +138,7 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> An
 ONLY_TO_SCORE = {
     "cache": "none",  # each sample is read once
     "compile": "off",
+    "cuda_graph": False,
     "virtual_workers": 0,
     "global_batch": 0,  # no step is taken, so any number of processes fits
     "gradient_accumulation_steps": 0,

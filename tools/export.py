@@ -78,7 +78,9 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
     alone("a model is exported by one process", "export.py")
     run = Path(asked.run)
     out = asked.out or (run if run.is_dir() else run.parent) / f"model.{asked.format}"
-    args = args._replace(cfg=config.changed(args.cfg, {"device": "cpu", "cache": "none", "compile": "off"}))
+    args = args._replace(
+        cfg=config.changed(args.cfg, {"device": "cpu", "cache": "none", "compile": "off", "cuda_graph": False})
+    )
     with contextlib.redirect_stdout(sys.stderr):  # of the exporter, too
         about, exported, found = in_world(args.cfg, lambda world, _: _compared(args, world, asked.format))
     worst = float(np.max([relative for _, _, relative in found]))

@@ -152,6 +152,9 @@ class Config:
             "GPU, in runs of 5000 steps and more",
         )
     )
+    cuda_graph: bool = option(
+        False, "record a whole training step as one CUDA graph: for small models on one GPU, with one pass a step"
+    )
     memory_format: Literal["auto", "channels_last", "contiguous"] = option(
         "auto",
         "layout of convolutions: auto is the faster one, channels_last if the model has no GroupNorm (on GPUs: of 2-D "

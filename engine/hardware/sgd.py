@@ -29,9 +29,9 @@ class SGD(torch.optim.SGD):
             for p, state in zip(params, kept, strict=False):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
-            if shrinks := group["lr"] * group["weight_decay"]:
+            if group["weight_decay"]:
                 taken: Any = 1.0 if found_inf is None else 1 - found_inf.to(params[0].dtype)
-                torch._foreach_mul_(params, 1 - shrinks * taken)
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * taken)
             torch._fused_sgd_(
                 params, [p.grad for p in params], [state["momentum_buffer"] for state in kept],
                 lr=group["lr"], momentum=group["momentum"], weight_decay=0.0, dampening=0.0,

@@ -1,0 +1,218 @@
+"""A whole step as one CUDA graph, for small models: hundreds of kernels, each shorter than its launch, in one launch.
+
+What is recorded is `train_step` itself. What the host does in a step stands before and after each launch: the batch is
+copied into the memory that the graph reads, random numbers are seeded (a launch takes the seed that the generator has
+then), the learning rate is filled in, and the step is booked.
+
+A graph holds every number of Python as it was. So some launches, the first, second, fourth, eighth and so on, are
+undone and taken again kernel by kernel: where the two differ, the graph is given up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.batches import leaves, map_tensors
+from engine.console import console
+from engine.errors import amount, headline
+from engine.optimizers import name_of, skips_itself
+from engine.phases import phase
+
+if TYPE_CHECKING:
+    from engine.run import Run
+
+Step = Callable[[Any, Any], None]
+"""`train_step`, of a run and the passes of a step."""
+
+Outcome = tuple[Tensor, Tensor, Tensor]
+"""What `Run.end_step` is given of a step: totals, the norm of the gradient, whether it was skipped."""
+
+WARM_UP = 3
+"""Steps of one form that are taken kernel by kernel before one is recorded: kernels are chosen, state comes to be."""
+
+NEAR = 1e-2
+"""The share by which loss and gradient may differ: sums in any order are allowed, other numbers are not."""
+
+KIND = "cuda"
+
+
+def obstacle(run: Run) -> str:
+    """Return why no step of a run can be recorded; empty where one can. Its model is wrapped by now."""
+    why = {
+        "there is no GPU": run.world.device.type != KIND,
+        "virtual workers take it in several parts": run.plan.workers > 0,
+        "the model is in DDP or DataParallel": run.net is not run.model,
+        f"it has {amount(run.plan.accumulation, 'pass')}": run.plan.accumulation > 1,
+        "amp=fp16 has a loss scale; bf16 needs none": run.scaler.is_enabled(),
+        f"compile={run.plan.compile} records graphs of its own": run.plan.compile
+        in ("reduce-overhead", "max-autotune"),
+        f"with {name_of(run.optimizer)} the host reads whether to skip it": not skips_itself(run.optimizer),
+    }
+    return next((words for words, so in why.items() if so), "")
+
+
+def decline(why: str) -> None:
+    """Say why steps are taken kernel by kernel."""
+    console.info(f"cuda_graph: a step stays many launches, because {why}")
+
+
+class StepGraph:
+    """Takes the steps of a run. Before one is recorded, and where a batch has another form, it takes them kernel by
+    kernel, on the stream on which one is recorded.
+
+    rate   the learning rate, float32, as the optimizers' kernels read it
+    form   of the batches that are recorded: the shape and type of each tensor
+    taken  steps of that form
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream, self.rate = torch.cuda.Stream(device), torch.zeros((), device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.form: dict[str, Any] = {}
+        self.taken = 0
+
+    def __call__(self, run: Run, step: Step, passes: Any) -> None:
+        """Take a step, of one pass."""
+        passes = [*passes]
+        ((batch, micro),) = passes
+        rate = run.plan.lr(run.progress.step)
+        self.rate.fill_(rate)
+        parts = dict(leaves(batch))
+        form = {name: (part.shape, part.dtype) if _is_tensor(part) else type(part) for name, part in parts.items()}
+        if self.graph is None and form != self.form:
+            self.form, self.taken = form, 0
+        usual = form == self.form
+        self.taken += usual
+        launches = self.taken - WARM_UP
+        if usual and launches == 1:
+            self._record(run, step, batch, micro)
+        if usual and launches == 0:
+            outcome = self._watched(run, step, passes)
+        elif not usual or self.graph is None:
+            outcome = self._eager(run, step, passes)
+        elif launches & (launches - 1):
+            outcome = self._launch(run, parts, micro)
+        else:  # a power of two
+            outcome = self._compared(run, step, passes, parts)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)  # as ever: checkpoints hold it
+        run.end_step(*outcome, micro.consumed)
+        phase("logging")
+
+    def _eager(self, run: Run, step: Step, passes: Any) -> Outcome:
+        here, inside = torch.cuda.current_stream(), _Inside(run, self.rate)
+        run.begin_pass(passes[0][1])
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            step(inside, passes)
+        here.wait_stream(self.stream)
+        return inside.outcome
+
+    def _watched(self, run: Run, step: Step, passes: Any) -> Outcome:
+        """Take a step kernel by kernel, and give up where it could not be recorded, while nothing is broken by that."""
+        (batch, _), *_ = passes
+        objects = [name for name, part in leaves(batch) if not _is_tensor(part) and part is not None]
+        mode, buffers = torch.cuda.get_sync_debug_mode(), [*map(id, run.buffers().values())]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                outcome = self._eager(run, step, passes)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        waits = [each for each in seen if "synchronizing CUDA operation" in str(each.message)]
+        if waits:
+            self._give_up(run, f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
+        elif objects or type(batch) is not dict:
+            self._give_up(run, "a batch is no dict of nothing but tensors")
+        elif buffers != [*map(id, run.buffers().values())]:
+            self._give_up(run, "the model puts other tensors in the place of its buffers")
+        return outcome
+
+    def _record(self, run: Run, step: Step, batch: Any, micro: Any) -> None:
+        """Record a step; none is taken by that. The loader's thread goes on: what it does is not recorded."""
+        self.batch, graph, inside = map_tensors(batch, torch.clone), torch.cuda.CUDAGraph(), _Inside(run, self.rate)
+        stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not come back to it
+        listeners, phase.listeners = phase.listeners, []  # a profiler's events would be recorded, too
+        run.begin_pass(micro)
+        try:
+            with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                step(inside, [(self.batch, micro)])
+        except Exception as error:  # it comes again kernel by kernel, or is of the recording alone
+            first = error.__context__ or error
+            self._give_up(run, f"recording it failed: {type(first).__name__}: {headline(first)}")
+            return
+        finally:
+            phase.listeners = listeners
+        self.graph, self.outcome, self.loss = graph, inside.outcome, run.passes[0][1]
+        self.inputs = [part for _, part in leaves(self.batch) if _is_tensor(part)]
+        console.info(f"cuda_graph: from step {run.progress.step + 1} on, a step is one launch")
+
+    def _launch(self, run: Run, parts: dict[str, Any], micro: Any) -> Outcome:
+        assert self.graph is not None
+        run.begin_pass(micro)
+        phase("forward")
+        torch._foreach_copy_(self.inputs, [*filter(_is_tensor, parts.values())])
+        self.graph.replay()
+        run.passes = [(micro.indices, self.loss.clone())]  # it is read later, when the next launch is under way
+        if run.stop.reason:
+            self.outcome[0][0] = 1.0  # the vote, as in `Run.numbers`
+        return self.outcome
+
+    def _compared(self, run: Run, step: Step, passes: Any, parts: dict[str, Any]) -> Outcome:
+        """Launch a step, undo it, and take it kernel by kernel; give up where they differ. A sync point."""
+        moments = [value for state in run.optimizer.state.values() for value in state.values() if _is_tensor(value)]
+        state = [value.detach() for value in (*run.trained, *run.model.buffers(), *moments)]
+        before = [value.clone() for value in state]
+        launched = _told(*self._launch(run, parts, passes[0][1]))
+        torch._foreach_copy_(state, before)
+        outcome = self._eager(run, step, passes)
+        with run.world.host_sync():
+            pairs = [*zip(launched.tolist(), _told(*outcome).tolist(), strict=True)]
+        if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
+            found = ", ".join(f"{name} {a:.4g} instead of {b:.4g}" for name, (a, b) in zip(TOLD, pairs, strict=True))
+            unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last time
+            why = f"the recorded one has {found}: something changes on the host, which a graph holds as it was"
+            self._give_up(run, why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""))
+        return outcome
+
+    def _give_up(self, run: Run, why: str) -> None:
+        run.graph = self.graph = None
+        decline(why)
+
+
+TOLD = ("loss", "weight", "gradient norm")
+
+
+def _told(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Tensor:
+    """Return (3,) what two outcomes of a step are compared by: what `TOLD` names."""
+    return torch.stack([totals[1], totals[2], grad_norm.double()])
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, Tensor)
+
+
+class _Inside:
+    """A run as its recorded step sees it: the learning rate lies on the device, and the host's part is left out."""
+
+    def __init__(self, run: Run, rate: Tensor):
+        self.run, self.plan = run, copy.copy(run.plan)
+        vars(self.plan)["lr"] = lambda step: rate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)
+
+    def begin_pass(self, micro: Any) -> None:
+        """Do nothing: random numbers are seeded before each launch."""
+
+    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
+        self.outcome = totals, grad_norm, skipped

@@ -1,0 +1,141 @@
+"""CUDA graphs for machines without a GPU: what `engine/hardware/graph.py` asks of torch.cuda, on the CPU.
+
+A capture notes every operation with the memory it reads and writes; a replay runs each again, on the same memory. As on
+a GPU a number of Python stays what it was, a tensor that has moved is not found again, a read by the host is an error,
+and a capture by itself changes nothing: what it has written is put back, and its own memory holds nothing of use.
+"""
+
+import contextlib
+import inspect
+import warnings
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+READ = torch.ops.aten._local_scalar_dense.default
+
+
+def tensors_in(value):
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    launched = 0
+
+    def __init__(self):
+        self.operations = []  # (function, arguments, outputs in memory of their own or None)
+
+    def replay(self):
+        Graph.launched += 1
+        with torch.no_grad():
+            for function, args, kwargs, kept in self.operations:
+                for old, new in zip(kept, tensors_in(function(*args, **kwargs)), strict=True):
+                    if old is not None:
+                        old.copy_(new)
+
+
+class Capture(TorchDispatchMode):
+    """Stands in for torch.cuda.graph."""
+
+    def __init__(self, graph, stream, capture_error_mode):
+        super().__init__()
+        self.graph, self.mine, self.before = graph, {}, {}
+
+    def __enter__(self):
+        self.generator = torch.default_generator.get_state()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.default_generator.set_state(self.generator)
+        for storage, was in self.before.values():
+            storage.copy_(was)
+        for storage in self.mine.values():
+            storage.fill_(255)
+        if error[0]:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is READ:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+        given = tensors_in((args, kwargs))
+        for tensor in given:
+            if address(tensor) not in self.mine | self.before:
+                storage = tensor.untyped_storage()
+                self.before[address(tensor)] = storage, storage.clone()
+        # Not the tensors themselves: their memory may be exchanged.
+        fixed = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
+        out = function(*args, **kwargs or {})
+        places = {address(tensor) for tensor in given}
+        kept = [None if address(tensor) in places else tensor.detach() for tensor in tensors_in(out)]
+        self.mine |= {address(tensor): tensor.untyped_storage() for tensor in kept if tensor is not None}
+        if function._schema.is_mutable or any(tensor is not None for tensor in kept):  # else it is a view
+            self.graph.operations.append((function, *fixed, kept))
+        return out
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is READ:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
+        return function(*args, **kwargs or {})
+
+
+for mode in (Capture, Watch):  # else torch's compiler is loaded: 2 s in each run
+    plain = inspect.unwrap(mode.__torch_dispatch__)
+    plain.__dynamo_disable = plain
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+class Event:
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+watching = []
+
+
+def set_sync_debug_mode(mode):
+    if mode in ("warn", 1) and not watching:
+        watching.append(Watch())
+        watching[0].__enter__()
+    elif mode in ("default", 0) and watching:
+        watching.pop().__exit__(None, None, None)
+
+
+def install():
+    """In this process from now on; numbers are read a step late, as from a GPU, and learning rates are float32's."""
+    from engine import global_batch, metrics, plan
+    from engine.hardware import graph
+
+    graph.KIND = "cpu"
+    torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.cuda.Event = Graph, Capture, Stream, Event
+    torch.cuda.current_stream, torch.cuda.stream = Stream, contextlib.nullcontext
+    torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode = set_sync_debug_mode, lambda: len(watching)
+    global_batch._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
+    lr, begin = plan.Plan.lr, metrics.Meter.__init__
+    plan.Plan.lr = lambda self, step: float(np.float32(lr(self, step)))
+
+    def on_gpu(self, world):
+        begin(self, world)
+        self.on_gpu = True
+
+    metrics.Meter.__init__ = on_gpu

@@ -1,0 +1,184 @@
+"""A whole step as one CUDA graph: the same bits as kernel by kernel, or a line that says why not. On a CPU, where
+`recording.py` stands in for torch's graphs; none has been seen on a GPU."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+
+from engine.config import Optim
+from engine.hardware import compiler, graph
+from engine.optim import make_optimizer
+
+GRAPHED, TERMS, FORMS = (str(ROOT / f"tests/tasks/{name}.py") for name in ("graphed", "terms", "forms"))
+ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]
+HAR = ["har", "dataset.stride=512", "model.width=8", "schedule.warmup_steps=6", "eval_every=9", "steps=20"]
+SCRIPT = """
+import sys
+from tests import recording
+recording.install()
+import train
+code = train.main(sys.argv[1:])
+print("LAUNCHED", recording.Graph.launched)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def run(launch, tmp_path):
+    """Train as on a GPU; returns (what the last checkpoint holds, what was logged, what was said)."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def train(name, *words, code=0):
+        words = words if "amp=bf16" in words else (*words, "amp=off")
+        done = launch.python(str(tmp_path / "script.py"), *words, "log_every=5", f"save_dir={tmp_path / name}")
+        assert done.code == code, done.out + done.err
+        state = torch.load(tmp_path / name / "last.pt", weights_only=True)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        clocks = ("time_s", "samples_per_s", "data_wait_share")
+        return state, [{key: line[key] for key in line.keys() - clocks} for line in lines], done.out
+
+    return train
+
+
+def same(a, b):
+    """Whether two checkpoints, or parts of them, hold the same numbers, to the last bit, of the same types."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def assert_same(one, other):
+    assert one[1] == other[1], "what was logged"
+    for part in ("model", "ema", "optimizer", "progress", "tally"):
+        assert same(one[0][part], other[0][part]), part
+
+
+def launched(said):
+    return int(said.rpartition("LAUNCHED ")[2])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*HAR, "optim.ema_decay=0.9", "model.dropout=0.2"],
+        [*HAR, "mode=flatten", "optim.lr_scale=head:0.5", "drop_last=true"],
+        [*HAR, "mode=flatten", "amp=bf16"],
+        [TERMS, "epochs=6"],
+        [*ODD, "model.dropout=0.3"],
+        [*ODD, "optim.name=sgd", "optim.weight_decay=0"],
+    ],
+    ids=["conv", "perceptron", "bf16", "terms", "norm", "sgd"],
+)
+def test_a_recorded_step_takes_the_same_bits(run, words):
+    """Of weights, their average, moments and all that is logged, through warm-up and decay of the learning rate, with
+    dropout, evaluations, and the short batch at the end of an epoch."""
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    said = recorded[2]
+    assert "steps recorded as a CUDA graph" in said and "from step 4 on, a step is one launch" in said, said
+    assert launched(eager[2]) == 0 and launched(recorded[2]) >= 12
+    assert_same(eager, recorded)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_named(run):
+    """With its statistics; read one launch later, when the loss of the next one is in the graph's memory."""
+    words = [*ODD, "own.kind=nan"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    skipped = [line["ranks"]["0"] for line in eager[1] if line["event"] == "skipped"]
+    assert len(skipped) >= 4 and all(7 in samples and len(samples) <= 12 for samples in skipped)
+    assert launched(recorded[2]) >= 17
+    assert_same(eager, recorded)
+
+
+def test_a_recorded_run_is_stopped_and_resumed(run):
+    """SIGTERM comes while a batch is made for a launch: it is the host's vote, and the graph holds none."""
+    words = [*ODD, "model.dropout=0.3"]
+    straight = run("straight", *words)
+    stopped = run("resumed", *words, "cuda_graph=true", "own.ends=11", code=75)
+    assert launched(stopped[2]) == 7 and stopped[0]["progress"]["step"] == 12, "known one step late"
+    resumed = run("resumed", *words, "cuda_graph=true")
+    assert launched(resumed[2]) >= 1 and "Resuming" in resumed[2]
+    for part in ("model", "ema", "optimizer"):
+        assert same(straight[0][part], resumed[0][part]), part
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["virtual_workers=2"], "virtual workers take it in several parts"),
+        (["gradient_accumulation_steps=2", "batch_size=6"], "it has 2 passes"),
+        (["optim.name=adafactor"], "with Adafactor the host reads whether to skip it"),
+        (["own.kind=read"], "graphed.py:{read} waits for the GPU"),
+        (["own.kind=object"], "a batch is no dict of nothing but tensors"),
+        (["own.kind=replaced"], "the model puts other tensors in the place of its buffers"),
+        (
+            ["own.kind=read once", "own.after=3"],
+            "recording it failed: RuntimeError: CUDA error: operation not permitted when stream is capturing",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded_is_taken_kernel_by_kernel(run, words, why):
+    read = next(n for n, line in enumerate(Path(GRAPHED).read_text().splitlines(), 1) if ".item()" in line)
+    words = [*ODD, "steps=12", *words]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    assert recorded[2].count("cuda_graph: a step stays many launches, because " + why.format(read=read)) == 1
+    assert "cuda_graph:" not in eager[2] and launched(recorded[2]) == 0
+    assert_same(eager, recorded)
+
+
+def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
+    """One that is no dict, too: what the loader adds to it is no part of it."""
+    words = [FORMS, "own.form=tuple", "steps=8"]
+    done = run("recorded", *words, "cuda_graph=true")
+    assert "a batch is no dict" in done[2] and launched(done[2]) == 0
+
+
+@pytest.mark.parametrize("kind", ["number", "backward"])
+@pytest.mark.parametrize(("after", "perhaps"), [(5, ""), (8, ", perhaps in the 3 steps before, too")])
+def test_a_number_that_changes_on_the_host_is_noticed(run, kind, after, perhaps):
+    """In the loss, or in its gradient alone. The second launch is undone, and nothing is lost; later some steps are."""
+    words = [*ODD, f"own.kind={kind}", f"own.after={after}"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    (line,) = (line for line in recorded[2].splitlines() if "many launches" in line)
+    assert "something changes on the host, which a graph holds as it was" in line and line.endswith("was" + perhaps)
+    assert "because the recorded one has loss" in line and "gradient norm" in line
+    if not perhaps:
+        for part in ("model", "ema", "optimizer"):
+            assert same(eager[0][part], recorded[0][part]), part
+
+
+def test_without_a_gpu_it_says_so(launch, tmp_path):
+    words = [TOY, "steps=2", "cuda_graph=true", "device=cpu", f"save_dir={tmp_path / 'run'}"]
+    assert (
+        "cuda_graph: a step stays many launches, because there is no GPU\n"
+        in succeed(launch.python("train.py", *words)).out
+    )
+
+
+def test_each_obstacle_has_its_words():
+    compiler.stay_unloaded()
+
+    def about(**other):
+        model = torch.nn.Linear(2, 2)
+        run = SimpleNamespace(
+            world=SimpleNamespace(device=torch.device("cuda")),
+            plan=SimpleNamespace(workers=0, accumulation=1, compile="default"),
+            net=model, model=model, scaler=torch.amp.GradScaler("cpu", enabled=False),
+            optimizer=make_optimizer(model, Optim()),
+        )  # fmt: skip
+        vars(run).update(other)
+        return graph.obstacle(run)
+
+    assert about() == ""
+    assert about(net=torch.nn.Linear(2, 2)) == "the model is in DDP or DataParallel"
+    assert about(scaler=torch.amp.GradScaler("cpu")) == "amp=fp16 has a loss scale; bf16 needs none"
+    for mode in ("reduce-overhead", "max-autotune"):
+        plan = SimpleNamespace(workers=0, accumulation=1, compile=mode)
+        assert about(plan=plan) == f"compile={mode} records graphs of its own"
