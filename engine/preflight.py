@@ -128,7 +128,7 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
         raise error
 
 
-FEW = 8
+FEW = 4
 """Samples that are scored before the first step on a CPU, where a whole batch may take as long as two steps. A GPU gets
 a whole one, because it may not fit."""
 
