@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S, LIMITS_S, PART_S = 120, {"compiled": 300, "speed": 300}, 240
 CACHED = ["cache=none", "cache=device"]
-RUN_S = 75  # of a run whose speed is measured: one that hangs leaves time for the others
+LEAST_S, RUN_S = 30, 75  # of a run whose speed is measured: one that hangs leaves time for the others
 Facts = dict[str, Any]
 
 STARVED = """
@@ -130,8 +130,14 @@ class Lab:
 
     def part(self, name: str, *words: str) -> Any:
         """Run a function of PARTS in a new process and return its result."""
-        self.finish(name, self.start(name, [__file__, "--part", name.split()[0], *words]))
-        return json.loads(self.said(name).rpartition("RESULT ")[2].splitlines()[0])
+        return self.parts({name: [*words]})[name]
+
+    def parts(self, calls: dict[str, list[str]]) -> dict[str, Any]:
+        """Run several of them in parallel; the first word of a name is the function's."""
+        started = {n: self.start(n, [__file__, "--part", n.split()[0], *words]) for n, words in calls.items()}
+        for name, process in started.items():
+            self.finish(name, process)
+        return {n: json.loads(self.said(n).rpartition("RESULT ")[2].splitlines()[0]) for n in calls}
 
     @contextlib.contextmanager
     def alone(self, failed: list[str]) -> Iterator[None]:
@@ -192,9 +198,14 @@ def memory_mb(run: Path) -> float:
 
 
 def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float = 0.0) -> None:
-    """Train by each command and require that its final weights differ from the first one's by at most `most`, relative
-    to the largest number of each tensor."""
-    (first, run), *others = lab.train(commands).items()
+    """Train by each command, and `weigh` what comes of it."""
+    weigh(facts, lab.train(commands), most)
+
+
+def weigh(facts: Facts, runs: dict[str, Path], most: float = 0.0) -> None:
+    """Require that the final weights of each run differ from the first one's by at most `most`, relative to the largest
+    number of each tensor."""
+    (first, run), *others = runs.items()
     right = load(run)
     for name, other in others:
         state = load(other)
@@ -258,9 +269,13 @@ def compiled(lab: Lab, facts: Facts) -> None:
 def cut(lab: Lab, facts: Facts) -> None:
     """the same global batch in 1, 2 and 4 passes"""
     har = [*lab.har, "amp=off", *lab.deterministic, "global_batch=64", "steps=10"]
-    for kind, words, most in (("float64", [*lab.toy, *lab.on, "steps=14"], 1e-9), ("float32", har, 1e-3)):
-        passes = {f"{n} in {kind}": plain(*words, f"gradient_accumulation_steps={n}") for n in (1, 2, 4)}
-        compare(lab, facts, passes, most)
+    kinds = {"float64": ([*lab.toy, *lab.on, "steps=14"], 1e-9), "float32": (har, 1e-3)}
+    cuts = {(n, kind): f"{n} in {kind}" for kind in kinds for n in (1, 2, 4)}
+    runs = lab.train(
+        {name: plain(*kinds[kind][0], f"gradient_accumulation_steps={n}") for (n, kind), name in cuts.items()}
+    )
+    for kind, (_, most) in kinds.items():
+        weigh(facts, {name: runs[name] for (_, of), name in cuts.items() if of == kind}, most)
 
 
 def data_parallel(lab: Lab, facts: Facts) -> None:
@@ -289,9 +304,11 @@ def gloo(lab: Lab, facts: Facts) -> None:
 def virtual(lab: Lab, facts: Facts) -> None:
     """virtual workers: one process beside two gloo processes on one GPU, with dropout, to the last bit"""
     har = [*lab.har, "model.mode=conv", "model.dropout=0.3", "virtual_workers=4", "global_batch=64", "steps=10"]
-    for amp in ("off",) if lab.tiny else ("off", "bf16", "fp16"):
-        words = [*har, f"amp={amp}"]
-        compare(lab, facts, {f"one, {amp}": plain(*words), f"two, {amp}": ddp(2, *words, "ddp.backend=gloo")})
+    amps = ("off",) if lab.tiny else ("off", "bf16", "fp16")
+    ways = {f"one, {amp}": plain(*har, f"amp={amp}") for amp in amps}
+    runs = lab.train(ways | {f"two, {amp}": ddp(2, *har, f"amp={amp}", "ddp.backend=gloo") for amp in amps})
+    for amp in amps:
+        weigh(facts, {name: runs[name] for name in (f"one, {amp}", f"two, {amp}")})
 
 
 def stop(lab: Lab, facts: Facts) -> None:
@@ -313,17 +330,18 @@ def cache(lab: Lab, facts: Facts) -> None:
 
 
 def syncs(lab: Lab, facts: Facts) -> None:
-    """calls between log points that wait for the device, but for those that are meant to"""
+    """calls between log points, and in batches of an evaluation, that wait for the device, but for those meant to"""
     few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "32")
     video = ["video", f"dataset.root={few}", "dataset.frames=5", "model.width=4", "batch_size=2", *lab.on]
     har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
-    kinds = {"har bf16": [*har, "amp=bf16"], "har fp16": [*har, "amp=fp16"]}
+    kinds = {"steps har bf16": [*har, "amp=bf16"], "steps_in_ddp har fp16": [*har, "amp=fp16"]}
     for cached in CACHED:
-        kinds[f"video bf16 {cached}"] = [*video, "amp=bf16", cached]
-    kinds["video with loader processes"] = [*video, "amp=bf16", "cache=none", "num_workers=2"]
-    kinds["robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
-    for kind, words in kinds.items():
-        places, taken, seen = lab.part(f"steps {kind}", *words)
+        kinds[f"steps video bf16 {cached}"] = [*video, "amp=bf16", cached]
+    kinds["steps video with loader processes"] = [*video, "amp=bf16", "cache=none", "num_workers=2"]
+    kinds["steps robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
+    norms = [str(ROOT / "tests/tasks/buffers.py"), "batch_size=12", "optim.ema_decay=0.9", *lab.on]
+    kinds |= {"steps norms": norms, "steps_in_ddp norms": norms}
+    for kind, (places, taken, seen) in lab.parts(kinds).items():
         facts[kind] = f"{len(places)} in {taken} steps"
         require(seen, f"{kind}: one made on purpose was not seen, so none would be")
         require(not places, f"{kind}: {', '.join(sorted(set(places)))}")
@@ -378,12 +396,12 @@ def stall(lab: Lab, facts: Facts) -> None:
 def speed(lab: Lab, facts: Facts) -> None:
     """samples a second of each way to run, one at a time, beside what the device could do; each has its own verdict"""
     # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates the instructions.
-    trials, times, frames, size, width = ("60", "2", "5", "32", "4") if lab.tiny else ("720", "7", "17", "256", "40")
-    many = lab.part("clips many", str(lab.folder / "many"), trials, "60", frames, size, times)
+    trials, times, frames, size, width = ("60", "2", "5", "32", "4") if lab.tiny else ("240", "21", "17", "256", "40")
+    many = lab.part("clips many", str(lab.folder / "many"), trials, "40", frames, size, times)
     rare = ["eval_every=100000", "save_every=100000", "drop_last=true", *lab.on]
     video = ["--config", str(ROOT / "configs/video.yaml"), f"dataset.root={many}", "dataset.val_share=0.1", "amp=bf16"]
     video += [*rare, f"dataset.frames={frames}", f"dataset.size={size}", f"model.width={width}"]
-    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=60", "log_every=10"]
+    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=40", "log_every=5"]
     har = ["har", "--mode", "flatten", "--batch-size", "32", *rare]
     har += ["steps=100", "dataset.stride=512", "log_every=10"] if lab.tiny else ["steps=1500", "log_every=50"]
     flop_s, byte_s, flop, traffic = lab.part("ceiling", frames, size, width, *lab.on)
@@ -398,6 +416,9 @@ def speed(lab: Lab, facts: Facts) -> None:
     kinds |= {f"video {how} {last}": [*video, how, last] for how in compiled}
     failed: list[str] = []
     for name, words in kinds.items():
+        if lab.until - time.monotonic() < LEAST_S:
+            facts[name] = "left out: no time is left"
+            continue
         with lab.alone(failed):
             run = lab.train({name: plain(*words)})[name]
             rates, waits = logged(run, "samples_per_s"), logged(run, "data_wait_share")
@@ -444,12 +465,9 @@ def profiled(lab: Lab, facts: Facts) -> None:
 
 
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
-    "same": (nccl, amp, cut, cache, virtual, syncs, sanitized),
-    "around": (devices, gloo, stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
-    "speed": (
-        graph,
-        speed,
-    ),
+    "same": (nccl, amp, cut, cache, virtual, syncs, sanitized, devices, gloo),
+    "around": (stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
+    "speed": (graph, speed),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
@@ -484,18 +502,28 @@ def clips(folder: str, *sizes: str) -> str:
     return folder
 
 
-def steps(*words: str) -> tuple[list[str], int, bool]:
-    """Take steps in which torch reports calls that wait for the device; returns (our lines that made them, the number
-    of steps, whether one made on purpose was seen). The mode is `warn`, because `error` would end at the first. The
-    first steps are left out, because they copy class weights and read the optimizer's counters, once."""
+def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
+    """Take steps, and then score batches, in which torch reports calls that wait for the device; returns (our lines
+    that made them, the number of steps, whether one made on purpose was seen). The mode is `warn`, because `error`
+    would end at the first. The first ones are left out: they copy class weights, and read the optimizer's counters."""
     import tasks
     import train
+    from engine.metrics import EvalSums
     from engine.phases import Phases
     from tools.probe import endless
 
     args = config.parse(list(words), tasks.load)
-    world = train.setup_distributed(args.cfg)
-    taken = endless(train.build(args, world))
+    world = train.setup_distributed(args.cfg, strict)
+    run = train.build(args, world, strict=strict)
+
+    def scoring() -> Iterator[None]:
+        sums, model = EvalSums(), run.evaluated_model.eval()
+        while True:
+            for batch in run.val_loader:
+                with torch.no_grad(), run.precision.autocast():
+                    sums.add(run.task.score(model, batch))
+                yield
+
     on_gpu = world.device.type == "cuda"
     mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)
     places, words_of_torch = [], "called a synchronizing CUDA operation"
@@ -514,18 +542,27 @@ def steps(*words: str) -> tuple[list[str], int, bool]:
             yield
         mode("warn")
 
-    for _ in range(3):
-        next(taken)
-    Phases.during = allowed  # type: ignore[assignment, method-assign]
     warnings.simplefilter("always")
+    for work in (endless(run), scoring()):
+        for _ in range(3):
+            next(work)
+        Phases.during, usual = allowed, warnings.showwarning  # type: ignore[assignment, method-assign]
+        warnings.showwarning = note  # type: ignore[assignment]
+        mode("warn")
+        for _ in range(6):
+            next(work)
+        mode("default")
+        Phases.during, warnings.showwarning = during, usual  # type: ignore[method-assign]
+    found = list(places)
     warnings.showwarning = note  # type: ignore[assignment]
     mode("warn")
-    for _ in range(6):
-        next(taken)
-    found = list(places)
     torch.ones(1, device=world.device).item() if on_gpu else warnings.warn(words_of_torch, stacklevel=1)
     mode("default")
     return found, 6, len(places) == len(found) + 1
+
+
+def steps_in_ddp(*words: str) -> tuple[list[str], int, bool]:
+    return steps(*words, strict=True)
 
 
 def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, float, float]:
@@ -637,7 +674,9 @@ def captures(*words: str) -> tuple[float, float, float]:
     return 100 * seconds[False], 100 * (seconds[True] - seconds[False]), megabytes
 
 
-PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (about, clips, steps, ceiling, words, captures)}
+PARTS: dict[str, Callable[..., Any]] = {
+    part.__name__: part for part in (about, clips, steps, steps_in_ddp, ceiling, words, captures)
+}
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

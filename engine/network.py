@@ -29,6 +29,7 @@ def set_up_nccl(timeout_s: float) -> None:
     # A CUDA error reaches the main thread anyway; in NCCL's own it would abort the process (pytorch#126544).
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))  # it aborts, too
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # before 2.11 parts of torch disagree on it (pytorch#172843)
     if PIPE not in os.environ:
         with contextlib.suppress(OSError):  # nowhere to write
             _pipes.append(tempfile.TemporaryDirectory(prefix="lockstep_", dir=os.environ.get(agent.SCRATCH)))

@@ -206,8 +206,12 @@ def test_a_call_that_waits_is_found_with_its_line(launch, tmp_path):
         "    def loss(self, net, batch):\n"
         "        warnings.warn('called a synchronizing CUDA operation')\n"
         "        return super().loss(net, batch)\n"
+        "    def score(self, model, batch):\n"
+        "        warnings.warn('called a synchronizing CUDA operation')\n"
+        "        return super().score(model, batch)\n"
     )
-    done = succeed(launch.python(COMMAND, "--part", "steps", str(task), "device=cpu", "batch_size=4"))
+    done = succeed(launch.python(str(ROOT / COMMAND), "--part", "steps", str(task), "device=cpu", "batch_size=4"))
     places, steps, seen = gpu_check.json.loads(done.out.rpartition("RESULT ")[2])
-    assert steps == len(places) == 6 and seen
-    assert all(place.startswith("train.py:") and "run.task.loss(" in place for place in places), places
+    assert steps == 6 == len(places) / 2 and seen
+    assert all(place.startswith("train.py:") and "run.task.loss(" in place for place in places[:6]), places
+    assert all("run.task.score(" in place for place in places[6:]), places
