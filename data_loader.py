@@ -327,8 +327,8 @@ class EvalLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def example(self, most: int = sys.maxsize) -> Batch:
-        """Return the first batch, or its first samples, to try something with; this process fetches it."""
+    def example(self, most: int) -> Batch:
+        """Return the first samples of the first batch, to try something with; this process fetches them."""
         asked = ask(next(iter(self.sampler)).indices[:most], self.source.seeded)
         index = torch.tensor(asked.indices, device=self.device)
         batch = to_device(self.source.get(asked), self.device)

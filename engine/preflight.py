@@ -130,7 +130,7 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
 
 FEW = 4
 """Samples that are scored before the first step on a CPU, where a whole batch may take as long as two steps. A GPU gets
-a whole one, because it may not fit."""
+a whole one, because it may not fit, and so do loader processes, because they may not start."""
 
 
 @torch.no_grad()
@@ -144,8 +144,9 @@ def sanity_check(run: Run) -> None:
 def _rehearse(run: Run) -> float:
     """(rank 0) Make an evaluation of one batch. Returns the GFLOP of a sample. Raises what surely is a mistake in the
     task, and not what may come of so few samples, such as a division by zero."""
-    most = FEW if run.world.device.type == "cpu" else sys.maxsize
-    batch, scored = run.val_loader.example(most), EvalSums()
+    loader, scored = run.val_loader, EvalSums()
+    few = run.world.device.type == "cpu" and loader.loader is None
+    batch = loader.example(FEW) if few else next(iter(loader))
     samples = len(given_of(batch).index)
     with phase.during("validation"), run.precision.autocast():
         sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
