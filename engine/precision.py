@@ -62,7 +62,7 @@ class Autocast(nn.Module):
 def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict: bool = False) -> Precision:
     """(all ranks) Return what the config asks for, the same on all ranks; for auto that of the checkpoint `state`."""
     with sync_errors(world):
-        chosen = choose(cfg.amp, world.device, strict)
+        chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
     if len(set(world.gather(chosen.name))) > 1:
         chosen = replace(chosen, name="off", note="not all processes have bf16")
     if state and cfg.amp == "auto" and state["precision"] != chosen.name:
@@ -70,12 +70,14 @@ def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict
     return chosen
 
 
-def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
+def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool = False) -> Precision:
     """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
 
     A precision that is asked for but not there becomes the next best one, or with `strict` an error. By capability, not
     by timing: every rank, and a resumed run, must agree. That CPUs with bf16 instructions are fast at it, whatever the
     network, is measured by `benchmarks/precision.py`.
+
+    compiled  by torch's compiler, which on CPUs makes gradients of bf16 that are not finite (torch 2.13, Inductor)
     """
     asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if amp == "auto" and asked_of_accelerate in DTYPES:
@@ -91,6 +93,8 @@ def choose(amp: str, device: torch.device, strict: bool = False) -> Precision:
             name = "bf16" if has_bf16 else "fp16"
             return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")
     elif amp == "auto":
+        if compiled:
+            return Precision("off", device, "compiled for a CPU, where the compiler's bf16 gradients may not be finite")
         if cpu_has_bf16():
             return Precision("bf16", device, "the CPU has bf16 instructions; attention in fp32, which is faster")
         return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")

@@ -100,13 +100,14 @@ def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert choose("auto", torch.device("cpu")).name == ("bf16" if found else "off")
+    assert choose("auto", torch.device("cpu"), compiled=True).name == "off"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert choose("auto", torch.device("cpu")).name == "off"
 
 
 @pytest.mark.parametrize("elsewhere", ["bf16", "off"])
 def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
-    cfg = SimpleNamespace(amp="auto")
+    cfg = SimpleNamespace(amp="auto", compile="off")
     monkeypatch.setattr("engine.precision.cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
     world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
