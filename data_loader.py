@@ -217,8 +217,9 @@ class TrainLoader:
         seeds = micro.seeds and micro.seeds[:most]
         slots = slice(first, min(last, first + most * step), step)
         micro = micro._replace(indices=micro.indices[:most], seeds=seeds, slots=slots)
-        batch = to_device(self.source.get(micro), self.device)
-        return self._prepared(batch, self._given([micro], self._numbers()))
+        with phase.during("data loading"):
+            batch = to_device(self.source.get(micro), self.device)
+            return self._prepared(batch, self._given([micro], self._numbers()))
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
         """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
@@ -280,8 +281,8 @@ class TrainLoader:
         batch = batch | {RESERVED: given} if type(batch) is dict else tell(batch, given)
         if self.prepare is None:
             return batch
-        with phase.during("augmentation"):
-            return self.prepare(batch)
+        phase("augmentation")
+        return self.prepare(batch)
 
 
 def _lies_on(device: torch.device, dataset: Any) -> bool:
