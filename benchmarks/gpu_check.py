@@ -439,6 +439,8 @@ def graph(lab: Lab, facts: Facts) -> None:
         words, one = plain(*exact, f"model.mode={mode}"), f"{mode}, one launch"
         compare(lab, facts, {mode: words, one: [*words, "cuda_graph=true"]}, 1e-4)
         require(lab.tiny or "a step is one launch" in lab.said(one), f"{one}: {said_of_graphs(lab, one)}")
+    places, _, seen = lab.part("steps one launch", *lab.har, "amp=bf16", "drop_last=true", "cuda_graph=true")
+    require(seen and not places, f"it waits for the GPU: {', '.join(sorted(set(places)))}")
     har = ["har", "model.mode=flatten", "batch_size=64", "drop_last=true", "eval_every=100000", "save_every=100000"]
     har += ["dataset.stride=512", "steps=60"] if lab.tiny else ["dataset.stride=8", "steps=1500", "log_every=50"]
     rates = {}

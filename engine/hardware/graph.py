@@ -147,6 +147,7 @@ class StepGraph:
             with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 step(inside, [(self.batch, micro)])
         except Exception as error:  # it comes again kernel by kernel, or is of the recording alone
+            self.stream = torch.cuda.current_stream()  # whatever has become of the other
             first = error.__context__ or error
             self._give_up(run, f"recording it failed: {type(first).__name__}: {headline(first)}")
             return
