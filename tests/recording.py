@@ -47,9 +47,11 @@ class Capture(TorchDispatchMode):
 
     def __init__(self, graph, stream, capture_error_mode):
         super().__init__()
-        self.graph, self.mine, self.before = graph, {}, {}
+        assert stream is not current[0], "a capture needs a stream of its own"
+        self.graph, self.stream, self.mine, self.before = graph, stream, {}, {}
 
     def __enter__(self):
+        self.left, current[0] = current[0], self.stream
         self.generator = torch.default_generator.get_state()
         return super().__enter__()
 
@@ -60,8 +62,9 @@ class Capture(TorchDispatchMode):
             storage.copy_(was)
         for storage in self.mine.values():
             storage.fill_(255)
-        if error[0]:
+        if error[0]:  # and its stream stays the current one
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        current[0] = self.left
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is READ:
@@ -102,6 +105,18 @@ class Stream:
         pass
 
 
+current = [Stream()]
+
+
+@contextlib.contextmanager
+def on(stream):
+    before, current[0] = current[0], stream
+    try:
+        yield
+    finally:
+        current[0] = before
+
+
 class Event:
     def record(self):
         pass
@@ -128,7 +143,7 @@ def install():
 
     graph.KIND = "cpu"
     torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.cuda.Event = Graph, Capture, Stream, Event
-    torch.cuda.current_stream, torch.cuda.stream = Stream, contextlib.nullcontext
+    torch.cuda.current_stream, torch.cuda.stream = lambda: current[0], on
     torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode = set_sync_debug_mode, lambda: len(watching)
     global_batch._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
     lr, begin = plan.Plan.lr, metrics.Meter.__init__

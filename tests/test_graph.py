@@ -21,7 +21,9 @@ import sys
 from tests import recording
 recording.install()
 import train
+[stream] = recording.current
 code = train.main(sys.argv[1:])
+assert recording.current == [stream]
 print("LAUNCHED", recording.Graph.launched)
 sys.exit(code)
 """
