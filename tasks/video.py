@@ -128,7 +128,9 @@ class Task(Classification):
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Flip, shift in space and time, and brighten or darken x (B, T, H, W) uint8."""
-        return augment(x, contract.uniform(seeds, 8), self.cfg.augment)
+        wanted = self.cfg.augment
+        changes = wanted.flip != "none" or wanted.shift or wanted.jitter or wanted.brightness
+        return augment(x, contract.uniform(seeds, 8), wanted) if changes else x
 
     def summary(self) -> str:
         return f"{self._found}\n\n{self.class_summary()}"
