@@ -259,7 +259,7 @@ WRONG = {
     "a tensor": ("batch['x']", "`collect` returns a Tensor"),
     "a mean": ("{'m': batch['x'].mean()}", "`collect` returns a single number as 'm'"),
     "a number": ("{'m': 3.0}", "`collect` returns a float as 'm'"),
-    "too few": ("{'m': batch['x'][1:]}", "`collect` returns 22 rows of 'm' for 23 samples"),
+    "too few": ("{'m': batch['x'][1:]}", "`collect` returns 3 rows of 'm' for 4 samples"),
     "too much": ("{'m': torch.zeros(len(batch['x']), 1000)}", "`collect` returns 0.092 MB, and rank 0 may hold 0.05"),
 }
 
