@@ -101,6 +101,7 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
     return Precision(amp, device, "as amp asks")
 
 
+Sizes = tuple[int, ...]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -140,7 +141,11 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def shielded(self: Any, x: Tensor, *rest: Any) -> Tensor:
         y = forward(self, x, *rest)
-        if y.dtype == torch.bfloat16 != self.weight.dtype and y.device.type == "cpu" and _goes_wrong(self, x, y):
+        if (
+            y.dtype == torch.bfloat16 != self.weight.dtype
+            and y.device.type == "cpu"
+            and _goes_wrong(self.transposed, self.stride, self.kernel_size, self.dilation, x.shape, y.shape)
+        ):
             with torch.autocast("cpu", enabled=False):
                 return forward(self, x.to(self.weight.dtype), *rest).to(y.dtype)
         return y
@@ -148,15 +153,18 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return shielded
 
 
-def _goes_wrong(conv: Any, x: Tensor, y: Tensor) -> bool:
-    """Judge by the two maps between which `conv` strides. Of thousands of shapes tried all that fail are among these,
-    and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
-    if conv.transposed:
-        x, y = y, x
-    sizes, strided = x.shape[-len(conv.stride) :], y.shape[-len(conv.stride) :]
-    reach = [distance * (taps - 1) + 1 for distance, taps in zip(conv.dilation, conv.kernel_size, strict=True)]
+@functools.lru_cache(4096)  # asked in every forward pass
+def _goes_wrong(
+    transposed: bool, stride: Sizes, kernel_size: Sizes, dilation: Sizes, given: Sizes, returned: Sizes
+) -> bool:
+    """Judge by the two maps between which a convolution strides. Of thousands of shapes tried all that fail are among
+    these, and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
+    if transposed:
+        given, returned = returned, given
+    sizes, strided = given[-len(stride) :], returned[-len(stride) :]
+    reach = [distance * (taps - 1) + 1 for distance, taps in zip(dilation, kernel_size, strict=True)]
     return (
-        any(size == 1 and stride > 1 for size, stride in zip(strided, conv.stride, strict=True))
+        any(size == 1 and step > 1 for size, step in zip(strided, stride, strict=True))
         or any(2 * size < taps for size, taps in zip(sizes, reach, strict=True))
         or (len(sizes) == 3 and sizes[0] < reach[0])
     )
