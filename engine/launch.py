@@ -293,7 +293,7 @@ def recall(key: str) -> str:
 def drain() -> None:
     """(all ranks) Before the group is destroyed: wait for all, and let nothing of DDP survive it."""
     # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
-    gc.unfreeze()  # with gc_every
+    gc.unfreeze()  # what `guarded` and `gc_every` have frozen
     gc.collect()
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):

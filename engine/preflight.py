@@ -135,14 +135,14 @@ a whole one, because it may not fit, and so do loader processes, because they ma
 
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
-    """(all ranks) Score one batch before the first step, so that a mistake in the evaluation shows now and not after an
-    epoch. Rank 0's batch, because the others may have none. Sets `run.gflop`. Nothing, where nothing is scored."""
+    """(all ranks) Score a few samples before the first step: a mistake in the evaluation shows now and not after an
+    epoch. Rank 0 does, because the others may have none. Sets `run.gflop`. Nothing, where nothing is scored."""
     if run.val_loader is not None and type(run.task).score is not Task.score:
         run.gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0) Make an evaluation of one batch. Returns the GFLOP of a sample. Raises what surely is a mistake in the
+    """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the
     task, and not what may come of so few samples, such as a division by zero."""
     loader, scored = run.val_loader, EvalSums()
     few = run.world.device.type == "cpu" and loader.loader is None
