@@ -23,6 +23,10 @@ test-real: $(VENV)/installed-dev
 soak: $(VENV)/installed-dev
 	BITS=$(BITS) $(PYTHON) tests/soak.py $(or $(MINUTES),10) $(SEED)
 
+# Random networks, trained and killed in random ways. SEED=7 MINUTES=0 tries one.
+grammar: $(VENV)/installed-dev
+	MINUTES=$(MINUTES) SEED=$(SEED) $(PYTHON) tests/grammar.py
+
 lint: $(VENV)/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -39,4 +43,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick test-real soak lint
+.PHONY: train test quick test-real soak grammar lint

@@ -8,6 +8,7 @@ Where a run stands is one integer, the samples of this epoch that all ranks toge
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.batches import leaves, map_tensors, tell, tensors
+from engine.batches import leaves, map_tensors, same_bits, tell, tensors
 from engine.config import Config
 from engine.console import console
 from engine.contract import RESERVED, Batch, Given, Task, check_scored
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError
 from engine.faults.loader_processes import in_processes, starting_processes
 from engine.faults.signals import own_scratch
 from engine.hardware.device_cache import CachedDataset, cache_datasets
@@ -36,7 +37,7 @@ from engine.phases import phase
 from engine.plan import Plan
 from engine.samples import Asked, Source, ask, check_datasets, named
 from engine.samples import fingerprint as fingerprint
-from engine.seeds import data_seeds, sample_seeds
+from engine.seeds import data_seeds, kept_generators, sample_seeds
 from engine.virtual import block
 from engine.world import World
 
@@ -201,6 +202,7 @@ class TrainLoader:
     ):
         self.dataset, self.sampler, self.seed, self.loader = dataset, sampler, seed, loader
         self.source, self.device, self.prepare = Source(dataset), world.device, prepare
+        self.together = prepare is None  # several passes are prepared at once: to the bit what each is by itself
 
     def set_epoch(self, epoch: int, consumed: int = 0) -> None:
         self.sampler.set_epoch(epoch)
@@ -210,16 +212,59 @@ class TrainLoader:
         """Optimizer steps to come in this epoch."""
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
-    def example(self, most: int = sys.maxsize) -> Batch:
-        """Return the first batch of the epoch, or its first samples, to try something with; this process fetches it."""
-        micro = next(self.sampler.micro_batches())
-        first, last, step = micro.slots.start, micro.slots.stop, micro.slots.step or 1
-        seeds = micro.seeds and micro.seeds[:most]
-        slots = slice(first, min(last, first + most * step), step)
-        micro = micro._replace(indices=micro.indices[:most], seeds=seeds, slots=slots)
+    def example(self, end: int = sys.maxsize, begin: int = 0) -> Batch:
+        """Return samples `begin` to `end` of the epoch, at most a pass of them, to try something with: the same on all
+        ranks. This process fetches them."""
+        plan = self.sampler.plan
         with phase.during("data loading"):
-            batch = to_device(self.source.get(micro), self.device)
-            return self._prepared(batch, self._given([micro], self._numbers()))
+            return self._prepared(*self._some(slice(begin, min(end, plan.micro_batch, plan.num_samples))))
+
+    def _some(self, slots: slice) -> tuple[Batch, Given]:
+        """Return samples of the epoch by their positions, not prepared, and the loader's own numbers."""
+        sampler, micro = self.sampler, next(self.sampler.micro_batches())
+        seeds = data_seeds(sampler.seed, sampler.epoch, _places(slots)) if sampler.seeded else None
+        micro = micro._replace(indices=sampler.order()[slots].tolist(), seeds=seeds, slots=slots)
+        given = self._given([micro], self._numbers())
+        if _lies_on(self.device, self.dataset):
+            return self.dataset.rows(given.index), given
+        return to_device(self.source.get(micro), self.device), given
+
+    def check_prepare(self, random_samples: str) -> None:
+        """Prepare four samples, again, and, of data that are held, one by one: where that has other bits, passes are
+        not prepared together; nor with virtual workers, whose bits would depend on how many a process runs. Raises
+        LockstepError where the second time has other bits."""
+        held, plan = _lies_on(self.device, self.dataset), self.sampler.plan
+        samples = min(4, plan.num_samples if held else plan.micro_batch, plan.num_samples)
+
+        def prepared(begin: int, end: int) -> dict[str, Any]:
+            return {
+                name: leaf for name, leaf in leaves(self._prepared(*self._some(slice(begin, end)))) if leaf is not None
+            }
+
+        with kept_generators(self.device):
+            whole, again = prepared(0, samples), prepared(0, samples)
+            odd = next((name for name, leaf in whole.items() if not _same(leaf, again.get(name))), None)
+            if odd is not None:
+                what = f"{odd!r} of the same samples is another each time they are prepared"
+                todo = "draw from batch['lockstep'].seed, not from a generator; random_samples=warn trains all the same"
+                error = LockstepError(what, where="the task's `prepare`", todo=todo)
+                if random_samples == "stop":
+                    raise error
+                console.info(f"warning: {error}")
+            with contextlib.suppress(Exception):  # of a single sample; it shows by itself if it is one of training
+                if held and not plan.workers:
+                    ones = [prepared(n, n + 1) for n in range(samples)]
+                    self.together = all(same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole)
+
+    def not_finite(self, micro: Micro) -> dict[int, str]:
+        """Return which samples of a pass hold what is not finite, such as `NaN in x`: each is fetched again."""
+        found, seeds = {}, micro.seeds or micro.indices
+        with _fetching:
+            for index, seed in zip(micro.indices, seeds, strict=True):
+                for name, leaf in leaves(self.source.get(Asked([index], [seed]))):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+                        found[index] = f"{'NaN' if leaf.isnan().any() else 'inf'} in {name or 'its value'}"
+        return found
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
         """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
@@ -249,14 +294,13 @@ class TrainLoader:
         """Yield the passes of data that lie on the device: several are gathered and prepared at once, and cut apart."""
         held, numbers, micros = self.dataset, self._numbers(), self.sampler.micro_batches()
         size = self.sampler.plan.micro_batch * held.bytes // len(held)  # of a pass
-        most = AT_ONCE[self.device.type] // max(1, size) if type(held.columns) is dict else 1
+        most = AT_ONCE[self.device.type] // max(1, size) if type(held.columns) is dict and self.together else 1
         while some := [*itertools.islice(micros, max(1, most))]:
             given = self._given(some, numbers)
             batch = self._prepared(held.rows(given.index), given)
             if len(some) == 1:
                 yield batch, some[0]
                 continue
-            _check_rows(batch, len(given.index))
             end = 0
             for micro in some:
                 begin, end = end, end + len(micro.indices)
@@ -264,7 +308,7 @@ class TrainLoader:
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return index, position and seed of the whole epoch: batch by batch that would be fifty operations a step."""
-        index = torch.tensor(self.sampler.order(), device=self.device)
+        index = to_device(torch.tensor(self.sampler.order()), self.device)
         position = torch.arange(len(index), device=self.device)
         return index, position, sample_seeds(self.seed, self.sampler.epoch, position)
 
@@ -289,6 +333,15 @@ def _lies_on(device: torch.device, dataset: Any) -> bool:
     return isinstance(dataset, CachedDataset) and dataset.device.type == device.type
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Compare tensors bit by bit; on a GPU, where the order of a sum may be another, up to rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b)
+    if a.device.type == "cpu" or a.shape != b.shape or not a.is_floating_point():
+        return same_bits(a, b)
+    return torch.allclose(a, b, rtol=1e-3, equal_nan=True)
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -297,15 +350,6 @@ def _piece(rows: slice, values: Tensor) -> Tensor:
     """Return some rows; as a copy where memory of their own would be aligned better, because kernels go by that."""
     piece = values[rows]
     return piece if rows.start * values.stride(0) * values.element_size() % 512 == 0 else piece.clone()
-
-
-def _check_rows(batch: Batch, rows: int) -> None:
-    """Raise LockstepError where what a task has prepared cannot be cut apart."""
-    for name, leaf in leaves(batch):
-        if leaf is not None and getattr(leaf, "shape", ())[:1] != (rows,):
-            what = f"{name!r} has no row for each of {amount(rows, 'sample')}"
-            todo = "give tensors with a row for each sample, or use cache=none"
-            raise LockstepError(what, where="the task's `prepare`", todo=todo)
 
 
 class EvalLoader:
@@ -328,10 +372,10 @@ class EvalLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def example(self, most: int) -> Batch:
-        """Return the first samples of the first batch, to try something with; this process fetches them."""
-        asked = ask(next(iter(self.sampler)).indices[:most], self.source.seeded)
-        index = torch.tensor(asked.indices, device=self.device)
+    def example(self, end: int, begin: int = 0) -> Batch:
+        """Return samples `begin` to `end` of the first batch, to try something with; this process fetches them."""
+        asked = ask(next(iter(self.sampler)).indices[begin:end], self.source.seeded)
+        index = to_device(torch.tensor(asked.indices), self.device)
         batch = to_device(self.source.get(asked), self.device)
         return tell(batch, Given(index, index, sample_seeds(0, 0, index)))
 
@@ -430,7 +474,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def copied(value: Tensor) -> Tensor:
         if value.device == device:
             return value
-        return (value if value.is_pinned() else value.pin_memory()).to(device, non_blocking=True)
+        pinned = value if value.is_pinned() or device.type != "cuda" else value.pin_memory()
+        return pinned.to(device, non_blocking=True)
 
     return map_tensors(batch, copied)
 
@@ -463,7 +508,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
         val_set = train_set
     if val_set is not None and split != "any":
         check_scored(task, split)
-    if task.summary():
+    if not split and task.summary():
         console.info(task.summary() + "\n")
     return train_set, val_set
 
@@ -506,6 +551,8 @@ def create_data_loaders(
     console.info(f"Train batches: {-(-len(train_set) // plan.micro_batch)} (per process: ~{len(sampler)})")
     prepare = task.prepare if task and type(task).prepare is not Task.prepare else None
     train_loader = TrainLoader(sets[0], sampler, cfg.seed, world, loaders[0], prepare)
+    if prepare:
+        train_loader.check_prepare(cfg.random_samples)
     if val_set is None:
         console.info("No validation data: nothing is evaluated, and the last checkpoint is the one that counts\n")
         return train_loader, None

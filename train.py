@@ -157,7 +157,7 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
         with net.no_sync() if ddp_waits else nullcontext():  # the forward too: DDP decides there
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
-            totals += run.numbers(loss, micro)  # (stop votes, total, weight, *sums), float64; a filler's are zeros
+            totals += run.numbers(loss, micro)  # (votes, total, weight, *sums), float64; a filler's are zeros
             if micro.closes_step:
                 summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
             scale = 0.0 if micro.filler else plan.loss_scale

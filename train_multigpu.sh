@@ -16,6 +16,8 @@
 #   srun --ntasks-per-node=1 ./train_multigpu.sh har                     (Slurm: all are known; tools/slurm.sbatch)
 # They share the run's folder and meet at MASTER_PORT; if unset, at 29500, under Slurm at 10000 + job number; one node
 # alone takes a free port. With RDZV=c10d and TORCHRUN_ARGS=--max-restarts=3 a lost node may be started again, alone.
+# Kubernetes: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ... of Kubeflow, which torchrun would read, count like those
+# without PET_; so do RANK and WORLD_SIZE of its older pods.
 # GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface; if unset, the one that leads to MASTER_ADDR.
 #
 # Environment:
@@ -94,14 +96,35 @@ print(b"signals_to_handle" in (torch / "distributed" / "run.py").read_bytes())'
     fail "no PyTorch (tried ${candidates[*]}): \`pip install torch\`, or set PYTHON to an interpreter that has it"
 }
 
+same() { # NAME OTHER: NAME is OTHER's value where that is set, and must not be a third
+    [[ -n ${!2:-} ]] || return 0
+    [[ -z ${!1:-} || ${!1} == "${!2}" ]] || fail "$1=${!1} but $2=${!2}: unset the wrong one"
+    printf -v "$1" %s "${!2}"
+}
+
+# Sets NNODES and the rest as Kubeflow does, by the names that torchrun reads where it is not told otherwise, or, in
+# older versions, as if each pod were a rank.
+find_pods() {
+    local name
+    if [[ ${PET_RDZV_ENDPOINT:-} =~ ^(.+):([0-9]+)$ ]]; then
+        : "${PET_MASTER_ADDR:=${BASH_REMATCH[1]}}" "${PET_MASTER_PORT:=${BASH_REMATCH[2]}}"
+    fi
+    for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do same "$name" "PET_$name"; done
+    same RDZV PET_RDZV_BACKEND
+    if [[ -n ${RANK:-} && -n ${WORLD_SIZE:-} && -n ${MASTER_ADDR:-} && -z ${NNODES:-}${LOCAL_RANK:-} ]]; then
+        NNODES=$WORLD_SIZE NODE_RANK=$RANK
+    fi
+}
+
 # Sets `rendezvous` and `place`: this node alone, or its share of several.
 find_nodes() {
     local slurm_nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}} hosts=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
     local nodes=${NNODES:-$slurm_nodes} node=${NODE_RANK:-} master=${MASTER_ADDR:-} port=${MASTER_PORT:-}
     local once="start one launcher per node, \`srun --ntasks-per-node=1 ./train_multigpu.sh\`"
     [[ ${SLURM_LOCALID:-0} == 0 ]] || fail "Slurm started several tasks on this node: $once"
-    whole NNODES "$nodes" 1 100000
-    if ((10#$nodes == 1)); then
+    if [[ ${RDZV:-} == c10d ]]; then whole NNODES "${nodes%%:*}" 1 100000; fi # 2:4 are two to four
+    whole NNODES "${nodes##*:}" 1 100000
+    if [[ ${nodes##*:} =~ ^0*1$ ]]; then
         [[ ${node:-0} == 0 ]] || fail "NODE_RANK=$node but one node: set NNODES and MASTER_ADDR too, or unset NODE_RANK"
         rendezvous=(--standalone --nnodes=1) place='' # a free port: with a fixed one a second run here would die
         return
@@ -122,6 +145,7 @@ find_nodes() {
     whole MASTER_PORT "$port" 1 65535
     case ${RDZV:-static} in
         static)
+            whole NNODES "$nodes" 1 100000
             [[ -n $node ]] || fail "NNODES=$nodes but NODE_RANK is not set: give 0 on the first node, 1 on the next"
             whole NODE_RANK "$node" 0 $((10#$nodes - 1))
             rendezvous=("--nnodes=$nodes" "--node_rank=$node" "--master_addr=$master" "--master_port=$port")
@@ -165,7 +189,13 @@ for argument in "$@"; do
     [[ ! $argument =~ ^(--config([-_]path)?(=.*)?|[A-Za-z_][A-Za-z0-9_.-]*=.*)$ ]] || script=$here/train_ddp.py
 done
 [[ -f $script ]] || fail "no $script: keep train_multigpu.sh in the folder of the training scripts"
+find_pods
 find_nodes
+if [[ ${PET_NPROC_PER_NODE:-} =~ ^[0-9]+$ ]]; then # or auto, gpu: all there are
+    [[ ${asked:-$PET_NPROC_PER_NODE} == "$PET_NPROC_PER_NODE" ]] ||
+        fail "$asked processes asked but PET_NPROC_PER_NODE=$PET_NPROC_PER_NODE: drop the number, or unset the variable"
+    asked=$PET_NPROC_PER_NODE
+fi
 find_python
 find_gpus
 

@@ -2,7 +2,7 @@
 """Check what only a GPU can show, by real runs of the scripts: one command, one GPU, some minutes.
 
 python benchmarks/gpu_check.py                     all checks; writes benchmarks/results/gpu_<name of the GPU>_check.*
-python benchmarks/gpu_check.py --only same         a part of them, at most four minutes: same, around or speed
+python benchmarks/gpu_check.py --only same         a part of them: same, around or speed; at most four --minutes
 python benchmarks/gpu_check.py --only amp,syncs    some of them; writes nothing without --out NAME
 python benchmarks/gpu_check.py --rehearse          on the CPU, tiny: tests the checks themselves, nothing else
 
@@ -16,17 +16,12 @@ import contextlib
 import json
 import math
 import os
-import platform
 import re
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,15 +29,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-
-from engine import config
+from gpu_parts import PARTS, Facts, Failed, require
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-LIMIT_S, LIMITS_S, PART_S = 120, {"compiled": 300, "speed": 300}, 240
+LIMIT_S, LIMITS_S, PART_MINUTES = 120, {"compiled": 300, "speed": 420}, 4.0
 CACHED = ["cache=none", "cache=device"]
-LEAST_S, RUN_S = 30, 75  # of a run whose speed is measured: one that hangs leaves time for the others
-Facts = dict[str, Any]
+FEW = ("60", "12", "5", "32")  # clips, for `clips`
+LEAST_S, RUN_S = 30, 90  # of a run whose speed is measured: one that hangs leaves time for the others
 
 STARVED = """
 import torch
@@ -70,13 +64,18 @@ class Task(toy.Task):  # on a GPU the error comes up later, and every call after
 """
 
 
-class Failed(Exception):
-    """A check has found something wrong."""
-
-
-def require(so: bool, words: str) -> None:
-    if not so:
-        raise Failed(words)
+WIDE = """
+from torch import nn
+from tests.tasks import toy
+class Net(toy.Net):
+    def __init__(self, width):
+        super().__init__(8, 0.0)
+        wide = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)
+        self.layers = nn.Sequential(*wide, nn.Linear(width, 4))
+class Task(toy.Task):
+    def model(self):
+        return Net(self.cfg.model.width)
+"""
 
 
 class Lab:
@@ -188,15 +187,6 @@ def logged(run: Path, key: str) -> list[float]:
     return [line[key] for line in lines if line["event"] == "train"]
 
 
-def memory_mb(run: Path) -> float:
-    """Return the most memory that a run has noted."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "logs"))
-    events.Reload()
-    return max(event.value for event in events.Scalars("train/memory_mb"))
-
-
 def compare(lab: Lab, facts: Facts, commands: dict[str, list[str]], most: float = 0.0) -> None:
     """Train by each command, and `weigh` what comes of it."""
     weigh(facts, lab.train(commands), most)
@@ -222,7 +212,10 @@ def weigh(facts: Facts, runs: dict[str, Path], most: float = 0.0) -> None:
 
 def nccl(lab: Lab, facts: Facts) -> None:
     """train_ddp.py in a group of one, beside plain train.py"""
-    compare(lab, facts, {"no group": plain(*lab.exact), "group of one": ddp(1, *lab.exact)})
+    # Clipped by a norm over DDP's buckets, which are not aligned: CUDA adds in another order there.
+    clipped = [*lab.har, "amp=off", *lab.deterministic, "steps=10", "optim.grad_clip=1"]
+    for name, words, most in (("", [*lab.exact, "optim.grad_clip=0"], 0.0), ("clipped, ", clipped, 1e-5)):
+        compare(lab, facts, {f"{name}no group": plain(*words), f"{name}group of one": ddp(1, *words)}, most)
 
 
 def amp(lab: Lab, facts: Facts) -> None:
@@ -330,33 +323,43 @@ def cache(lab: Lab, facts: Facts) -> None:
     require("of data held" in lab.said("device"), "no data were held")
 
 
-def syncs(lab: Lab, facts: Facts) -> None:
-    """calls between log points, and in batches of an evaluation, that wait for the device, but for those meant to"""
-    few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "32")
-    video = ["video", f"dataset.root={few}", "dataset.frames=5", "model.width=4", "batch_size=2", *lab.on]
+def waiting(lab: Lab) -> dict[str, list[str]]:
+    """Return what `syncs` looks at: a part and what it is about, and its words. Epochs of more steps than it takes."""
+    video = ["video", f"dataset.root={lab.folder / 'few'}", "dataset.frames=5", "model.width=4", "batch_size=2"]
     har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
     kinds = {"steps har bf16": [*har, "amp=bf16"], "steps_in_ddp har fp16": [*har, "amp=fp16"]}
-    for cached in CACHED:
-        kinds[f"steps video bf16 {cached}"] = [*video, "amp=bf16", cached]
-    kinds["steps video with loader processes"] = [*video, "amp=bf16", "cache=none", "num_workers=2"]
+    for cached in (*CACHED, "num_workers=2"):
+        kinds[f"steps video {cached}"] = [*video, *lab.on, "amp=bf16", cached]
     kinds["steps robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
-    norms = [str(ROOT / "tests/tasks/buffers.py"), "batch_size=12", "optim.ema_decay=0.9", *lab.on]
-    kinds |= {"steps norms": norms, "steps_in_ddp norms": norms}
-    for kind, (places, taken, seen) in lab.parts(kinds).items():
+    norms = [str(ROOT / "tests/tasks/buffers.py"), "dataset.samples=600", "batch_size=12", "optim.ema_decay=0.9"]
+    return kinds | {"steps norms": [*norms, *lab.on], "steps_in_ddp norms": [*norms, *lab.on]}
+
+
+def syncs(lab: Lab, facts: Facts) -> None:
+    """calls between log points, and in batches of an evaluation, that wait for the device, but for those meant to"""
+    lab.part("clips few", str(lab.folder / "few"), *FEW)
+    for kind, (places, taken, seen) in lab.parts(waiting(lab)).items():
         facts[kind] = f"{len(places)} in {taken} steps"
         require(seen, f"{kind}: one made on purpose was not seen, so none would be")
         require(not places, f"{kind}: {', '.join(sorted(set(places)))}")
 
 
 def sanitized(lab: Lab, facts: Facts) -> None:
-    """no stream reads what another may still write, or frees it: torch's own CUDA sanitizer, on 40 steps"""
+    """no stream reads what another may still write: torch's own CUDA sanitizer, in the loader's thread, too"""
     words = [*lab.har, "amp=bf16", "optim.ema_decay=0.9", "steps=40", "eval_every=20", "save_every=15", "batch_size=16"]
-    how = {} if lab.tiny else {"TORCH_CUDA_SANITIZER": "1"}  # it needs a GPU
-    commands = {kind: plain(*words, kind, f"save_dir={lab.folder / kind}") for kind in CACHED}
-    started = {name: lab.start(name, command, **how) for name, command in commands.items()}
-    for name, process in started.items():
-        lab.finish(name, process)
-        facts[name] = "no race"
+    calls = {f"sanitized_steps {kind}": [*words, kind, f"save_dir={lab.folder / kind}"] for kind in CACHED}
+    for name, seen in lab.parts(calls).items():
+        facts[name] = f"no race in {seen} kernels"
+        require(seen > 0 or lab.tiny, f"{name}: no kernel was seen")
+    if not lab.tiny:  # a race that is made on purpose must be seen, or `no race` says nothing
+        name = "planted"
+        lab.finish(
+            name,
+            lab.start(name, [__file__, "--part", "race", *words, "cache=none", f"save_dir={lab.folder / name}"]),
+            1,
+        )
+        require("CSAN detected a possible data race" in lab.said(name), "the race made on purpose was not seen")
+        facts["one made on purpose"] = "seen"
 
 
 def beside_nccl(lab: Lab, facts: Facts) -> None:
@@ -387,54 +390,107 @@ def device_assert(lab: Lab, facts: Facts) -> None:
 
 
 def stall(lab: Lab, facts: Facts) -> None:
-    """what a checkpoint keeps a training from, beside its steps"""
-    few = lab.part("clips few", str(lab.folder / "few"), "60", "12", "5", "32")
-    words = ["video", f"dataset.root={few}", "dataset.frames=5", "batch_size=8", "optim.ema_decay=0.9", *lab.on]
-    step_ms, more_ms, megabytes = lab.part("captures", *words, f"model.width={4 if lab.tiny else 40}")
-    facts["a step"], facts["a copy for a checkpoint"] = f"{step_ms:.2f} ms", f"{more_ms:.2f} ms for {megabytes:.1f} MB"
+    """what a checkpoint keeps a training from, beside its steps: the first one, and one after it"""
+    few = lab.part("clips few", str(lab.folder / "few"), *FEW)
+    video = ["video", f"dataset.root={few}", "dataset.frames=5", "batch_size=8", f"model.width={4 if lab.tiny else 40}"]
+    wide = [lab.task("wide", WIDE), "dataset.samples=600", f"model.width={64 if lab.tiny else 10000}"]
+    for name, words in (("video", video), ("200 million parameters", wide)):
+        step, first, second, size = lab.part(f"captures {name}", *words, "optim.ema_decay=0.9", *lab.on)
+        facts[name] = f"{step:.2f} ms a step; a copy of {size:.1f} MB {first:.2f} ms, then {second:.2f} ms"
 
 
 def speed(lab: Lab, facts: Facts) -> None:
-    """samples a second of each way to run, one at a time, beside what the device could do; each has its own verdict"""
+    """samples a second of each way to run, one at a time, beside a plain loop and what the device could do"""
     # Not below 32 pixels: in bf16, oneDNN corrupts memory on maps of one pixel where it emulates the instructions.
     trials, times, frames, size, width = ("60", "2", "5", "32", "4") if lab.tiny else ("240", "21", "17", "256", "40")
-    many = lab.part("clips many", str(lab.folder / "many"), trials, "40", frames, size, times)
-    rare = ["eval_every=100000", "save_every=100000", "drop_last=true", *lab.on]
-    video = ["--config", str(ROOT / "configs/video.yaml"), f"dataset.root={many}", "dataset.val_share=0.1", "amp=bf16"]
-    video += [*rare, f"dataset.frames={frames}", f"dataset.size={size}", f"model.width={width}"]
-    video += ["steps=12", "batch_size=8", "log_every=2"] if lab.tiny else ["steps=40", "log_every=5"]
-    har = ["har", "--mode", "flatten", "--batch-size", "32", *rare]
-    har += ["steps=100", "dataset.stride=512", "log_every=10"] if lab.tiny else ["steps=1500", "log_every=50"]
-    flop_s, byte_s, flop, traffic = lab.part("ceiling", frames, size, width, *lab.on)
+    flop_s, byte_s, flop, traffic, fewest = lab.part("ceiling", frames, size, width, *lab.on)
     facts["bf16 matrix multiplication"] = f"{flop_s / 1e12:.4g} TFLOP/s"
     facts["a copy in memory"] = f"{byte_s / 1e12:.4g} TB/s"
     facts["a clip forward and backward"] = f"{flop / 1e9:.4g} GFLOP, {traffic / 1e6:.4g} MB in and out of its kernels"
-    compiled = [] if lab.tiny else ["compile=default"]  # on a CPU minutes
-    last = "memory_format=channels_last"
-    kinds = {f"{what} {how}": [*words, how] for how in CACHED for what, words in (("video", video), ("HAR", har))}
-    kinds |= {f"video {last}": [*video, last]}
-    kinds |= {f"{what} {how}": [*words, how] for how in compiled for what, words in (("video", video), ("HAR", har))}
-    kinds |= {f"video {how} {last}": [*video, how, last] for how in compiled}
-    failed: list[str] = []
-    for name, words in kinds.items():
+    facts["a clip forward and backward"] += f", {fewest / 1e6:.4g} at the fewest"
+    many = lab.part("clips many", str(lab.folder / "many"), trials, "40", frames, size, times)
+    for name, words in ways(lab, many, frames, size, width).items():
         if lab.until - time.monotonic() < LEAST_S:
             facts[name] = "left out: no time is left"
             continue
+        failed: list[str] = []
         with lab.alone(failed):
-            run = lab.train({name: plain(*words)})[name]
-            rates, waits = logged(run, "samples_per_s"), logged(run, "data_wait_share")
-            rate, wait = (statistics.median(values[len(values) // 2 :]) for values in (rates, waits))
-            facts[name] = f"{rate:.0f}/s, data wait {100 * wait:.0f} %, {memory_mb(run):.0f} MB at most"
-            if words[0] != "har":
-                facts[name] += f", {100 * rate * flop / flop_s:.1f} % of the FLOP/s"
-                facts[name] += (
-                    "" if "compile=default" in words else f", {100 * rate * traffic / byte_s:.1f} % of the TB/s"
-                )
-    require(not failed, "; ".join(failed))
+            part = "pace_in_ddp" if "in DDP" in name else "pace"
+            found = lab.part(f"{part} {name}", "0.1" if lab.tiny else "3", *words)
+            rate, limit = found["rate"], found["limit"]
+            facts[name] = f"{rate:.0f}/s, {found['ms']:.3f} ms a step of {found['kernels']:.0f} kernels in "
+            facts[name] += (
+                f"{found['launches']:.0f} launches, {found['memory']:.0f} MB, waits {100 * found['waits']:.0f} %"
+            )
+            facts[name] += f", {100 * rate / limit:.0f} % of a plain loop's {limit:.0f}/s" if limit else ""
+            if name.startswith("video"):  # compiled, its kernels read and write less than those that were counted
+                shares = {
+                    "of the FLOP/s": flop / flop_s,
+                    "of the TB/s, if it moved the fewest bytes": fewest / byte_s,
+                }
+                shares |= {} if "compile" in name else {"of the TB/s": traffic / byte_s}
+                facts[name] += "".join(f", {100 * rate * share:.1f} % {what}" for what, share in shares.items())
+        facts |= {f"{name} failed": words for words in failed}
+    wrong = [words for name, words in facts.items() if name.endswith(" failed")]
+    require(not wrong, "; ".join(wrong))
+
+
+def ways(lab: Lab, clips_: str, frames: str, size: str, width: str) -> dict[str, list[str]]:
+    """Return the arguments of each way to run whose speed is measured, by name."""
+    held, fetched = "cache=device", "cache=none"
+    rare = ["eval_every=100000", "save_every=100000", "log_every=50", "drop_last=true", *lab.on]
+    video = ["video", f"dataset.root={clips_}", "dataset.val_share=0.1", *rare]
+    video += [f"dataset.frames={frames}", f"dataset.size={size}", f"model.width={width}"]
+    video += ["batch_size=8"] if lab.tiny else []
+    har = ["har", *rare, f"dataset.stride={512 if lab.tiny else 8}", "amp=bf16"]
+    flat, conv = [*har, "model.mode=flatten"], [*har, "model.mode=conv"]
+    one, last, graph, default = "batch_size=64", "memory_format=channels_last", "cuda_graph=true", "compile=default"
+    halves = ["batch_size=32", "global_batch=64"]
+    robot = ["robot", "eval.n_episodes=0", "env.demonstrations=60", "amp=bf16", *rare]
+    act = ["policy.type=act", "policy.chunk_size=20", "batch_size=8"]
+    kinds = {
+        "perceptron": [*flat, one],
+        "perceptron as a graph": [*flat, one, graph],
+        "perceptron, compile as a graph": [*flat, one, graph, default],
+        "video, compile": [*video, "amp=bf16", held, default],
+        "video": [*video, "amp=bf16", held],
+        "1D CNN as a graph": [*conv, one, graph],
+        "1D CNN, compile as a graph": [*conv, one, graph, default],
+        "perceptron of 512": [*flat, "batch_size=512"],
+        "perceptron of 512 as a graph": [*flat, "batch_size=512", graph],
+        "ACT": [*robot, *act],
+        "vision-language policy": [*robot, "batch_size=64"],
+        "perceptron in two passes": [*flat, *halves],
+        "perceptron of two virtual workers": [*flat, *halves, "virtual_workers=2"],
+        "perceptron in DDP": [*flat, one],
+        "video in fp16": [*video, "amp=fp16", held],
+        "video of fetched clips": [*video, "amp=bf16", fetched],
+        f"video {last}": [*video, "amp=bf16", held, last],
+        f"video, compile {last}": [*video, "amp=bf16", held, default, last],
+    }
+    tried = ("perceptron", "perceptron in DDP", "perceptron of two virtual workers", "video of fetched clips")
+    return {name: kinds[name] for name in tried} if lab.tiny else kinds
+
+
+def loader(lab: Lab, facts: Facts) -> None:
+    """how much data reaches the device where nothing is trained"""
+    trials, frames, size = ("60", "5", "32") if lab.tiny else ("240", "17", "256")
+    many = lab.part("clips many", str(lab.folder / "many"), trials, "40", frames, size, "21")
+    words = [
+        "video",
+        f"dataset.root={many}",
+        f"dataset.frames={frames}",
+        f"dataset.size={size}",
+        "batch_size=16",
+        *lab.on,
+    ]
+    for kind in (["cache=none"], ["cache=none", "num_workers=4"], ["cache=host"], ["cache=device"]):
+        byte_s, rate = lab.part(f"feeds {kind[-1]}", "0.1" if lab.tiny else "4", *words, *kind)
+        facts[" ".join(kind)] = f"{byte_s / 1e9:.3g} GB/s, {rate:.0f} clips/s"
 
 
 def graph(lab: Lab, facts: Facts) -> None:
-    """cuda_graph: a HAR step of 64 windows as one launch, beside the same step kernel by kernel"""
+    """cuda_graph: a step as one launch, beside the same step kernel by kernel"""
     exact = [*lab.har, "amp=off", *lab.deterministic, "steps=50"]
     for mode in ("conv", "flatten"):  # not the same bits: a graph's learning rate is a float32
         words, one = plain(*exact, f"model.mode={mode}"), f"{mode}, one launch"
@@ -442,16 +498,6 @@ def graph(lab: Lab, facts: Facts) -> None:
         require(lab.tiny or "a step is one launch" in lab.said(one), f"{one}: {said_of_graphs(lab, one)}")
     places, _, seen = lab.part("steps one launch", *lab.har, "amp=bf16", "drop_last=true", "cuda_graph=true")
     require(seen and not places, f"it waits for the GPU: {', '.join(sorted(set(places)))}")
-    har = ["har", "model.mode=flatten", "batch_size=64", "drop_last=true", "eval_every=100000", "save_every=100000"]
-    har += ["dataset.stride=512", "steps=60"] if lab.tiny else ["dataset.stride=8", "steps=1500", "log_every=50"]
-    rates = {}
-    for name, words in (("kernel by kernel", [*har, *lab.on]), ("one launch", [*har, *lab.on, "cuda_graph=true"])):
-        rate = logged(lab.train({name: plain(*words)})[name], "samples_per_s")
-        rates[name] = statistics.median(rate[len(rate) // 2 :])
-        facts[name] = f"{rates[name]:.0f} windows/s"
-    ratio = rates["one launch"] / rates["kernel by kernel"]
-    facts["one launch"] += f", {ratio:.2f} times as many; the goal is 300000"
-    require(lab.tiny or "many launches" not in lab.said("one launch"), said_of_graphs(lab, "one launch"))
 
 
 def said_of_graphs(lab: Lab, name: str) -> str:
@@ -470,216 +516,11 @@ def profiled(lab: Lab, facts: Facts) -> None:
 GROUPS: dict[str, tuple[Callable[[Lab, Facts], None], ...]] = {
     "same": (nccl, amp, cut, cache, virtual, syncs, sanitized, devices, gloo),
     "around": (stop, data_parallel, profiled, beside_nccl, shrink, device_assert, stall, compiled),
-    "speed": (graph, speed),
+    "speed": (graph, speed, loader),
 }
 """The parts: the same numbers, and nobody waits; what is around a training, and the compiler; samples a second."""
 CHECKS = {check.__name__: check for group in GROUPS.values() for check in group}
 NOT_REHEARSED = ("compiled", "data_parallel")  # minutes of a C++ compiler; nothing without a GPU
-
-
-# ---- in processes of their own --------------------------------------------------------------------------------------
-
-
-def about(on: str) -> Facts:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    out = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
-    commit, driver = (text.strip() or "unknown" for text in out)
-    found = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
-    found |= {"torch": torch.__version__, "cores": str(os.cpu_count())}
-    if on == "device=cpu":
-        return found | {"device": "the CPU"}
-    gpu, nccl_version = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
-    found |= {"device": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB", "driver": driver}
-    return found | {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl_version}
-
-
-def clips(folder: str, *sizes: str) -> str:
-    """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if not once."""
-    from formats.synthetic_clips import Recipe, ensure
-
-    trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
-    table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"
-    names, *rows = table.read_text().splitlines()
-    table.write_text("\n".join([names, *rows * times, ""]))  # long epochs without more pixels on the disk
-    return folder
-
-
-def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
-    """Take steps, and then score batches, in which torch reports calls that wait for the device; returns (our lines
-    that made them, the number of steps, whether one made on purpose was seen). The mode is `warn`, because `error`
-    would end at the first. The first ones are left out: they copy class weights, and read the optimizer's counters."""
-    import tasks
-    import train
-    from engine.metrics import EvalSums
-    from engine.phases import Phases
-    from tools.probe import endless
-
-    args = config.parse(list(words), tasks.load)
-    world = train.setup_distributed(args.cfg, strict)
-    run = train.build(args, world, strict=strict)
-
-    def scoring() -> Iterator[None]:
-        sums, model = EvalSums(), run.evaluated_model.eval()
-        while True:
-            for batch in run.val_loader:
-                with torch.no_grad(), run.precision.autocast():
-                    sums.add(run.task.score(model, batch))
-                yield
-
-    on_gpu = world.device.type == "cuda"
-    mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)
-    places, words_of_torch = [], "called a synchronizing CUDA operation"
-    during = Phases.during
-
-    def note(message: Any, *_: Any) -> None:
-        if words_of_torch in str(message):
-            stack = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
-            ours = [f"{f.filename}:{f.lineno} {f.line}" for f in stack if "site-packages" not in f.filename]
-            places.append(ours[-1].removeprefix(f"{ROOT}/") if ours else "in a thread of torch's")
-
-    @contextlib.contextmanager
-    def allowed(phase: Phases, name: str, waits: bool = False) -> Iterator[None]:
-        mode("default" if name == "waiting for the device" else "warn")
-        with during(phase, name, waits):
-            yield
-        mode("warn")
-
-    warnings.simplefilter("always")
-    for work in (endless(run), scoring()):
-        for _ in range(3):
-            next(work)
-        Phases.during, usual = allowed, warnings.showwarning  # type: ignore[assignment, method-assign]
-        warnings.showwarning = note  # type: ignore[assignment]
-        mode("warn")
-        for _ in range(6):
-            next(work)
-        mode("default")
-        Phases.during, warnings.showwarning = during, usual  # type: ignore[method-assign]
-    found = list(places)
-    warnings.showwarning = note  # type: ignore[assignment]
-    mode("warn")
-    torch.ones(1, device=world.device).item() if on_gpu else warnings.warn(words_of_torch, stacklevel=1)
-    mode("default")
-    return found, 6, len(places) == len(found) + 1
-
-
-def steps_in_ddp(*words: str) -> tuple[list[str], int, bool]:
-    return steps(*words, strict=True)
-
-
-def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, float, float]:
-    """Return (FLOP/s of a large bf16 matrix multiplication, bytes/s of a large copy, read and written, each the best of
-    ten rounds; FLOP of the video model for a clip, bytes that the kernels of its step in bf16 read and write)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from models.cnn3d import CNN3d
-
-    class Traffic(TorchDispatchMode):
-        bytes = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given, found = list(args), func(*args, **(kwargs or {}))
-            for each in [*given, found]:
-                given += each if isinstance(each, (list, tuple)) else [each]
-            if not (func.is_view or "empty" in func.name()):
-                tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}
-                self.bytes += sum(each.nbytes for each in tensors.values())
-            return found
-
-    device, on_gpu = on.removeprefix("device="), on == "device=cuda"
-    wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else (lambda: None)
-
-    def best_s(work: Callable[[], Any]) -> float:
-        best = math.inf
-        for _ in range(10):
-            wait()
-            began = time.perf_counter()
-            for _ in range(20):
-                work()
-            wait()
-            best = min(best, (time.perf_counter() - began) / 20)
-        return best
-
-    n = 8192 if on_gpu else 128
-    a, b = torch.randn(2, n, n, device=device).bfloat16()
-    source, target = torch.zeros(2, 2**30 if on_gpu else 2**20, dtype=torch.uint8, device=device)
-    flop_s, byte_s = 2 * n**3 / best_s(lambda: a @ b), 2 * source.nbytes / best_s(lambda: target.copy_(source))
-    clips_ = 8 if on_gpu else 1
-    model = CNN3d(5, int(width)).to(device)
-    clip = torch.zeros(clips_, int(frames), int(size), int(size), dtype=torch.uint8, device=device)
-    with FlopCounterMode(display=False) as counter, Traffic() as traffic, torch.autocast(device, torch.bfloat16):
-        loss = model(clip).sum()
-    with FlopCounterMode(display=False) as after, traffic:
-        loss.backward()
-    flop = counter.get_total_flops() + after.get_total_flops()
-    return flop_s, byte_s, flop / clips_, traffic.bytes / clips_
-
-
-def words(folder: str, on: str) -> Facts:
-    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
-    import torch.distributed as dist
-
-    from engine import network
-
-    on_gpu = on == "device=cuda"
-    if on_gpu:
-        network.set_up_nccl(60.0)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
-    number, told = torch.ones(8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"), [None]
-    dist.all_reduce(number)
-    for _ in range(60):  # a second or two of a GPU
-        product = number @ number
-    ended = torch.cuda.Event() if on_gpu else None
-    if ended:
-        ended.record()
-    began = time.perf_counter()
-    dist.all_gather_object(told, "a word")
-    found: Facts = {"an object took": f"{1e3 * (time.perf_counter() - began):.2f} ms"}
-    found["the GPU was busy"] = bool(ended) and not ended.query()
-    require(told == ["a word"] and bool(product.isfinite().all()), "another word arrived")
-    network.trace_nccl(Path(folder))
-    trace, until = Path(folder) / "nccl_trace_rank0", time.monotonic() + (20 if on_gpu else 0)
-    while not trace.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    found["bytes of NCCL's record"] = trace.stat().st_size if trace.exists() else 0
-    dist.destroy_process_group()
-    network.remove_pipes()
-    return found
-
-
-def captures(*words: str) -> tuple[float, float, float]:
-    """Return (ms of a step, ms that a copy for a checkpoint after it takes more, MB of the copy)."""
-    import tasks
-    import train
-    from engine import checkpoint
-    from tools.probe import endless
-
-    args = config.parse(list(words), tasks.load)
-    run = train.build(args, train.setup_distributed(args.cfg))
-    taken, seconds, state = endless(run), dict[bool, float](), dict[str, Any]()
-    wait: Callable[[], Any] = torch.cuda.synchronize if run.world.device.type == "cuda" else (lambda: None)
-    for captured in (False, True, False, True):  # the first of each is not counted
-        wait()
-        began = time.perf_counter()
-        for _ in range(10):
-            next(taken)
-            if captured:
-                state = checkpoint.capture(run)
-        wait()
-        seconds[captured] = time.perf_counter() - began
-    tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
-    tensors += [value for each in state["optimizer"]["state"].values() for value in each.values()]
-    megabytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor)) / 1e6
-    return 100 * seconds[False], 100 * (seconds[True] - seconds[False]), megabytes
-
-
-PARTS: dict[str, Callable[..., Any]] = {
-    part.__name__: part for part in (about, clips, steps, steps_in_ddp, ceiling, words, captures)
-}
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -716,8 +557,9 @@ def examine(lab: Lab, name: str, end: float) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parts = f"{' or '.join(GROUPS)} (four minutes each)"
+    parts = f"{' or '.join(GROUPS)} ({PART_MINUTES:g} minutes each)"
     parser.add_argument("--only", default="", help=f"{parts}, or some of {','.join(CHECKS)}")
+    parser.add_argument("--minutes", type=float, help="the most that it may take; later checks are cut short")
     parser.add_argument("--out", default="", help="name of the two files")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where they go, instead of benchmarks/results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny; writes nothing")
@@ -747,7 +589,8 @@ def main(argv: list[str]) -> int:
             hardware = re.sub(r"\W+", "_", where["device"].lower().replace("nvidia", "")).strip("_")
             usual = f"gpu_{hardware}_{group or 'check'}" if group or not args.only else ""
             out = "" if args.rehearse else args.out or usual
-            end = time.monotonic() + PART_S if group and not lab.tiny else math.inf
+            minutes = args.minutes or (PART_MINUTES if group and not lab.tiny else math.inf)
+            end = time.monotonic() + 60 * minutes
             for name in names:
                 checks[name] = one = examine(lab, name, end)
                 print(f"{name}: {one['state']} ({one['seconds']:.0f} s) {one['facts']}", flush=True)

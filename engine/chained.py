@@ -29,7 +29,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
             saved = [groups.pop(0) for _ in each.param_groups]
             end = first + sum(len(group["params"]) for group in saved)
             numbered = [{**group, "params": [n - first for n in group["params"]]} for group in saved]
-            state = {n - first: value for n, value in state_dict["state"].items() if first <= n < end}
+            state = {n: value for n, value in state_dict["state"].items() if not isinstance(n, int)}  # of no parameter
+            state |= {n - first: state_dict["state"][n] for n in range(first, end) if n in state_dict["state"]}
             each.load_state_dict({"state": state, "param_groups": numbered})
             first = end
         self._share()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import config, digests, launch, optimizers
+from engine import config, digests, launch, optimizers, resumable
 from engine.console import console
 from engine.contract import Task
 from engine.digests import environment
@@ -35,7 +35,7 @@ FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
-    "optim.zero schedule.horizon random_samples init_from gc_every"
+    "save_minutes optim.zero schedule.horizon random_samples init_from gc_every check_resume check_sums"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
 """Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the
@@ -135,7 +135,7 @@ def _copy(value: Any) -> Any:
         return value.detach().to("cpu", non_blocking=True, copy=True)
     if isinstance(value, dict):
         return {name: _copy(item) for name, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
 
 
 def check_format(state: dict[str, Any], path: Path) -> None:
@@ -158,7 +158,7 @@ def check_same_run(
     split: str = "",
 ) -> None:
     """Refuse to resume under a config that would make it another run, and say where the two differ; with --force, and
-    where a split is only scored, warn."""
+    where a split is only scored, warn. Of keys that --force names all differences are noted in `state`."""
     if not state:
         return
     if split:
@@ -173,33 +173,36 @@ def check_same_run(
     now = config.flatten(config.to_dict(args.cfg))
     # A key that is younger than the run was at its default.
     then = config.defaults(args.cfg) | config.flatten(state["config"])
+    differences: dict[str, str] = {}  # by key
     if now["task"] != then["task"]:  # nothing else would be comparable
-        differences = [f"task: {then['task']} -> {now['task']}"]
+        differences["task"] = f"task: {then['task']} -> {now['task']}"
     else:
-        differences = [
-            f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
-            for key in sorted(now.keys() | then.keys())
-            if now.get(key) != then.get(key) and key not in {*FREE_KEYS, *free} and not key.startswith(sections)
-        ]
+        for key in sorted(now.keys() | then.keys()):
+            if now.get(key) != then.get(key) and key not in {*FREE_KEYS, *free} and not key.startswith(sections):
+                differences[key] = f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
-        for name, old, new in (
-            ("schedule.horizon", state["horizon"], plan.horizon if moved else state["horizon"]),
-            ("global batch", state["global_batch"], plan.global_batch),
-            ("training samples", state["num_samples"], plan.num_samples),
-            ("data", state["data"], fingerprint),
+        for key, name, old, new in (
+            ("schedule.horizon", "schedule.horizon", state["horizon"], plan.horizon if moved else state["horizon"]),
+            ("global_batch", "global batch", state["global_batch"], plan.global_batch),
+            ("data", "training samples", state["num_samples"], plan.num_samples),
+            ("data", "data", state["data"], fingerprint),
         ):
             if old != new:
-                differences.append(f"{name}: {old} -> {new}")
+                differences[key] = "; ".join(filter(None, [differences.get(key), f"{name}: {old} -> {new}"]))
+    named = args.force if isinstance(args.force, tuple) else ()
+    state["changes"] = {key: text for key, text in differences.items() if args.force is True or key in named}
+    differences = {key: text for key, text in differences.items() if key not in named}
     if not differences:
         return
-    if args.force:
-        console.info(f"warning: --force: this is not the run of {path}: {'; '.join(differences)}")
+    if args.force is True:
+        console.info(f"warning: --force: this is not the run of {path}: {'; '.join(differences.values())}")
         return
     hint = f" (global_batch={state['global_batch']} keeps it)" if state["global_batch"] != plan.global_batch else ""
     raise LockstepError(
-        f"this is not the run of the checkpoint: {'; '.join(differences)}",
+        f"this is not the run of the checkpoint: {'; '.join(differences.values())}",
         where=str(path),
-        todo=f"change these back{hint}, start a new run with another save_dir, or insist with --force",
+        todo=f"change these back{hint}, start a new run with another save_dir, or insist with --force "
+        + ",".join([*named, *differences]),
     )
 
 
@@ -209,6 +212,7 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         run.task.started_from = _start_from(run.cfg.init_from, run.model)
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
+    run.fresh = resumable.fresh(run, state["progress"]["step"] if state else 0)
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.left_out = left_out_digests(run.model, names) if names else {}
     if not state:
@@ -223,12 +227,12 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         if run.ema is not None and state["ema"] is not None:
             own = {f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.left_out}
             run.ema.load_state_dict(own | state["ema"])
-        optimizers.load_state(run.optimizer, state["optimizer"])
+        optimizers.load_state(run.optimizer, state["optimizer"], state.get("changes", ()))
         if state["scaler"] and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(**state["progress"])
     phase.step = run.progress.step
-    run.resumed, run.resumed_horizon = path, state["horizon"]
+    run.resumed, run.resumed_horizon, run.changes = path, state["horizon"], [*state.get("changes", {}).values()]
     run.resumed_environment = state.get("environment", {})
     run.meter.load(state["tally"])
 
@@ -255,7 +259,7 @@ def _load_model(model: nn.Module, state: dict[str, Any], saved: dict[str, Any], 
         what = f"{other}, which the checkpoint leaves to the task's `model`, is not the weight that it was trained with"
         raise LockstepError(what, where=str(path), todo="give `model` the same weights again", exit_code=3)
     with _of_the_same_model(path):
-        model.load_state_dict(own | weights.bare(saved))
+        model.load_state_dict(own | weights.fitted(saved, model.state_dict()))
 
 
 def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:

@@ -32,6 +32,10 @@ RESERVED = "lockstep"
 """The one name in a batch that is the loader's."""
 
 
+LOGGED = ("event", "step", "epoch", "samples", "time_s")
+"""Names of each line of metrics.jsonl, which no metric may have."""
+
+
 @dataclass(slots=True)
 class Given:
     """The loader's own numbers of a batch, on its device; to be read, not changed.
@@ -103,14 +107,17 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
         problem = f"a Loss whose weight is {_kind(loss.weight)}"
     elif odd := _odd_sums(loss):
         problem = f"a Loss whose sums are {odd}"
-    elif loss.sums.keys() & {"loss", "weight"}:
+    elif taken := loss.sums.keys() & {"loss", "weight", *LOGGED}:
         raise LockstepError(
-            "the sums of the loss have the name `loss` or `weight`, which its total and its weight have already",
+            f"the sums of the loss have the name {min(taken)!r}, which another number of each step has already",
             where="the task's `loss`",
             todo="give them another name",
         )
     elif not loss.total.requires_grad:
         problem = "a Loss whose total has no graph"
+    elif loss.factor != 1.0:
+        what = f"the loss has factor={loss.factor}, which is of one term among several"
+        raise LockstepError(what, where="the task's `loss`", todo="multiply its total, or return it from `losses`")
     if problem:
         raise LockstepError(
             f"the loss is {problem}",
@@ -136,7 +143,7 @@ def check_terms(terms: Any) -> dict[str, Loss]:
             raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where=where, todo=todo)
         if odd := _odd_sums(term):
             raise LockstepError(f"the sums of {name!r} are {odd}", where=where, todo="give totals by name, numbers")
-    taken = ["loss", "weight", "count", *terms, *(name for term in terms.values() for name in term.sums)]
+    taken = ["loss", "weight", "count", *LOGGED, *terms, *(name for term in terms.values() for name in term.sums)]
     if twice := {name for name in taken if taken.count(name) > 1}:
         todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
         raise LockstepError(f"the name {min(twice)!r} is there twice", where=where, todo=todo)
@@ -186,7 +193,8 @@ class Task:
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
-    compat_aliases  another suite's spellings of any key, accepted but not listed in --help
+    compat_aliases  another suite's spellings of any key, accepted but not listed in --help; {"their=0": "key=value"}
+                    where one value means something else here
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from engine.contract import Task
 from engine.errors import amount
 from engine.hardware import cores
+from engine.seeds import GAMMA
 
 if TYPE_CHECKING:
     from engine.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
+PIECE = 1 << 22
+"""Numbers that are summed at once: their products take twice the memory, or four times."""
 
 
 def code(task: Task) -> str:
@@ -56,6 +59,22 @@ def environment(run: Run) -> dict[str, str]:
 def checksum(model: nn.Module) -> str:
     """Return a SHA-256 over names, shapes and bytes of all parameters: it must be equal on all ranks."""
     return of_tensors(model.named_parameters())
+
+
+def sum_of_bits(tensors: Iterable[Tensor]) -> int:
+    """Return a 64-bit sum of all bits, made where the tensors lie: a number comes to the host, two kernels for each
+    tensor. It is another where one number is, or where two have changed places. A sync point."""
+    sums: list[Tensor] = []
+    weights = torch.ones(0)
+    for tensor in tensors:
+        size = tensor.element_size()
+        whole = torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.uint8
+        for piece in tensor.detach().contiguous().view(-1).view(whole).split(PIECE):
+            if len(weights) < len(piece):
+                weights = 2 * torch.arange(len(piece), device=tensor.device) + 1  # odd: no difference times it is zero
+            sums.append((piece * weights[: len(piece)]).sum())
+    powers = [(pow(GAMMA, n, 1 << 64) ^ 1 << 63) - (1 << 63) for n in range(len(sums))]  # as int64; odd, too
+    return int((torch.stack(sums).cpu() * torch.tensor(powers)).sum()) if sums else 0
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:

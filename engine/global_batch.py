@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from engine.errors import LockstepError, amount
 under_way: tuple[Any, Any] | None = None
 """The `Run` and the `Micro` of the forward pass that a training is in; None beside its steps, where a batch stands for
 itself. A task knows neither."""
+
+
+stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+"""What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/adds_up.py."""
 
 
 # ---- the samples of all ranks ----------------------------------------------------------------------------------------
@@ -28,20 +32,22 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     of them in the backward pass. Raises LockstepError where a step has several forward passes: none of them sees all.
     """
     if under_way is None:
-        return tensor, torch.arange(len(tensor), device=tensor.device)
+        return stand_in(tensor) if stand_in else (tensor, torch.arange(len(tensor), device=tensor.device))
     run, micro = under_way
     if run.plan.accumulation > 1:
         raise _in_parts(run)
-    if len(tensor) != len(micro.indices):
-        raise LockstepError(
-            f"gather_batch was given {amount(len(tensor), 'row')} in a batch of {amount(len(micro.indices), 'sample')}",
-            where="the task's `loss`",
-            todo="give it one row for each sample",
-        )
+    check_rows(tensor, len(micro.indices))
     first = run.progress.position
     rows = slice(micro.slots.start - first, micro.slots.stop - first, micro.slots.step)
     whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.consumed - first, micro.filler)
     return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
+
+
+def check_rows(tensor: Tensor, samples: int) -> None:
+    """Raise LockstepError unless there is a row for each sample."""
+    if len(tensor) != samples:
+        what = f"gather_batch was given {amount(len(tensor), 'row')} in a batch of {amount(samples, 'sample')}"
+        raise LockstepError(what, where="the task's `loss`", todo="give it one row for each sample")
 
 
 class _Gather(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from engine.config import Config
 from engine.console import console, set_up
 from engine.errors import LockstepError, amount, headline
-from engine.faults import agent, oom
-from engine.network import choose_network, set_up_nccl
+from engine.faults import agent, oom, sealed
+from engine.network import choose_network, set_up_nccl, stay_on_this_machine
 from engine.phases import phase
 from engine.world import World
 
@@ -41,7 +42,7 @@ class Environment(NamedTuple):
 
 @dataclass
 class Meeting:
-    """The store in which the ranks of this process's group leave notes.
+    """The store in which the ranks of this process's group leave notes, sealed.
 
     notes    for this attempt of torchrun; None before the ranks have met
     lasting  the same for all attempts
@@ -49,8 +50,8 @@ class Meeting:
     wrapped  whether there is a DDP, which must be gone before its group
     """
 
-    notes: dist.Store | None = None
-    lasting: dist.Store | None = None
+    notes: Any = None
+    lasting: Any = None
     network: str = ""
     wrapped: bool = False
 
@@ -187,41 +188,63 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     if "nccl" in backend:
         set_up_nccl(cfg.ddp.timeout_s)
-    wait = timedelta(seconds=cfg.ddp.init_timeout_s)
+    wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
+    known = _secret(one_machine) if env.launched else b""
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
     else:
+        if one_machine:
+            stay_on_this_machine()
+        agent.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
-    store = _of_this_attempt(lasting, env, wait, backend) if env.launched else lasting
-    network = "" if env.size in (1, env.local_size) else choose_network(store, env.size)
+    store, key = _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
     # A prefix of our own, apart from the group's keys.
-    meeting.notes, meeting.lasting = dist.PrefixStore("lockstep", store), dist.PrefixStore("lockstep", lasting)
-    meeting.network = network
+    meeting.notes = sealed.Sealed(dist.PrefixStore("lockstep", store), key)
+    meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
+    sealed.key, sealed.Sealed.warned = key, not speaks()
     return store
 
 
-def _of_this_attempt(store: dist.Store, env: Environment, timeout: timedelta, backend: str) -> dist.Store:
-    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288)."""
+def _secret(one_machine: bool) -> bytes:
+    try:
+        return sealed.secret(one_machine)
+    except ValueError as error:
+        wrong = LockstepError(str(error))
+        wrong.everywhere = True
+        raise wrong from error
+
+
+def _of_this_attempt(
+    store: dist.Store, env: Environment, timeout: timedelta, backend: str, known: bytes
+) -> tuple[dist.Store, bytes]:
+    """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288), and
+    the key to its notes, in which each rank has put something new: no note of another run or attempt opens with it."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{oom.times()}", store)
     # Under torchrun the store is the agent's and always there: check here that the ranks are, or gloo waits timeout_s.
-    store.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
-    store.set(f"rank{env.rank}_joins", backend)
+    notes, mine = sealed.Sealed(store, known), f"{backend} {secrets.token_hex(16)}"
+    notes.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
+    notes.set(f"rank{env.rank}_joins", mine)
     store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
-    backends = [store.get(f"rank{rank}_joins").decode() for rank in range(env.size)]
-    for rank, theirs in enumerate(backends):
-        if theirs != backends[0]:  # they would wait for each other, or worse
+    joins: list[Any] = [
+        notes.get(f"rank{rank}_joins") if rank != env.rank else mine.encode() for rank in range(env.size)
+    ]
+    for rank, theirs in enumerate(joins):
+        if not theirs or theirs.split()[0] != joins[0].split()[0]:  # they would wait for each other, or worse
+            what = f"rank {rank} joins with {theirs.split()[0].decode()}, rank 0 with {joins[0].split()[0].decode()}"
             error = LockstepError(
-                f"rank {rank} joins with {theirs}, rank 0 with {backends[0]}",
-                where="ddp.backend",
+                what if theirs else f"rank {rank} and rank {env.rank} have different secrets",
+                where="ddp.backend" if theirs else sealed.SECRET_FILE,
                 todo="start the same command on all of them",
                 exit_code=6,
             )
-            error.everywhere = True
+            error.everywhere = theirs is not None
             raise error
-    return store
+    if env.size not in (1, env.local_size):
+        meeting.network = choose_network(notes, env.size)
+    return store, sealed.digest(known, *joins)
 
 
 def announce(world: World, cfg: Any, always: bool) -> None:
@@ -274,8 +297,13 @@ def _cannot_join(error: Exception, env: Environment) -> LockstepError:
 
 def processes_sharing(memory: torch.device) -> int:
     """Return how many processes of this machine keep their own copy of something in `memory`."""
-    local_size = max(1, environment().local_size)
-    return -(-local_size // torch.cuda.device_count()) if memory.type == "cuda" else local_size
+    env = environment()
+    local_size = max(1, env.local_size)
+    if memory.type != "cuda":
+        return local_size
+    cards = os.environ.get("SLURM_GPUS_ON_NODE", "") if os.environ.get("SLURM_NTASKS") == str(env.size) else ""
+    # Where each rank is a task of Slurm's it may see a card of its own, one of these.
+    return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
 
 
 def remember(key: str, value: str) -> None:

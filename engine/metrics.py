@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.batches import given_of
 from engine.collect import Collection
-from engine.contract import Batch, LockstepError, Sums, Task, amount
+from engine.contract import LOGGED, Batch, LockstepError, Sums, Task, amount
 from engine.phases import phase
 from engine.seeds import seed_generators
 from engine.world import World
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class Outcome(NamedTuple):
     """The outcome of a step.
 
-    passes   of this rank: dataset indices, loss
-    votes    for a stop after it, of all ranks
+    passes   of this rank: a data_loader.Micro, its loss
+    votes    of all ranks, see `Run.votes`
     skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
     """
 
     step: int
-    passes: list[tuple[list[int], Tensor]]
+    passes: list[tuple[Any, Tensor]]
     votes: float
     skipped: float
 
@@ -63,6 +63,7 @@ class Meter:
         if self.on_gpu:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
+            phase.posted = event
         self.posted.append((numbers, names, step, passes, event))
         arrived, late = [], self.on_gpu and not wait
         while len(self.posted) > late:
@@ -75,7 +76,7 @@ class Meter:
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
             self.skipped += skipped
             arrived.append(Outcome(step, passes, votes, skipped))
-            late = late and not votes  # the run stops here
+            late = late and not votes  # the run stops here, or is saved
         return arrived
 
     def state(self) -> dict[str, Any]:
@@ -119,6 +120,7 @@ class Skipped(NamedTuple):
 
     step: int
     samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
+    found: dict[int, str] | None  # what is not finite in which of them; None if they were not fetched again
 
 
 def log_metrics(run: Run) -> None:
@@ -158,7 +160,7 @@ class Slow(NamedTuple):
 
 
 SLOW_S = 3.0
-"""Seconds of a rank needed to judge it."""
+"""Seconds of a rank, or of one of its virtual workers, needed to judge it."""
 
 
 def loading_s(seconds: dict[str, float]) -> float:
@@ -176,8 +178,9 @@ def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow |
     if run.gpu_clock:
         with world.host_sync():
             computed = run.gpu_clock.take()
+    workers = len(run.virtual.block) if run.virtual else 1  # a rank may run more virtual workers than another
     times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
-    times[world.rank] = torch.tensor([loading_s(seconds), computed])
+    times[world.rank] = torch.tensor([loading_s(seconds), computed]) / workers
     world.sum(times)
     run.times = times if run.times is None else run.times + times
     rows = run.times.tolist()
@@ -210,8 +213,14 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
     is to stop before that is done.
 
     The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
-    any number of ranks, and so are the metrics, to the last bit where every process computes alike.
+    any number of ranks, and so are the metrics, to the last bit where every process computes alike. Buffers that this
+    changes are put back: the training goes on as if nothing had been scored, as it does once it is resumed.
     """
+    with run.evaluated_buffers.unchanged():
+        return _scored(run, batches)
+
+
+def _scored(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
     world, task = run.world, run.task
     model = run.evaluated_model.eval()
     scored, broken_off = EvalSums(), 0.0
@@ -286,6 +295,12 @@ def reported(task: Task, sums: Sums) -> dict[str, float]:
         raise LockstepError(f"`report` returns a {type(found).__name__}", where=where, todo=todo)
     if not {"loss", task.monitor} <= found.keys():
         raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where=where, todo="return both")
+    if taken := [name for name in LOGGED if name in found]:
+        what, todo = (
+            f"`report` gives {taken[0]!r}, a name that each line of the log has already",
+            "give it another name",
+        )
+        raise LockstepError(what, where=where, todo=todo)
     return {name: _number(name, value) for name, value in found.items()}
 
 
@@ -391,5 +406,5 @@ def collects(task: Task) -> bool:
 @torch.no_grad()
 def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
     """(rank 0) Return the task's pictures of an evaluation."""
-    with phase.during("validation"), run.precision.autocast():
+    with phase.during("validation"), run.precision.autocast(), run.evaluated_buffers.unchanged():
         return run.task.pictures(run.evaluated_model.eval(), batch, sums)

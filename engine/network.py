@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import tempfile
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import Any
 
 from engine.faults import agent
 
@@ -54,7 +54,15 @@ def remove_pipes() -> None:
         os.environ.pop(PIPE, None)  # a process that starts again makes another
 
 
-def choose_network(store: dist.Store, size: int) -> str:
+def stay_on_this_machine() -> None:
+    """Have gloo and NCCL listen on the loopback, unless the user or the machine has said where."""
+    if sys.platform == "linux" and not _nccl_knows():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def choose_network(store: Any, size: int) -> str:
     """Set for gloo and NCCL, unless the user has, the network interface by which this machine and the others reach each
     other; returns a text that names it. Gloo would take the one of this machine's own name, on many 127.0.0.1; NCCL the
     first it finds, which may be a bridge that leads nowhere, unless it has InfiniBand or a file that names one.
@@ -62,7 +70,7 @@ def choose_network(store: dist.Store, size: int) -> str:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return ""
     # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to another rank counts.
-    others = (store.get(f"rank{rank}_is_at").decode() for rank in range(size))
+    others = ((store.get(f"rank{rank}_is_at") or b"").decode() for rank in range(size))
     for there in itertools.chain([os.environ.get("MASTER_ADDR", "")], others):
         address, interface = agent.way_to(there) if there else ("", "")
         if interface and not agent.is_loopback(address):

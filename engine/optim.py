@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from engine.batches import same_bits
 from engine.config import Optim
 from engine.hardware import private
 from engine.optimizers import make_optimizer as make_optimizer
@@ -91,10 +93,26 @@ class Buffers:
             if buffer.shape == self.kept[key].shape:
                 yield key, buffer, self.kept[key]
 
+    def changed(self) -> list[str]:
+        """Return the names of those that have other bits than were kept."""
+        return [name for name, now, before in self.changes() if not same_bits(now, before)]
+
     def restore(self) -> None:
         """Give all of them the values that were kept."""
         if pairs := [*self.changes()]:
             torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[list[str]]:
+        """Put back what the block changes; it is named in the list then. A module may do so in eval mode, too."""
+        self.keep()
+        names: list[str] = []
+        try:
+            yield names
+        finally:
+            names += self.changed()
+            if names:
+                self.restore()
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:

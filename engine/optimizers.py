@@ -4,6 +4,7 @@ restore what a checkpoint holds of it."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,6 +35,14 @@ def make_optimizer(
     trained: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
+    bags = {
+        path: module for path, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    }
+    if sparse := next((path for path, module in bags.items() if module.sparse and module.weight.requires_grad), ""):
+        raise LockstepError(f"{sparse} gives sparse gradients", where="the task's `model`", todo="make it sparse=False")
+    if imaginary := next((name for name, p in trained.items() if p.is_complex()), ""):
+        todo = "keep its real and imaginary parts in a real one, and use torch.view_as_complex in `forward`"
+        raise LockstepError(f"the weight {imaginary} is complex", where="the task's `model`", todo=todo)
     own = task.optimizer(model) if task else None
     optimizer = _shipped(model, trained, cfg) if own is None else _checked(own, model, trained, cfg)
     for group in optimizer.param_groups:
@@ -215,15 +224,40 @@ def _kept_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tens
     return round(copies * p.nbytes)
 
 
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+OPTIONS = {"optim.weight_decay": "weight_decay", "optim.eps": "eps", "optim.momentum": "momentum"}
+OPTIONS |= {"optim.beta1": "betas", "optim.beta2": "betas"}
+"""What a key is called in an optimizer's groups."""
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()) -> None:
     """Put a checkpoint's state into an optimizer. What has the shape of a weight takes its layout, because a fused
-    kernel walks through memory; each group's share of the rate stays the one that is asked for now."""
+    kernel walks through memory; each group's share of the rate stays the one that is asked for now.
+
+    changes  keys of the config that are no longer the checkpoint's
+    """
     scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+    options = {OPTIONS[key] for key in changes if key in OPTIONS}
+    asked = [{name: group[name] for name in options & group.keys()} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for group, now in zip(optimizer.param_groups, asked, strict=True):
+        group |= now
     for group, scale in zip(optimizer.param_groups, scales, strict=True):
         if scale != 1 or "lr_scale" in group:
             group["lr_scale"] = scale
-    for p, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == p.shape:
-                kept[name] = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+    for number, p in enumerate(parameters_of(optimizer)):
+        if p in optimizer.state and number in state["state"]:
+            optimizer.state[p] = _as_saved(optimizer.state[p], state["state"][number], p)
+
+
+def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
+    """Return what torch has loaded in the type that was saved: torch casts all but `step`, which a fused kernel wants
+    in a type of its own, to the parameter's, and makes the text of a generator of each text."""
+    if isinstance(value, Tensor):
+        value = saved.to(value.device) if value.dtype != saved.dtype and name != "step" else value
+        alike = value.shape != p.shape or value.stride() == p.stride()
+        return value if alike else torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(value, dict) and value.keys() == saved.keys():
+        return {name: _as_saved(item, saved[name], p, name) for name, item in value.items()}
+    if type(value) in (list, tuple) and len(value) == len(saved):
+        return type(value)(_as_saved(*pair, p) for pair in zip(value, saved, strict=True))
+    return saved if isinstance(saved, str) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,14 @@ class Phases:
 
     now      (phase, whether it ends only when other ranks reach the same point, time.monotonic() of its begin)
     step     optimizer steps taken
+    posted   the last step's event on a GPU, done when the device is through with that step
     seconds  of the host in each phase since the last `take`; a phase within another interrupts it
     """
 
     def __init__(self) -> None:
         self.now = ("preparing", False, time.monotonic())
         self.step = 0
+        self.posted: Any = None
         self.seconds: dict[str, float] = {}
         self.listeners: list[Callable[[str], object]] = []
 

@@ -254,7 +254,7 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
     decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
     besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
-    length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:g} epochs"
+    length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:.4g} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
     rows = [
@@ -271,6 +271,13 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
                    + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {besides}"),
     ]  # fmt: skip
+    half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
+    if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
+        text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
+        rows.append(("worth a try", text))
+    saves = f"each epoch and every {cfg.save_minutes:g} min" if cfg.save_minutes else "each epoch"
+    saves = f"every {cfg.save_every} steps" if cfg.save_every else saves
+    rows.append(("checkpoints", f"{saves}; a kill repeats at most that"))
     if plan.workers:
         rows[:1] = _describe_workers(plan, trained_bytes)
     elif parts_of := cut_dependent(model, plan.accumulation):

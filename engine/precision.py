@@ -54,9 +54,9 @@ class Autocast(nn.Module):
         super().__init__()
         self.model, self.precision = model, precision
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         with self.precision.autocast():
-            return self.model(*inputs)
+            return self.model(*inputs, **named)
 
 
 def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict: bool = False) -> Precision:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, ddp, digests, optim, optimizers, plan
+from engine import adds_up, config, ddp, digests, optim, optimizers, plan, resumable
 from engine.batches import given_of
 from engine.collect import Collection
 from engine.console import console
 from engine.contract import Batch, Sums, Task
 from engine.errors import LockstepError
-from engine.faults.together import on_rank0
+from engine.faults.together import on_rank0, sync_errors
 from engine.files import log, status
 from engine.metrics import EvalSums, check_count, collects, reported
 from engine.phases import phase
@@ -72,8 +72,16 @@ def check_wandb(cfg: Any, world: World) -> None:
 
 
 def describe(run: Run, strict: bool) -> None:
-    """(rank 0) Print the plan of a training, and warn of what is likely a mistake in it."""
+    """(all ranks) Print the plan of a training, warn of what is likely a mistake in it, and check that its loss adds
+    up: all ranks compute the same samples, because a task may have collectives of its own."""
     print_plan(run)
+    if run.cfg.check_sums:
+        with sync_errors(run.world):
+            line = adds_up.check(run, run.train_loader, adds_up.of_loss)
+        console.info(f"{line}\n")
+    if run.plan.global_batch > run.plan.num_samples:
+        have = f"a step may take {run.plan.global_batch} samples, and there are {run.plan.num_samples}"
+        console.info(f"warning: {have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
     if run.plan.warmup_steps > run.plan.horizon:
         console.info(
             f"warning: the warm-up of {run.plan.warmup_steps} steps is longer than the schedule of {run.plan.horizon} "
@@ -85,22 +93,27 @@ def describe(run: Run, strict: bool) -> None:
         console.info(ddp.describe(run.net, run.cfg.ddp, bool(run.virtual)) + "\n")
 
 
-def print_plan(run: Run) -> None:
-    """(rank 0) Print the arithmetic of a run, and where its weights come from."""
+def print_plan(run: Run, steps: bool = True) -> None:
+    """(rank 0) Print the arithmetic of a run, of its model alone without `steps`, and where its weights come from."""
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
-    console.info(plan.describe(run.plan, run.cfg, run.world, run.model, run.moments, run.precision) + "\n")
+    lines = plan.describe(run.plan, run.cfg, run.world, run.model, run.moments, run.precision).splitlines()
+    shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
+    console.info("\n".join(shown) + "\n")
 
 
 COMPARED = ("config", "code", "torch", "python", "data", "parameters")
 
 
 def compare_weights(run: Run) -> None:
-    """(all ranks) Compare the parameters, and modules' own buffers; copies them to the host."""
+    """(all ranks) Compare the parameters, and modules' own buffers; copies them to the host, but from a GPU a sum.
+    Once, what a new process would restore, too."""
+    resumable.check(run)
     if run.world.size == 1:
         return
     check_buffers(run)
-    mine = digests.checksum(run.model)
+    on_gpu = run.world.device.type == "cuda"
+    mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
         _same(run.world, {f"parameter {name}": digest for name, digest in digests.checksums(run.model).items()})
 
@@ -148,9 +161,14 @@ def _rehearse(run: Run) -> float:
     few = run.world.device.type == "cpu" and loader.loader is None
     batch = loader.example(FEW) if few else next(iter(loader))
     samples = len(given_of(batch).index)
-    with phase.during("validation"), run.precision.autocast():
+    with phase.during("validation"), run.precision.autocast(), run.buffers.unchanged() as changed:
         sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
         collected = _collected(run, batch) if collects(run.task) else {}
+    if changed:
+        console.info(
+            f"warning: the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on those before: "
+            "change it only where `self.training`. It is put back after each evaluation\n"
+        )
     scored.add(sums)
     if "count" not in sums:
         todo = "add the number of samples of the batch, as a tensor"
@@ -167,6 +185,8 @@ def _rehearse(run: Run) -> float:
             raise
     except Exception:
         pass  # the report of the whole split counts
+    if run.cfg.check_sums and "adds up: " not in (line := adds_up.check(run, loader, adds_up.of_score)):
+        console.info(f"warning: {line}\n")
     return gflop / samples
 
 
@@ -215,6 +235,8 @@ def check_buffers(run: Run) -> None:
 def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
     if world.size == 1:
+        return {}
+    if world.device.type == "cuda" and len(set(world.gather(digests.sum_of_bits(tensors.values())))) == 1:
         return {}
     first, *others = world.gather(digests.each(tensors.items()))
     return {

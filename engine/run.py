@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Progress:
     best: float | None = None  # best value of the task's monitor
     stale: int = 0  # evaluations since the best one
     evaluation_due: bool = False  # this step must be evaluated, and was not yet
+    skipped: int = 0  # steps that were not taken
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
 
@@ -77,6 +79,7 @@ class Run:
     resumed: Path | None = None  # the checkpoint that it was resumed from
     resumed_horizon: int | None = None  # the length of that checkpoint's schedule
     resumed_environment: dict[str, str] = field(default_factory=dict)  # what decided that checkpoint's last bits
+    changes: list[str] = field(default_factory=list)  # what --force has let differ from that checkpoint's config
     progress: Progress = field(default_factory=Progress)
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
     log: Silent = field(default_factory=Silent)  # what a person reads
@@ -86,6 +89,7 @@ class Run:
     sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
     moments: int | None = None  # bytes of the optimizer's state, on the rank that has most, where they are known
+    fresh: Any = None  # what a new process begins with, until `resumable` has compared
     left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
@@ -98,7 +102,8 @@ class Run:
         self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
         self.gpu_clock: GpuClock | None = None
         workers = self.plan.workers
-        self.virtual = VirtualWorkers(workers, self.world, self.model) if workers else None
+        unused = self.cfg.ddp.find_unused_parameters
+        self.virtual = VirtualWorkers(workers, self.world, self.model, unused) if workers else None
         self.terms = Terms(self) if type(self.task).losses is not Task.losses else None
         if self.world.size > 1:
             split_backward(self.model)
@@ -122,7 +127,7 @@ class Run:
             self.net.train()
         for p in self.trained:
             p.grad = None
-        self.passes: list[tuple[list[int], Tensor]] = []  # of this rank: samples, loss
+        self.passes: list[tuple[Any, Tensor]] = []  # of this rank: a data_loader.Micro, its loss
         self.buffers.keep()
 
     def begin_pass(self, micro: Any) -> None:
@@ -135,13 +140,13 @@ class Run:
             self.virtual.begin_pass(micro, self.buffers, check=self.check_due, in_ddp=in_ddp)
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
-        """Return a pass's part of the step's sums: (stop votes, total, weight, *sums), float64, no graph.
+        """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
 
         A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
         also compares the names of the sums.
         """
         usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names and loss.weight is not None
-        if not usual or not getattr(loss.total, "requires_grad", False):
+        if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
         here = self.world.device
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
@@ -151,10 +156,20 @@ class Run:
         if micro.filler:
             numbers = torch.zeros_like(numbers)
         else:
-            self.passes.append((micro.indices, loss.total.detach()))
-        if micro.closes_step and self.stop.reason:
-            numbers[0] = 1.0
+            self.passes.append((micro, loss.total.detach()))
+        if micro.closes_step and (votes := self.votes(micro.consumed)):
+            numbers[0] = votes
         return self.virtual.as_row(numbers, micro.worker) if self.virtual else numbers
+
+    def votes(self, consumed: int) -> float:
+        """Return this rank's votes on what follows the step that ends at this place of the epoch: 1 to stop, and by the
+        clock of rank 0 a half to save."""
+        save = False
+        if self.checkpoints is not None:
+            ends = consumed >= self.plan.num_samples - self.plan.dropped
+            minutes = math.inf if self.cfg.save_every else self.cfg.save_minutes or math.inf
+            save = self.checkpoints.worth_it(None if ends and not self.cfg.save_every else minutes)
+        return bool(self.stop.reason) + 0.5 * save
 
     def total(self, totals: Tensor) -> Tensor:
         """Return the (3 + sums,) totals of a step; of virtual workers they come a row for each."""
@@ -184,7 +199,7 @@ class Run:
         finished = self.finished
         pauses = finished or consumed >= self.plan.num_samples - self.plan.dropped  # or the epoch is
         progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
-        self.save_due = step % cfg.save_every == 0 if cfg.save_every else pauses and self._worth_saving()
+        self.save_due = cfg.save_every > 0 and step % cfg.save_every == 0
         if self.val_loader is None:
             progress.evaluation_due, self.save_due = False, self.save_due or finished
         self.log_due = pauses or progress.evaluation_due or step % self.plan.log_every == 0
@@ -193,10 +208,7 @@ class Run:
         names = ["loss", "weight", *(self.sum_names or [])]
         wait = self.log_due or self.save_due  # its outcome must be known by then
         self.news = self.meter.add(numbers, names, step, self.passes, wait)
-
-    def _worth_saving(self) -> bool:
-        """(all ranks) Return whether the end of an epoch is worth a checkpoint, by the clock of rank 0."""
-        return self.world.broadcast(self.checkpoints is None or self.checkpoints.worth_it)
+        self.save_due = self.save_due or any(outcome.votes % 1 for outcome in self.news)
 
     # ---- where it stands ----
 
@@ -204,6 +216,10 @@ class Run:
     def finished(self) -> bool:
         p, patience = self.progress, self.cfg.patience
         return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
+
+    @property
+    def evaluated_buffers(self) -> optim.Buffers:
+        return self.buffers if self.ema is None else optim.Buffers(self.ema.module)
 
     @property
     def evaluated_model(self) -> nn.Module:

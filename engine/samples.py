@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -18,7 +16,7 @@ from engine import batches
 from engine.console import console
 from engine.contract import Batch, amount
 from engine.errors import LockstepError
-from engine.seeds import data_seeds
+from engine.seeds import data_seeds, kept_generators, seed_everything
 
 
 class Asked(NamedTuple):
@@ -113,6 +111,8 @@ class Source:
             text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
                 raise  # the process, not the sample; engine/faults/blame.py explains it
+            if fetched is not None and isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text[0]:
+                raise RuntimeError("DataLoader worker was killed, or has ended") from None
             if "unable to allocate shared memory" in str(error):
                 raise no_shared_memory() from error
             what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
@@ -169,11 +169,8 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     """A digest of the datasets' lengths and of the first, the middle and the last sample of each. They are fetched
     twice: what is not the same both times is not in it, and `random_samples` says whether that may be."""
     digest, drawn_at_random = hashlib.sha256(), list[LockstepError]()
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+    with kept_generators():
+        seed_everything(0)
         for dataset in (each for each in datasets if each is not None):
             source = Source(dataset)
             digest.update(str(len(dataset)).encode())
@@ -186,8 +183,6 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
                         digest.update(f"{name} ".encode() + content)
                     else:
                         drawn_at_random.append(_another_each_time(source.name, index, name))
-    random.setstate(before[0])
-    np.random.set_state(before[1])
     if drawn_at_random and random_samples == "stop":
         raise drawn_at_random[0]
     if drawn_at_random:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -51,6 +53,18 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+
+
+@contextmanager
+def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Put torch's generators (of the CPU and of `device`), random's and NumPy's back to where they were."""
+    before, theirs = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device and device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(theirs)
 
 
 def uniform(seeds: Tensor, count: int) -> Tensor:

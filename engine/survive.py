@@ -5,6 +5,7 @@ A script without these calls trains the same, as long as nothing goes wrong.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import signal
@@ -24,7 +25,8 @@ from engine.faults.together import sync_errors
 from engine.faults.watchdog import Watchdog
 from engine.files import status
 from engine.hardware import private
-from engine.metrics import Skipped
+from engine.metrics import Outcome, Skipped
+from engine.phases import phase
 from engine.run import Run
 from engine.world import World
 
@@ -87,24 +89,35 @@ def check_outcome(run: Run) -> None:
     logged with the samples behind them. Raises LockstepError where the training has diverged."""
     progress, asked, skipped_now = run.progress, False, False
     for outcome in run.news:
-        asked = asked or outcome.votes > 0
+        asked = asked or outcome.votes >= 1
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         if outcome.skipped:
-            skipped_now = True
-            mine = [index for indices, loss in outcome.passes if not torch.isfinite(loss) for index in indices]
-            samples = {rank: indices for rank, indices in enumerate(run.world.gather(mine)) if indices}
-            run.log.skipped(run, Skipped(outcome.step, samples))
+            skipped_now, progress.skipped = True, progress.skipped + 1
+            run.log.skipped(run, _samples_behind(run, outcome))
     if skipped_now and (reason := _hopeless(run)):
         error = LockstepError(
             f"the training has diverged: {reason}",
             where=f"step {progress.step}",
-            todo="the last checkpoint holds finite weights; lower lr or grad_clip, or fix the samples named above",
+            todo=_todo(run),
             exit_code=status.DIVERGED,
         )
         error.everywhere = True
         raise error
     if asked:
         run.agree_to_stop()
+
+
+def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
+    """(all ranks) Return the samples behind a skipped step, and, of the first few in a row, what is wrong with them."""
+    passes, found = [micro for micro, loss in outcome.passes if not torch.isfinite(loss)], dict[int, str]()
+    looks = run.progress.skipped_in_a_row <= 3  # of more the samples are not the cause
+    with contextlib.suppress(Exception), phase.during("data loading"):  # nothing that is needed
+        for micro in passes if looks else ():
+            found |= run.train_loader.not_finite(micro)
+    mine = [index for micro in passes for index in micro.indices]
+    ranks = run.world.gather((mine, found))
+    samples = {rank: indices for rank, (indices, _) in enumerate(ranks) if indices}
+    return Skipped(outcome.step, samples, {k: what for _, one in ranks for k, what in one.items()} if looks else None)
 
 
 def _hopeless(run: Run) -> str:
@@ -117,6 +130,15 @@ def _hopeless(run: Run) -> str:
     if progress.skipped_in_a_row and run.scaler.is_enabled() and run.scaler.get_scale() < 1e-3:
         return f"the loss scale of fp16 has fallen to {run.scaler.get_scale():g}"
     return ""
+
+
+def _todo(run: Run) -> str:
+    """Return what to do about a divergence. A skipped step changes nothing, so these weights tell of those saved."""
+    if bad := next((name for name, p in run.model.named_parameters() if not p.isfinite().all()), ""):
+        return f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
+    saved = run.checkpoints and run.checkpoints.writer.checkpoints.last
+    left = "the last checkpoint holds finite weights" if saved else "there is no checkpoint yet"
+    return f"{left}; lower lr or grad_clip, or fix the samples named above"
 
 
 def exit_code(stopped: str) -> int:

@@ -33,6 +33,10 @@ Node = tuple[Span, list[Tensor]]
 """A node and its sums."""
 
 
+ALIGNED = 32
+"""Bytes: CUDA's kernels read four float64 at once where the memory allows it."""
+
+
 def block(workers: int, rank: int, processes: int) -> range:
     """Return the virtual workers that a process runs: as even as can be, in the order of the ranks."""
     return range(workers * rank // processes, workers * (rank + 1) // processes)
@@ -42,11 +46,17 @@ def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
     """Append a node, and add up the last two for as long as they are the halves of one: in place into the right half,
     or into new tensors."""
     nodes.append(node)
-    while len(nodes) > 1:
-        ((a, b), left), ((c, d), right) = nodes[-2:]
-        if b != c or b - a != d - c or a % (d - a):
-            return
+    while _are_halves(nodes):
+        ((a, _), left), ((_, d), right) = nodes[-2:]
         nodes[-2:] = [((a, d), _add(left, right, in_place))]
+
+
+def _are_halves(nodes: list[Node]) -> bool:
+    """Return whether the last two nodes are the halves of one."""
+    if len(nodes) < 2:
+        return False
+    (a, b), (c, d) = nodes[-2][0], nodes[-1][0]
+    return b == c and b - a == d - c and a % (d - a) == 0
 
 
 def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
@@ -145,14 +155,18 @@ class Exchange:
 class VirtualWorkers:
     """Keep what the virtual workers of one process compute within a step.
 
+    unused   DDP has `find_unused_parameters`: what any of its passes has used must be in `grad` as it looks there
+    at_end   take the gradients of a worker when it is through, not each as soon as it is there: with `unused`, and on a
+             GPU, where all are added in one kernel
     pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
     since    numbers of the parameters whose `grad` waits for a right neighbour's, which autograd adds: the left one
-    added    numbers of those that the pass under way has used
+    added    numbers of those that the worker under way has used
     changes  nodes of the tree of changes of running statistics, float64
     """
 
-    def __init__(self, workers: int, world: World, model: nn.Module):
-        self.workers, self.world = workers, world
+    def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
+        self.workers, self.world, self.unused = workers, world, unused
+        self.at_end = unused or world.device.type == "cuda"
         self.everyones = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
         self.block = block(workers, world.rank, world.size)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -165,7 +179,7 @@ class VirtualWorkers:
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
         self.since: dict[int, int] = {}
         self.added: set[int] = set()
-        self.waits = self.takes = False  # what becomes of the gradients of the pass under way
+        self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
         self.worker, self.idle, self.check = -1, False, False  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
@@ -178,10 +192,10 @@ class VirtualWorkers:
         """
         if micro.opens_worker:
             self.begin_worker(micro.worker, buffers, micro.filler, check)
-        one_pass = micro.opens_worker and micro.closes_worker
+            self.added.clear()
+        self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
-        self.takes = micro.closes_worker and not self.waits and not (micro.closes_step and in_ddp)
-        self.added.clear()
+        self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
 
     def begin_worker(self, worker: int, buffers: Buffers, idle: bool, check: bool) -> None:
         """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
@@ -191,8 +205,7 @@ class VirtualWorkers:
         """
         if self.worker >= 0:
             self._keep_buffers(buffers)
-        if worker % 2 == 0:
-            self._settle()
+        self._settle(right=worker % 2 == 1)
         buffers.restore()
         self.worker, self.idle, self.check = worker, idle, check
 
@@ -242,17 +255,32 @@ class VirtualWorkers:
 
     def push_gradient(self, number: int, worker: int, grad: Tensor) -> None:
         """Add a gradient to the tree of the parameter with this number: a worker's, or with its left neighbour's."""
+        push(*self._place(number, worker, grad))
+
+    def _place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
+        """Return the nodes of a parameter, and the one that comes next."""
         first, nodes = self.since.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
-        push(nodes, ((first, worker + 1), [grad]))
+        return nodes, ((first, worker + 1), [grad])
 
-    def _settle(self) -> None:
-        """Take the gradients of left neighbours whose right ones have not used the parameter."""
-        for number, worker in [*self.since.items()]:
-            p = self.parameters[number]
-            if p.grad is not None:
-                self.push_gradient(number, worker, p.grad)
-                p.grad = None
+    def _settle(self, right: bool = False) -> None:
+        """Take what the worker before has left in `grad`: of parameters that its last pass has not used, or all; and
+        the gradients of its left neighbour that it has not used. If the next is its `right` one, what waits stays."""
+        trees: list[list[Node]] = []
+        for number, p in enumerate(self.parameters):
+            used, waits = number in self.added, number in self.since
+            if p.grad is None or not (used or waits) or (waits and right):
+                continue
+            nodes, node = self._place(number, self.worker if used else self.since[number], p.grad)
+            nodes.append(node)
+            trees.append(nodes)
+            # Adding to -0.0 changes no bit, not even that of -0.0.
+            p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
+        while trees := [nodes for nodes in trees if _are_halves(nodes)]:
+            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at][1]] for at in (-2, -1))
+            torch._foreach_add_(rights, lefts)
+            for nodes in trees:
+                nodes[-2:] = [((nodes[-2][0][0], nodes[-1][0][1]), nodes[-1][1])]
 
     def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
         """Push zeros for the workers before `end` whose passes did not use the parameter."""
@@ -299,12 +327,18 @@ class VirtualWorkers:
     def total(self, rows: Tensor) -> Tensor:
         """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
         process has all workers and no DDP."""
-        self._settle()
+        if not self.in_ddp:
+            self._settle()
         for number, nodes in self.pending.items():
             p = self.parameters[number]
             self._fill(nodes, self.block.stop, p)
             (p.grad,) = fold(nodes)
         self.pending.clear()
+        if self.in_ddp and self.world.device.type == "cuda":
+            # A norm adds in another order where memory is not aligned: as in DDP's buckets, and not without DDP.
+            odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
+            for p, grad in zip(odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True):
+                p.grad = grad
         return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.faults import sealed
 from engine.phases import phase
 
 T = TypeVar("T")
@@ -42,28 +43,22 @@ class World:
         """(all ranks) Return every rank's value, by rank (pickled: for small things, now and then)."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
         with phase.during("all_gather", waits=True):
-            dist.all_gather_object(values, value)
-        return values
+            return sealed.gather(value)
 
     def gather_on_main(self, value: Any) -> list[Any]:
         """(all ranks) Return every rank's value, by rank, on rank 0; nothing on the others (pickled)."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size * self.main
         with phase.during("gather", waits=True):
-            dist.gather_object(value, values or None)
-        return values
+            return sealed.gather(value, on_main=True)
 
     def broadcast(self, value: T) -> T:
         """(all ranks) Return rank 0's value."""
         if self.size == 1:
             return value
-        box = [value]
-        with phase.during("broadcast", waits=not self.main):
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+        with phase.during("broadcast", waits=True):
+            return sealed.gather(value if self.main else None)[0]
 
     def unify(self, tensors: Iterable[Tensor], mean: bool) -> None:
         """(all ranks) Give all ranks rank 0's tensors, or the mean of theirs; of whole numbers always rank 0's."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine import batches
 from engine.phases import phase
 from engine.world import World
 
@@ -56,18 +59,18 @@ class Zero(torch.optim.Optimizer):
     def whole_state(self) -> dict[str, Any]:
         """(all ranks) Return a checkpoint's state, whole on rank 0. Tensors travel as bytes, whatever their type."""
         packed = super().state_dict()
-        flats, forms = list[Tensor](), dict[int, dict[str, Any]]()
+        flats, forms, states = list[Tensor](), dict[Any, Any](), dict[Any, Any]()
         device = parameters_of(self)[0].device
         for number, state in packed["state"].items():
-            forms[number] = {name: _form(value) for name, value in state.items()}
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
-        everyones_forms, states = self.world.gather(forms), {}
+            forms[number] = batches.map_tensors(state, partial(torch.empty_like, device="meta"))
+            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in batches.tensors(state)]
+        everyones_forms = self.world.gather(forms)
         everyones_flats = gather_to_rank0(self.world, flats, like=torch.empty(0, dtype=torch.uint8, device=device))
         for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # none but on rank 0
             for number, form in forms.items():
-                states[number] = {name: _formed(value, pieces) for name, value in form.items()}
-        return packed | {"state": dict(sorted(states.items()))}
+                whole = batches.map_tensors(form, partial(_formed, pieces))
+                states.setdefault(number, whole)  # of no parameter: rank 0's
+        return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state, however it was kept."""
@@ -80,7 +83,8 @@ class Zero(torch.optim.Optimizer):
             {**group, "params": [local[number[id(p)]] for p in mine["params"]]}
             for group, mine in zip(saved, self.own.param_groups, strict=True)
         ]
-        state = {local[n]: value for n, value in state_dict["state"].items() if n in local}
+        mine = {n: local.get(n) if isinstance(n, int) else n for n in state_dict["state"]}  # a name: of no parameter
+        state = {mine[n]: value for n, value in state_dict["state"].items() if mine[n] is not None}
         self.own.load_state_dict({"state": state, "param_groups": groups})
         for group, given in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in given.items() if name != "params"})
@@ -92,15 +96,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _form(value: Any) -> Any:
-    """Return a value as it is, or a tensor without its contents."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
-
-
-def _formed(form: Any, pieces: Any) -> Any:
-    """Return the value of a form; a tensor takes the bytes that come next."""
-    if not isinstance(form, Tensor):
-        return form
+def _formed(pieces: Iterator[Tensor], form: Tensor) -> Tensor:
+    """Return a tensor of a form, of the bytes that come next."""
     piece = next(pieces)
     if piece.storage_offset() % form.element_size():  # a view of another type must begin at a whole element
         piece = piece.clone()

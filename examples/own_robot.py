@@ -80,9 +80,13 @@ def main(where: str, *more: str) -> None:
         make_raw(raw)
     if not data.exists():
         convert(raw, data)
+    else:
+        print(f"{data} is there already: remove it after a change in {raw}")
     print(f"{len(list(raw.glob('*.npz')))} demonstrations in {raw} -> {data}")
-    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
-    run("train.py", "robot", *(f"{key}={value}" for key, value in settings.items()))
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
+    settings = {key: value for key, value in SETTINGS.items() if not {key, key.removeprefix("dataset.")} & given}
+    settings |= {"dataset.root": data, "save_dir": folder / "run"}
+    run("train.py", "robot", *(f"{key}={value}" for key, value in settings.items()), *more)
     run("tools/evaluate.py", str(folder / "run"))
 
 

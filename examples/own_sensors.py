@@ -4,17 +4,26 @@
     python examples/own_sensors.py FOLDER [arguments of the training, such as epochs=20]
 
 The raw files here are made up, in the usual form: one CSV per recording, sampled unevenly, and a table that names the
-person and the label of each. Replace `make_raw` by your own files, and change `read_recording` to fit.
+person and the label of each. Replace `make_raw` by your own files, and change `read_recording` to fit. Where samples
+are missing a recording is cut in two, and that is printed.
 """
 
 from __future__ import annotations
 
+import collections
 import csv
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.contract import LockstepError
+from formats.arrays import look_alikes, text_lines
+from formats.clips import read_table
+from formats.sensor_csv import even_pieces, read
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE_HZ = 50.0
@@ -47,30 +56,46 @@ def make_raw(folder: Path) -> None:
         csv.writer(file).writerows([["file", "subject", "label"], *rows])
 
 
-def read_recording(path: Path) -> np.ndarray:
-    """Return (T, C) float32 at an even rate, in the sensor's own units: the model normalises."""
-    with open(path, encoding="utf-8") as file:
-        columns = file.readline().strip().split(",")
-        table = np.loadtxt(file, delimiter=",", ndmin=2)  # (rows, columns)
-    time = table[:, columns.index("time_s")]
-    even = np.arange(time[0], time[-1], 1 / RATE_HZ)
-    return np.stack([np.interp(even, time, table[:, columns.index(name)]) for name in CHANNELS], 1).astype(np.float32)
+def read_recording(path: Path, shortest: int) -> tuple[list[np.ndarray], list[str]]:
+    """Return the pieces of a recording between its gaps, each (T, C) float32 at an even rate, at least `shortest` steps
+    long and in the sensor's own units (the model normalises), and a sentence on each gap."""
+    return even_pieces(*read(path, "time_s", CHANNELS), path, RATE_HZ, shortest)
 
 
-def convert(raw: Path, target: Path) -> None:
+def convert(raw: Path, target: Path, shortest: int) -> None:
     """Write the layout "recordings" of formats/windows.py: all signals concatenated, with their lengths and labels."""
-    with open(raw / "recordings.csv", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    signals = [read_recording(raw / row["file"]) for row in rows]
+    table = raw / "recordings.csv"
+    signals, labels, people, named, notes = [], [], [], set(), []
+    for line, row in read_table(table, "\n".join(text_lines(table)), ("file", "subject", "label")):
+        name, subject, label = (row[column].strip() for column in ("file", "subject", "label"))
+        if not (name and subject and label) or name in named or not (raw / name).is_file():
+            what = (
+                f"no file {name}" if name and not (raw / name).exists() else f"{name} stands twice, or a cell is empty"
+            )
+            raise LockstepError(what, where=f"{table}:{line}", todo="give each recording a file, a person and a label")
+        named.add(name)
+        pieces, more = read_recording(raw / name, shortest)
+        signals, notes = signals + pieces, notes + more
+        labels, people = labels + [label] * len(pieces), people + [subject] * len(pieces)
+    if not signals:
+        raise LockstepError("no recordings", where=str(table), todo="write a row for each")
+    counts = collections.Counter(labels)
+    doubts = look_alikes(counts) + look_alikes(collections.Counter(people), typos=False)
+    left = sorted({path.name for path in raw.glob("*.csv")} - named - {table.name})
+    doubts += [f"it names no {', '.join(left[:5])}{', ...' if left[5:] else ''}"] if left else []
+    for note in [*notes, *(f"{table}: {doubt}" for doubt in doubts)]:
+        print(f"warning: {note}", file=sys.stderr)
     np.savez(
         target,
         signal=np.concatenate(signals),  # (sum of lengths, C)
         lengths=np.array([len(signal) for signal in signals]),
-        label=np.array([row["label"] for row in rows]),
-        subject=np.array([row["subject"] for row in rows]),  # the split is by person
+        label=np.array(labels),
+        subject=np.array(people),  # the split is by person
         channels=np.array(CHANNELS),
         rate_hz=np.array(RATE_HZ),
     )
+    found = ", ".join(f"{label} {counts[label]}" for label in sorted(counts))
+    print(f"{len(named)} recordings in {raw} -> {len(signals)} without gaps ({found}) in {target}")
 
 
 def run(*words: str) -> None:
@@ -85,12 +110,16 @@ def main(where: str, *more: str) -> None:
     if not raw.exists():
         raw.mkdir(parents=True)
         make_raw(raw)
-    convert(raw, data)
-    print(f"{len(list(raw.glob('*_*.csv')))} recordings in {raw} -> {data}")
-    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
-    run("train.py", "har", *(f"{key}={value}" for key, value in settings.items()))
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_"): word.partition("=")[2] for word in more}
+    settings = {key: value for key, value in SETTINGS.items() if key not in given}
+    convert(raw, data, int(given.get("dataset.length") or SETTINGS["dataset.length"]))
+    settings |= {"dataset.root": data, "save_dir": folder / "run"}
+    run("train.py", "har", *(f"{key}={value}" for key, value in settings.items()), *more)
     run("tools/evaluate.py", str(folder / "run"))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["checkpoints/own_sensors"])
+    try:
+        main(*sys.argv[1:] or ["checkpoints/own_sensors"])
+    except LockstepError as error:
+        sys.exit(f"error: {error}")

@@ -77,8 +77,12 @@ def main(where: str, *more: str) -> None:
     if not data.exists():
         size = ["--frames", "12", "--stride", "2", "--size", "32"]
         run("tools/prepare_clips.py", str(raw / "trials.csv"), str(data), "--videos", str(raw), *size)
-    settings = SETTINGS | {"dataset.root": data, "save_dir": folder / "run"} | dict(word.split("=", 1) for word in more)
-    run("train.py", "video", *(f"{key}={value}" for key, value in settings.items()))
+    else:
+        print(f"{data} is there already: remove it after a change in {raw}")
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
+    settings = {key: value for key, value in SETTINGS.items() if not {key, key.removeprefix("dataset.")} & given}
+    settings |= {"dataset.root": data, "save_dir": folder / "run"}
+    run("train.py", "video", *(f"{key}={value}" for key, value in settings.items()), *more)
     run("tools/evaluate.py", str(folder / "run"))
 
 

@@ -6,12 +6,14 @@ Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import itertools
 import math
 import mmap
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +35,18 @@ def check_text(text: str, path: Path) -> str:
         what = f"a control character (#x{ord(found.group()):02x})"
         raise LockstepError(what, where=f"{path}:{line}", todo="save the file as plain text in UTF-8")
     return text
+
+
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a text file in UTF-8. Raises LockstepError."""
+    try:
+        return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
+    except OSError as error:
+        raise LockstepError(
+            f"cannot read: {error.strerror}", where=str(path), todo="put the file there, or name other data"
+        ) from None
+    except UnicodeDecodeError:
+        raise LockstepError("not a text file", where=str(path), todo="save it as UTF-8") from None
 
 
 def is_file_name(name: str) -> bool:
@@ -70,6 +84,19 @@ def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: st
         what = f"class {strange[0]!r} is not one of the model's"
         raise LockstepError(what, where=where, todo=f"it knows {', '.join(classes)}: rename it, or leave it out")
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)[labels]
+
+
+def look_alikes(counts: Mapping[str, int], typos: bool = True) -> list[str]:
+    """Return a sentence on each two names, {name: how many}, that may be one: but for case, spaces and punctuation or,
+    with `typos`, where a rare one differs from a frequent one in a letter or two."""
+    found = []
+    ordered = sorted(counts, key=lambda name: (counts[name], name))
+    for rare, often in itertools.combinations(ordered, 2):
+        same = len({re.sub(r"[\W_]", "", name.casefold()) for name in (rare, often)}) == 1
+        near = difflib.SequenceMatcher(None, rare, often).ratio() >= 0.75
+        if same or (typos and near and counts[rare] < counts[often] and counts[rare] <= max(2, counts[often] // 3)):
+            found.append(f"{rare!r} ({counts[rare]}) is spelled nearly as {often!r} ({counts[often]}): two, or one?")
+    return found
 
 
 _AT_ONCE = 128 << 10

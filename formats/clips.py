@@ -4,7 +4,7 @@
     trials.csv   columns trial, video, label, first_frame, num_frames; others are not read
     classes.txt  one class name a line; a class's number is its line
     cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
-                 the video from one frame to the next, "size": height and width}
+                 the video from one frame to the next, "size": height and width, "fps": each frame rate of the videos}
 
 The frames may be far larger than memory: only the pages that a batch touches are read.
 """
@@ -15,6 +15,7 @@ import contextlib
 import csv
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class Clips:
     videos    (N,) str: the recording that each trial comes from, for `split_by_video`
     classes   names of the C classes
     shape     (T, H, W) of one clip
+    longest   frames of the longest trial
     cutting   how the clips were cut out of their videos, see formats/videos.py; empty where the folder does not say
 
     Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
@@ -58,13 +60,13 @@ class Clips:
             raise LockstepError(
                 f"trial {rows[short]['trial']} has {counts[short]} frames, {length} are asked for",
                 where=f"{self.folder / TRIALS}:{rows[short]['line']}",
-                todo="ask for fewer frames or remove the trial",
+                todo=f"dataset.frames={counts[short]} takes as many of each trial; or remove the trial",
             )
         first = np.array([row["first_frame"] for row in rows], dtype=np.int64)
         self.first = first + (counts - length) // 2  # (N,)
         self.labels = np.array([row["label"] for row in rows], dtype=np.int64)
         self.videos = np.array([row["video"] for row in rows])
-        self.shape = (length, *self._pixels.shape[1:])
+        self.shape, self.longest = (length, *self._pixels.shape[1:]), int(counts.max())
         self.cutting = _read_cutting(self.folder / CUTTING)
         self.trials = np.array([row["trial"] for row in rows])
 
@@ -323,12 +325,21 @@ def _read_cutting(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read_text(path))
         crop, stride, size = (found[name] for name in ("crop", "stride", "size"))
-        numbers = [*(crop or [0, 0, 1, 1]), stride, size]
+        numbers, rates = [*(crop or [0, 0, 1, 1]), stride, size], [float(rate) for rate in found.get("fps", [])]
         if len(numbers) != 6 or not all(type(n) is int and n >= 0 for n in numbers) or not all(numbers[2:]):
+            raise ValueError
+        if not all(0 < rate < math.inf for rate in rates):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise LockstepError(f"{path.name} does not say how clips were cut", where=str(path), todo=AGAIN) from None
-    return {"crop": crop, "stride": stride, "size": size}
+    return {"crop": crop, "stride": stride, "size": size, "fps": rates}
+
+
+def lasting(frames: int, cutting: Mapping[str, Any]) -> str:
+    """Return how long a clip lasts, such as `0.68 s`, for each frame rate of the videos; empty if they are unknown."""
+    span = {f"{frames * cutting['stride'] / rate:.2f} s": rate for rate in sorted(cutting.get("fps", []))}
+    rates = " and ".join(f"{rate:g}" for rate in span.values())
+    return " or ".join(span) + (f" (videos of {rates} frames/s: give them one rate)" if len(span) > 1 else "")
 
 
 def _read_text(path: Path) -> str:

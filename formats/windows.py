@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, load_npy, load_npz, map_npy, renumber
+from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
@@ -203,7 +203,7 @@ def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _read_uci(root: Path) -> Recordings:
     names = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
     labels_path = root / "activity_labels.txt"
-    pairs = [line.split(None, 1) for line in _lines(labels_path) if line.strip()]
+    pairs = [line.split(None, 1) for line in text_lines(labels_path) if line.strip()]
     if [pair[0] for pair in pairs] != [str(n) for n in range(1, len(pairs) + 1)] or any(len(p) != 2 for p in pairs):
         what = "expected one '1 NAME' per line, numbered from 1"
         raise LockstepError(what, where=str(labels_path), todo="take the file as it is published")
@@ -284,7 +284,7 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
     labels: list[int] = []
     classes: list[str] = []
     has_labels = True
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(text_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
         if not line or line.startswith("#"):
             continue
@@ -557,20 +557,9 @@ def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
-    except OSError as error:
-        raise LockstepError(
-            f"cannot read: {error.strerror}", where=str(path), todo="put the file there, or name other data"
-        ) from None
-    except UnicodeDecodeError:
-        raise LockstepError("not a text file", where=str(path), todo="save it as UTF-8") from None
-
-
 def _table(path: Path) -> np.ndarray:
     """Numbers in columns -> (lines, columns) float32."""
-    lines = _lines(path)
+    lines = text_lines(path)
     if not any(line.strip() for line in lines):
         raise LockstepError("the file is empty", where=str(path), todo="fetch it again")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -17,6 +18,9 @@ from engine.contract import LockstepError, Task
 
 FOLDER = Path(__file__).parent
 REQUIRED = ("datasets", "model")
+RENAMED = {"known": "metadata", "recall": "load_metadata", "everything": "full_dataset", "deployed": "export_module"}
+RENAMED |= {"foreign": "compat_aliases", "free": "resumable_keys"}
+"""Members of a task as they once were called."""
 
 
 def names() -> list[str]:
@@ -59,10 +63,11 @@ def load(name: str) -> type[Task]:
     elif name in names():
         module = importlib.import_module(f"tasks.{name}")
     else:
+        near = "".join(f"did you mean {each}? " for each in difflib.get_close_matches(name, names(), n=1))
         raise LockstepError(
             f"no task {name!r}",
             where="task",
-            todo=f"choose one of {', '.join(names())}, or give the path of a .py file",
+            todo=f"{near}choose one of {', '.join(names())}, or give the path of a .py file",
         )
     task = getattr(module, "Task", None)
     if not (isinstance(task, type) and issubclass(task, Task)):
@@ -78,6 +83,13 @@ def load(name: str) -> type[Task]:
     if task.losses is not Task.losses and not _may_use_losses(task.loss):
         what, where = f"the Task of {name} has `losses`, and a `loss` that does not use them", "task"
         raise LockstepError(what, where=where, todo="drop one of them, or call `super().loss(net, batch)` in `loss`")
+    for old, new in RENAMED.items():
+        if hasattr(task, old) and getattr(task, new) is getattr(Task, new):
+            what, todo = (
+                f"the Task of {name} has `{old}`, which is called `{new}` now",
+                "rename it: nothing asks for it",
+            )
+            raise LockstepError(what, where="task", todo=todo)
     return task
 
 

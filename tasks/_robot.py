@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
@@ -65,7 +65,7 @@ class PolicySettings:
 
 @dataclass
 class ActSettings(PolicySettings):
-    """LeRobot's names and defaults."""
+    """LeRobot's names and defaults, but for the normalisation of ENV, which is IDENTITY there."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "batch_size": 8,
@@ -228,10 +228,13 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
     names = [name for name in here if name not in NOT_THE_NETWORK and there.get(name, here[name]) != here[name]]
     names = [name for name in names if hasattr(cfg, name)] or names  # a preset's own sizes follow from its name
     differing = {f"policy.{name}": there[name] for name in names}
-    features, modes = there.get("input_features") or {}, there.get("normalization_mapping") or {}
-    for kind in sorted({"ACTION", *(feature["type"] for feature in features.values())} & modes.keys()):
-        if modes[kind] != vars(cfg.normalization_mapping).get(kind):
-            differing[f"policy.normalization_mapping.{kind}"] = modes[kind]
+    features, ours = there.get("input_features") or {}, cfg.normalization_mapping
+    # In LeRobot a type that the mapping does not name is not normalised, and the mapping of no policy names ENV.
+    default = {mode.name: mode.default for mode in fields(ours)} | {"ENV": "IDENTITY"}
+    modes = there.get("normalization_mapping", default) or {}
+    for kind in sorted({"ACTION", *(feature["type"] for feature in features.values())} & default.keys()):
+        if (mode := modes.get(kind, "IDENTITY")) != getattr(ours, kind):
+            differing[f"policy.normalization_mapping.{kind}"] = mode
     theirs = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
     if theirs != cameras and set(theirs) == set(cameras):
         differing["dataset.cameras"] = ",".join(theirs)

@@ -64,6 +64,9 @@ class Task(contract.Task):
         "eval_freq": "eval_every",
         "env_eval_freq": "eval_every",
         "eval_steps": "eval_every",
+        "eval_freq=0": "eval.n_episodes=0",  # never, where 0 is once an epoch here
+        "env_eval_freq=0": "eval.n_episodes=0",
+        "eval_steps=0": "eval_every=1_000_000_000",
         "tolerance_s": "dataset.tolerance_s",
         "cudnn_deterministic": "deterministic",
         "dataset.image_transforms.enable": "augment.enabled",
@@ -124,7 +127,11 @@ class Task(contract.Task):
         self.sizes = {camera: self._size(camera) for camera in self.cameras}
         frames = Frames(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
         deltas = {"action": list(range(policy.chunk_size))}
-        return lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+        both = lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+        self.never = sorted(
+            {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
+        )  # tasks without an episode to train on
+        return both
 
     def full_dataset(self) -> lerobot.Chunks:
         self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0})
@@ -325,7 +332,8 @@ class Task(contract.Task):
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
-        recorded = self.simulation and not (self.cfg.dataset.root or self.cfg.dataset.repo_id)
+        given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
+        recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
         trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
         rows = [
@@ -334,9 +342,18 @@ class Task(contract.Task):
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
             f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
             f"Train episodes: {train}, Val episodes: {val}"
-            + (" (the same: there is no other to validate on)" if self.shared else "")
+            + (
+                " (the same: there is no other to validate on)"
+                if self.shared
+                else f" (dataset.eval_split={share:g}; LeRobot's default is 0: all train)" * given
+            )
             + f"; trials at each evaluation: {trials}",
         ]
+        if self.never:
+            names = ", ".join(repr(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
+            rows.append(
+                f"warning: nothing to train on of {names}: all episodes validate; dataset.split_seed draws others"
+            )
         policy = self.cfg.policy
         if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.resuming:
             rows.append(

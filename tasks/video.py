@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option, section
 from engine.contract import Batch, LockstepError, Sums
-from formats.clips import Clips, split_by_video
+from formats.clips import Clips, lasting, split_by_video
 from formats.synthetic_clips import Recipe, ensure
 from models.cnn3d import CNN3d
 from tasks._classification import Classification, LossSettings
@@ -71,6 +71,7 @@ class Task(Classification):
         "schedule.warmup_epochs": 1.0,
     }
     splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
+    ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
     aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
 
     def _clips(self) -> Clips:
@@ -92,13 +93,14 @@ class Task(Classification):
         train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed, wanted.val_videos)
         self.classes = clips.classes
         self.count(clips.labels[train], str(clips.folder), clips.labels[val])
+        held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train, slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
-        held_out, videos = sorted({*clips.videos[val].tolist()}), {*clips.videos.tolist()}
+        self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
         some = ", ".join(held_out[:8]) + (", ..." if len(held_out) > 8 else "")
         self._found = (
             f"Found {len(videos)} unique videos with {len(clips)} total trials\n"
             f"Train trials: {len(train)}, Val trials: {len(val)}\n"
-            f"Held-out videos: {some} ({len(held_out)} of {len(videos)})"
+            f"Held-out videos: {some} ({len(held_out)} of {len(videos)})\n{_of_a_clip(clips, wanted)}"
         )
         self._val = clips.subset(val)
         return clips.subset(train), self._val
@@ -108,7 +110,7 @@ class Task(Classification):
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         super().load_metadata(metadata)
-        self.about = {name: metadata[name] for name in ("shape", "cutting")}
+        self.about = {"videos": {}} | {name: metadata[name] for name in self.ABOUT if name in metadata}
 
     def full_dataset(self) -> Clips:
         clips = self.fitting(self._clips())
@@ -155,6 +157,17 @@ class Task(Classification):
             wrong.append(truth != guess)
         clips = stretched(val.__getitems__(chosen.tolist())["x"].numpy())
         return found | {"clips": draw_clips(clips, captions, wrong)}
+
+
+def _of_a_clip(clips: Clips, wanted: Dataset) -> str:
+    """Return the size of a clip in frames, pixels and seconds, and the setting that it does not follow."""
+    frames, height, width = clips.shape
+    cut = f", the middle of {clips.longest}" if clips.longest > frames else ""
+    lasts = lasting(frames, clips.cutting) if clips.cutting else ""
+    rows = [f"Clips: {frames} frames{cut}, {height} x {width} pixels" + (f", {lasts}" if lasts else "")]
+    if height != wanted.size != Dataset.size:
+        rows.append(f"warning: dataset.size={wanted.size} changes no packed clips; tools/prepare_clips.py has --size")
+    return "\n".join(rows)
 
 
 def one_of_each(labels: np.ndarray, guesses: np.ndarray, most: int = 12) -> np.ndarray:

@@ -42,6 +42,23 @@ def plain_loop():
     return model, numbers, weights
 
 
+def test_the_accuracy_in_training_is_of_samples_whatever_their_weights(launch, tmp_path):
+    """Classes weigh differently in the loss. At a rate that moves no weight the network stays the one it began as."""
+    words = ["har", "dataset.stride=512", "model.width=8", "model.dropout=0", "lr=1e-12", "epochs=1", "log_every=1"]
+    words += ["augment.enabled=false", "amp=off", "global_batch=64", "batch_size=16"]
+    done = succeed(launch.torchrun(2, "train.py", *words, f"save_dir={tmp_path}"))
+    task = tasks.load("har")(parse(words, tasks.load).cfg)
+    torch.manual_seed(0)
+    (data, _), model = task.datasets(), task.model()
+    batch = data.__getitems__(np.random.default_rng((0, 0)).permutation(len(data)).tolist())
+    with torch.no_grad():
+        hits = (model(batch["x"]).argmax(1) == batch["y"]).double()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    ours = [line["accuracy"] for line in lines if line["event"] == "train"]
+    assert ours == pytest.approx([part.mean().item() for part in hits.split(64)], abs=1e-12)
+    assert f"Acc: {100 * hits.mean():.2f}% | Val" in done.out
+
+
 @pytest.mark.parametrize(("processes", "cut"), [(1, (4, 3)), (2, (3, 2))])
 def test_twelve_steps_are_those_of_a_plain_loop(launch, tmp_path, processes, cut):
     """The loss, the learning rate, the norm of the gradient, clipping and decay of each step, and the epochs' means."""

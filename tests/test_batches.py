@@ -302,8 +302,15 @@ def test_samples_are_drawn_from_seed_epoch_and_position_alone():
     assert drawn(Windows(), 0, 2, 6, position=24) == {at: each for at, each in straight.items() if at >= 24}
     another = drawn(Windows(), 1)
     assert not {start for _, start in straight.values()} & {start for _, start in another.values()}
-    given = contract.sample_seeds(5, 0, torch.arange(61))
-    assert (contract.uniform(given, 1)[:, 0] * 1e6).long().tolist() != [start for _, start in straight.values()]
+
+
+def test_a_sample_and_the_noise_in_the_loss_are_never_drawn_from_one_seed():
+    """Of one place they would be the same numbers, of two places of an epoch, too."""
+    loader, crops, noise = loaders_of(Windows())[0], list[int](), list[int]()
+    for batch, _ in loader.passes():
+        crops += batch["start"].tolist()
+        noise += (contract.uniform(batch["lockstep"].seed, 1)[:, 0] * 1e6).long().tolist()
+    assert len({*crops, *noise}) == len(crops) + len(noise) == 2 * 61
 
 
 def test_an_evaluation_draws_the_same_for_a_sample_whatever_the_cut():

@@ -33,6 +33,57 @@ def test_buffers_that_differ_end_the_run_before_it_is_scored(launch, tmp_path, w
     assert len(drawn) == 2 and drawn["0"] != drawn["1"]
 
 
+COUNTS = """
+import torch
+from tests.tasks import toy
+
+class Net(toy.Net):
+    def __init__(self):
+        super().__init__(16, 0.0)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = self.mean.lerp(x.detach().to(self.mean).mean(0), 0.0 if self.training else 0.5)
+        return super().forward(x - self.mean)
+
+class Task(toy.Task):
+    def model(self):
+        return Net()
+"""
+
+
+@pytest.mark.parametrize("ema", ["0", "0.9"])
+def test_an_evaluation_leaves_buffers_as_they_were(launch, tmp_path, ema):
+    """Also where a module moves them in eval mode: straight, stopped and resumed, and on two processes."""
+    (tmp_path / "own.py").write_text(COUNTS)
+    words = [
+        str(tmp_path / "own.py"),
+        "global_batch=12",
+        "schedule.horizon=8",
+        "eval_every=2",
+        f"optim.ema_decay={ema}",
+    ]
+    words += ["eval_batch_size=6", "virtual_workers=2", "amp=off", "log_every=1"]
+    folders = {name: [*words, f"save_dir={tmp_path / name}"] for name in ("straight", "resumed", "two")}
+    one = [[*folders["straight"], "steps=8"], [*folders["resumed"], "steps=3"], [*folders["resumed"], "steps=8"]]
+    succeed(launch.python(MANY, json.dumps(one)))
+    succeed(launch.torchrun(2, MANY, json.dumps([[*folders["two"], "steps=8"]])))
+    straight, *others = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in folders)
+    for part in ("model", "ema"):
+        for name, value in (straight[part] or {}).items():
+            assert all(torch.equal(value, other[part][name]) for other in others), (part, name)
+    assert not straight["model"]["mean"].any()
+
+
+def test_a_buffer_that_an_evaluation_changes_is_named(launch, tmp_path):
+    (tmp_path / "own.py").write_text(COUNTS)
+    done = succeed(launch.python("train.py", str(tmp_path / "own.py"), "steps=1", f"save_dir={tmp_path / 'run'}"))
+    said = (
+        "warning: the evaluation changes the buffer mean, so a batch's numbers depend on those before: change it only"
+    )
+    assert done.out.count(said) == 1
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two ranks in float64: straight, and stopped after four steps of eight, with each way to make buffers one; with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import errno
 import itertools
@@ -534,9 +535,30 @@ def test_augmentation_moves_whole_clips_and_can_be_switched_off():
     eight = [y for z in (x, x.transpose(2, 3)) for y in (z, z.flip(2), z.flip(3), z.flip(2, 3))]
     same = torch.stack([(turned == y).flatten(1).all(1) for y in eight])  # (8, B)
     assert same.sum(0).eq(1).all() and same.any(1).all()
+    mirrored = augment(x, u, Augment(flip="horizontal", shift=0, jitter=0, brightness=0))
+    same = torch.stack([(mirrored == y).flatten(1).all(1) for y in (x, x.flip(3))])  # never upside down
+    assert same.sum(0).eq(1).all() and same.any(1).all()
     late = augment(x, u, Augment(flip="none", shift=0, jitter=1, brightness=0))
     steps = (torch.floor(3 * u[:, 0]) - 1).int().tolist()
     assert all(torch.equal(late[b, 1:-1], x[b, 1 + step : 4 + step]) for b, step in enumerate(steps))
+
+
+def test_shifts_and_light_are_as_large_as_asked_and_drawn_apart():
+    u, still = uniform(sample_seeds(0, 0, torch.arange(3000)), 8), {"flip": "none", "jitter": 0}
+    rows = torch.arange(64, dtype=torch.uint8)[:, None].expand(3000, 2, 64, 32)
+    columns = torch.arange(32, dtype=torch.uint8).expand(3000, 2, 64, 32)
+    moved = Augment(**still, shift=0.1, brightness=0)
+    down, right = (augment(x, u, moved)[:, 1, 32, 16].double() - at for x, at in ((rows, 32), (columns, 16)))
+    assert (down.unique().tolist(), right.unique().tolist()) == ([*range(-6, 7)], [*range(-3, 4)])
+    lit = augment(
+        torch.tensor([60, 160], dtype=torch.uint8).expand(3000, 2, 1, 2), u, Augment(**still, brightness=0.15)
+    )
+    dark, light = lit[:, 0, 0].double().T
+    gain = (light - dark) / 100
+    offset = (dark - 60 * gain) / 255
+    for share in (gain - 1, offset):
+        assert 0.14 < share.abs().max() < 0.17 and share.mean().abs() < 0.01
+    assert (torch.stack([down, right, gain, offset]).corrcoef() - torch.eye(4)).abs().max() < 0.1
 
 
 def test_sample_clips_are_drawn_under_their_captions():
@@ -579,8 +601,9 @@ def test_dark_clips_are_stretched():
     assert not stretched(np.full((1, 2, 4, 4), 9, np.uint8)).any(), "a clip of one gray"
 
 
-def test_names_stand_whole_around_the_matrix():
+def test_names_stand_whole_around_the_matrix(monkeypatch):
     """On both sides: two names that differ in their last letter make two pictures."""
+    ImageDraw = pytest.importorskip("PIL.ImageDraw")
     name = "a long name of a behaviour "
     pictures = [draw_confusion(np.array([[5, 1], [0, 7]]), ["rest", name + letter]) for letter in "bd"]
     first, second = pictures
@@ -589,6 +612,12 @@ def test_names_stand_whole_around_the_matrix():
     assert not np.array_equal(first[top:, :left], second[top:, :left]), "before the row"
     assert not np.array_equal(first[:top, left:], second[:top, left:]), "above the column"
     assert np.array_equal(first[top:, left:], second[top:, left:])
+    drawn = {}
+    write = ImageDraw.ImageDraw.text
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda pen, at, *text, **how: drawn.update({text[0]: at})
+                        or write(pen, at, *text, **how))  # fmt: skip
+    draw_confusion(np.array([[5, 1], [0, 7]]), ["rest", "walk"])
+    assert drawn["1"] == (drawn["7"][0], drawn["5"][1]), "true rest, predicted walk: in the row of rest"
     many = draw_confusion(np.eye(40, dtype=int), [f"class {n}" for n in range(40)])
     assert max(many.shape) < 1500
 
@@ -598,6 +627,8 @@ def test_names_stand_whole_around_the_matrix():
 
 def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.video.GENERATED", tmp_path)
+    told = []  # captions: truth, guess, video and trial
+    monkeypatch.setattr("tasks.video.draw_clips", lambda *about: told.extend(about[1]) or draw_clips(*about))
     task_class = tasks.load("video")
     cfg = schema_of(task_class)()
     cfg.dataset.trials, cfg.dataset.videos, cfg.dataset.size, cfg.model.width = 100, 10, 16, 4
@@ -626,6 +657,9 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     there = len({*val.labels.tolist()})
     pictures, tile = task.pictures(model, batch, sums), (54 + 128) * (1 + (there > 4))
     assert pictures["clips"].shape[:2] == (17, tile) and pictures["confusion_matrix"].shape[2] == 3
+    with open(next(tmp_path.glob("*/trials.csv")), newline="") as file:
+        table = {f"{row['video']} trial {row['trial']}": f"true {row['label']}" for row in csv.DictReader(file)}
+    assert len(told) == there and all(table.get(where) == truth for truth, _, where in told)
     cfg.dataset.root = str(tmp_path / "none")
     with pytest.raises(LockstepError, match="prepare_clips"):
         task.datasets()
@@ -644,6 +678,25 @@ def test_classes_on_one_side_only_are_named(tmp_path):
     never, unseen = task.summary().splitlines()[-2:]
     assert never.startswith("warning: nothing to train on of rear, groom: ") and "dataset.val_videos" in never
     assert unseen.startswith("warning: nothing to validate on of walk, groom: ")
+
+
+def test_other_clips_go_by_the_names_of_their_classes(tmp_path):
+    """As `--split all` scores them: numbered in another order, they are still what people called them."""
+    named = ["walk", "rest", "rear", "walk"]
+    for folder, classes in (("known", ["rest", "walk", "rear"]), ("new", ["rear", "rest", "walk"])):
+        with ClipsWriter(tmp_path / folder, classes) as writer:
+            for number, label in enumerate(named):
+                writer.add(np.zeros((2, 8, 8), np.uint8), f"{number}.mp4", label)
+    task_class = tasks.load("video")
+    cfg = schema_of(task_class)()
+    cfg.dataset.root, cfg.dataset.frames = str(tmp_path / "known"), 2
+    trained, task = task_class(cfg), task_class(cfg)
+    trained.datasets()
+    cfg.dataset.root = str(tmp_path / "new")
+    task.load_metadata(trained.metadata())
+    clips = task.full_dataset()
+    assert [task.classes[y] for y in clips.labels] == [clips.classes[y] for y in clips.labels] == named
+    assert clips.__getitems__([0, 1, 2, 3])["y"].tolist() == [1, 0, 2, 1]
 
 
 @pytest.mark.slow

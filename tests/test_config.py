@@ -157,6 +157,35 @@ def test_what_a_person_can_get_wrong(argv, expected):
     assert any(expected in line for line in problems(*argv)), problems(*argv)
 
 
+@pytest.mark.parametrize(
+    ("words", "force", "task"),
+    [
+        ("--force video", True, "video"),
+        ("video --force", True, "video"),
+        ("--force optim.lr video", ("optim.lr",), "video"),
+        ("--force lr,weight-decay video", ("optim.lr", "optim.weight_decay"), "video"),
+        ("--force=lr --force data video", ("optim.lr", "data"), "video"),
+        ("video --force model.width", ("model.width",), "video"),
+        ("video --force --force lr", True, "video"),
+        ("video --force lr --force", True, "video"),
+        ("--force lr=0.5 video", True, "video"),
+        ("video", False, "video"),
+    ],
+)
+def test_force_may_name_keys(words, force, task):
+    asked = config.parse(words.split(), tasks.load)
+    assert (asked.force, asked.cfg.task) == (force, task)
+    again = config.resume_arguments(words.split(), tasks.load(task), "runs/a")
+    assert config.parse(again, tasks.load).force == force
+
+
+def test_force_names_no_key_that_there_is_not():
+    with pytest.raises(
+        LockstepError, match=r"^--force optim.rate \(command line\): name keys of --print-config, or data"
+    ):
+        config.parse(["har", "--force", "lr,optim.rate"], tasks.load)
+
+
 def test_a_switch_takes_no_word():
     asked = config.parse(["--force", "video", "--deterministic", "epochs=3"], tasks.load)
     assert asked.force and (asked.cfg.task, asked.cfg.epochs, asked.cfg.deterministic) == ("video", 3, True)

@@ -249,7 +249,7 @@ def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
         "class Task(Toy):\n    def loss(self, net, batch):\n        gather_batch(batch['x'][1:])\n"
     )
     done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
-    assert done.code == 2 and "gather_batch was given 11 rows in a batch of 12 samples" in done.errors[0]
+    assert done.code == 2 and "gather_batch was given 4 rows in a batch of 5 samples" in done.errors[0]
 
 
 # ---- values of each sample ----

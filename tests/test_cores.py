@@ -144,8 +144,9 @@ def four_cores(monkeypatch):
     [(0.0, 1, 1), (9.9, 1, 1), (10.0, 1, 2), (16.0, 1, 3), (1e3, 1, 4), (1e3, 2, 2), (1e3, 3, 1), (1e3, 8, 1)],
 )  # fmt: skip
 def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, threads):
-    cores.spread(0, gflop, cores.hold_back(0, processes, bound=False))
+    said = cores.spread(0, gflop, cores.hold_back(0, processes, bound=False))
     assert four_cores == [1, threads], "until there is a model it is one"
+    assert re.search(r"takes ([\d.,]+) GFLOP", said)[1] == {1e3: "1,000", 0.0: "0"}.get(gflop, f"{gflop:g}")
 
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):

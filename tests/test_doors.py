@@ -33,7 +33,7 @@ import torch
 from tests_toy import Task as Toy
 
 class Task(Toy):
-    seen = False
+    defaults, seen = Toy.defaults | {"check_sums": False}, False
     def loss(self, net, batch):
         if not Task.seen:
             Task.seen = True
@@ -424,6 +424,14 @@ def test_data_parallel_keeps_the_dtype_of_autocast():
     inner = Autocast(torch.nn.Linear(2, 2), choose("bf16", torch.device("cpu")))
     with ThreadPoolExecutor() as threads:
         assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16
+
+
+def test_data_parallel_takes_inputs_by_name():
+    """`net(**inputs(batch))`, as `contract.inputs` has it."""
+    from engine.precision import Autocast, choose
+
+    net = torch.nn.DataParallel(Autocast(torch.nn.Linear(2, 2), choose("off", torch.device("cpu"))))
+    assert net(input=torch.ones(1, 2)).shape == (1, 2)
 
 
 @pytest.mark.slow

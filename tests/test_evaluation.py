@@ -1,6 +1,7 @@
 """Every sample is scored once, on any number of ranks, ranks without samples included, and the numbers are the same to
 the last bit. tools/evaluate.py: any split of any run."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -8,15 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
 from engine.contract import LockstepError, Sums
 from engine.metrics import EvalSums, check_count, reported
 from engine.world import World
-from tasks._classification import class_weights, precision_recall_f1
+from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
-from tools.evaluate import of_run
+from tools.evaluate import _matrix, of_run
 
 SIZES = [1, 2, 7, 61, 196]
 
@@ -42,6 +44,7 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     assert many["metrics"]["count"] == one["metrics"]["count"] == size
     assert torch.equal(many["sums"]["confusion"], one["sums"]["confusion"])
     assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
+    assert many["sums"]["drawn"] == one["sums"]["drawn"], "seeded by the batch, whichever rank has it"
     assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
 
 
@@ -79,6 +82,42 @@ def test_metrics_agree_with_scikit_learn():
         precision_recall_f1(matrix), sklearn.precision_recall_fscore_support(truth, guess), strict=False
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    task = Classification(SimpleNamespace())
+    task.classes, truth[truth == 3] = list("abcdef"), 0  # d is predicted only, f does not occur at all
+    matrix = torch.tensor(sklearn.confusion_matrix(truth, guess, labels=range(6)))
+    report = task.report(Sums(confusion=matrix, loss_total=torch.tensor(1.0), loss_weight=torch.tensor(2.0)))
+    assert report["macro_f1"] == pytest.approx(sklearn.f1_score(truth, guess, average="macro"))
+    assert report["accuracy"] == pytest.approx(sklearn.accuracy_score(truth, guess)) and report["loss"] == 0.5
+
+
+@pytest.mark.parametrize(("labels", "val_labels", "said"), [
+    ([0, 1, 7, 2], [0], "sample 2 has the label 7, and there are 3 classes"),
+    ([0, 1], [2, -1], "sample 1 has the label -1, and there are 3 classes"),
+])  # fmt: skip
+def test_a_label_that_is_no_class_is_named_before_a_gpu_asserts(labels, val_labels, said):
+    task = Classification(SimpleNamespace())
+    task.classes = ["a", "b", "c"]
+    with pytest.raises(LockstepError, match=f"^{said} \\(file\\): name all"):
+        task.count(np.array(labels), "file", np.array(val_labels))
+
+
+@pytest.mark.parametrize("kind", ["inverse", "effective", "none"])
+def test_the_loss_is_torchs_whatever_its_settings(kind):
+    """In training and in evaluation, in batches that differ in their weights: torch's own weighted mean of all."""
+    task = Classification(SimpleNamespace(loss=LossSettings(kind, label_smoothing=0.2)))
+    task.classes, net = ["a", "b", "c"], torch.nn.Linear(4, 3)
+    y = torch.tensor([0] * 20 + [1] * 8 + [2] * 2)
+    task.count(y.numpy(), "")
+    x, weight = torch.randn(30, 4), torch.as_tensor(class_weights(task.train_counts, kind)).float()
+    truth = F.cross_entropy(net(x), y, weight, label_smoothing=0.2).item()
+    batches = [{"x": a, "y": b} for a, b in zip(x.split(13), y.split(13), strict=True)]
+    trained = [task.loss(net, batch) for batch in batches]
+    with torch.no_grad():
+        scored = functools.reduce(Sums.__add__, [task.score(net, batch) for batch in batches])
+    assert (sum(loss.total for loss in trained) / sum(loss.weight for loss in trained)).item() == pytest.approx(
+        truth, 1e-5
+    )
+    assert task.report(scored)["loss"] == pytest.approx(truth, 1e-5)
 
 
 def test_class_weights_are_the_guides():
@@ -142,7 +181,7 @@ class Task(Toy):
 def test_parts_of_another_form_on_another_rank(launch, tmp_path):
     """One batch each: no rank sees a difference of its own."""
     (tmp_path / "own.py").write_text(NAMES)
-    words = ["eval_batch_size=8", "steps=1", f"save_dir={tmp_path / 'run'}"]
+    words = ["eval_batch_size=8", "steps=1", "check_sums=false", f"save_dir={tmp_path / 'run'}"]
     done = launch.torchrun(3, "train.py", str(tmp_path / "own.py"), *words)
     said = "`score` gives count int, n1 int, total float, weight int once and count int, n0 int, total "
     assert done.code and len(done.errors) == 1 and said in done.errors[0], done.err
@@ -164,6 +203,13 @@ def test_the_count_is_that_of_the_samples():
         ({"loss": 1.0, "auc": 1, "text": "x"}, "`report` gives a str as 'text'"),
         ({"loss": torch.ones(8), "auc": 1}, "`report` gives a Tensor of shape (8,) as 'loss'"),
         ({"loss": np.ones(8), "auc": 1}, "`report` gives a ndarray of shape (8,) as 'loss'"),
+        *(
+            (
+                {"loss": 1.0, "auc": 1, name: 0.5},
+                f"`report` gives {name!r}, a name that each line of the log has already",
+            )
+            for name in ("event", "step", "epoch", "samples", "time_s")
+        ),
     ],
 )
 def test_a_report_is_numbers_by_name(found, said):
@@ -247,6 +293,7 @@ def test_every_split_and_data_from_elsewhere(launch, run, tmp_path):
 @pytest.mark.slow
 def test_the_table_for_people(launch, run):
     done = succeed(launch.python("tools/evaluate.py", str(run / "last.pt"), "eval_batch_size=64"))
+    assert "  parameters " in done.out and "steps per epoch" not in done.out and "Class Dist" not in done.out
     rows = [line.split() for line in done.out.splitlines()]
     assert ["precision", "recall", "f1"] in rows and any(row[:1] == ["accuracy"] for row in rows)
     assert done.out.count("TRAP") >= 2, "in the table of metrics and in that of confusions"
@@ -267,6 +314,11 @@ def test_a_checkpoint_that_does_not_know_its_classes(launch, run, tmp_path):
     }
     done = launch.python("tools/evaluate.py", str(tmp_path / "old.pt"), "--split=all")
     assert done.code == 3 and "does not hold the names of its classes" in done.err
+
+
+def test_rows_of_the_printed_confusion_are_the_truth():
+    lines = _matrix(["rest", "walk"], [[5, 1], [0, 7]])
+    assert [line.split() for line in lines[-3:]] == [["rest", "walk"], ["rest", "5", "1"], ["walk", "0", "7"]]
 
 
 OPENED = """

@@ -94,6 +94,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_samples_are_named(run):
     words = [*ODD, "own.kind=nan"]
     eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
     skipped = [line["ranks"]["0"] for line in eager[1] if line["event"] == "skipped"]
+    assert all(line["found"] == {"7": "NaN in x"} for line in eager[1] if line["event"] == "skipped")
     assert len(skipped) >= 4 and all(7 in samples and len(samples) <= 12 for samples in skipped)
     assert launched(recorded[2]) >= 17
     assert_same(eager, recorded)
@@ -109,6 +110,28 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
     assert launched(resumed[2]) >= 1 and "Resuming" in resumed[2]
     for part in ("model", "ema", "optimizer"):
         assert same(straight[0][part], resumed[0][part]), part
+
+
+SAVED = """
+from engine.files.checkpoints import Writer
+from engine.phases import phase
+from tests.tasks import graphed
+class Task(graphed.Task):
+    pass
+Writer.worth_it = lambda self, minutes=None: phase.step + 1 in (4, 12)
+"""
+
+
+def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
+    """Also where it is time as a step is recorded: the graph holds no vote for good. Known one step late."""
+    (tmp_path / "own.py").write_text(SAVED)
+    words = [str(tmp_path / "own.py"), "dataset.samples=204", "epochs=1", "keep_checkpoints=99"]
+    eager, recorded = run("eager", *words), run("recorded", *words, "cuda_graph=true")
+    for name in ("eager", "recorded"):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert [entry["step"] for entry in manifest["checkpoints"]] == [5, 13, 17]
+    assert launched(recorded[2]) == 14
+    assert_same(eager, recorded)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import os
 import re
+import zipfile
+from collections import Counter
 
 import pytest
 import torch
@@ -36,7 +38,36 @@ def test_a_state_dict_is_found_wherever_it_is(tmp_path, kind):
         "legacy": state,
     }[kind]
     torch.save(content, tmp_path / "it.pt", _use_new_zipfile_serialization=kind != "legacy")
-    assert_same_weights(weights.read(tmp_path / "it.pt"), state)
+    model = network(classes=3).apply(lambda module: [nn.init.zeros_(p) for p in module.parameters()])
+    assert weights.load_matching(model, weights.read(tmp_path / "it.pt"), "it.pt") == "it.pt: 9 of 9 loaded"
+    assert_same_weights(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_names_that_fit_as_they_are_stay(prefix):
+    """What the model itself calls `module`, or torch.compile within its `model`, and one of the two more around it."""
+    own = {f"{prefix}{name}" for name in ("a", "b")}
+    for before in ("", "module.", "_orig_mod."):
+        assert weights.fitted({f"{before}{name}": 0 for name in own}, own).keys() == own
+    assert weights.fitted(dict.fromkeys(own), {"a", "b", "c"}).keys() == {"a", "b"}
+    nested = {f"{prefix}a", f"{prefix}{prefix}a"}
+    assert weights.fitted({f"module.{name}": 0 for name in nested}, nested).keys() == nested
+
+
+def test_a_run_begins_with_the_best_weights_of_another(launch, tmp_path):
+    """Which ends with worse ones: its rate is far too high. The new run's moves nothing."""
+    first = ["train.py", TOY, "lr=2", "schedule.kind=constant", "optim.name=sgd", "optim.momentum=0", "steps=6"]
+    succeed(launch.python(*first, "eval_every=1", "amp=off", f"save_dir={tmp_path / 'first'}"))
+    (best,) = (tmp_path / "first").glob("best_model_*.pt")
+    best, last = (torch.load(path, weights_only=True) for path in (best, tmp_path / "first" / "last.pt"))
+    assert best["progress"]["step"] < last["progress"]["step"]
+    words = ["train.py", TOY, f"init_from={tmp_path / 'first'}", "lr=1e-12", "steps=1", "amp=off"]
+    done = succeed(launch.python(*words, f"save_dir={tmp_path / 'second'}"))
+    ours = torch.load(tmp_path / "second" / "last.pt", weights_only=True)["model"]
+    for name, value in best["model"].items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-9)
+        assert (value - last["model"][name]).abs().max() > 1e-3
+    assert "4 of 4 loaded" in done.out
 
 
 def test_safetensors_are_read_where_they_can_be(tmp_path, monkeypatch):
@@ -92,6 +123,59 @@ def test_what_fits_is_loaded_and_the_rest_is_named():
         LockstepError, match=r"no weight fits by name and shape: it has such as a, b, the model such as 0"
     ):
         weights.load_matching(model, {"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, "it.pt")
+
+
+BAD = {
+    # what a file may hold for a weight, and what is printed of it
+    "quantised": (("0.weight", torch.ones(5, 4, dtype=torch.int64)), "0.weight is int64 there and float32 here"),
+    "a mask": (("0.bias", torch.ones(5, dtype=torch.bool)), "0.bias is bool there and float32 here"),
+    "packed": (("0.bias", torch.ones(5).to(torch.float8_e4m3fn)), "0.bias is float8_e4m3fn there and float32 here"),
+    "complex": (("0.bias", torch.ones(5, dtype=torch.complex64)), "0.bias is complex64 there and float32 here"),
+    "a float counter": (("1.num_batches_tracked", torch.tensor(0.5)), "is float32 there and int64 here"),
+    "NaN": (("0.weight", torch.full((5, 4), torch.nan)), "0.weight holds NaN or infinity"),
+    "infinity": (("2.bias", torch.tensor([0.0, -torch.inf, 1.0])), "2.bias holds NaN or infinity"),
+    "NaN statistics": (("1.running_var", torch.full((5,), torch.nan)), "1.running_var holds NaN"),
+    "huge": (("0.bias", torch.full((5,), 1e30)), r"0.bias holds numbers up to 1e\+30"),
+    "too much here": (("0.bias", torch.full((5,), 1e300, dtype=torch.float64)), "0.bias holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_can_be_no_weight_is_refused_by_name(kind):
+    (name, value), message = BAD[kind]
+    model, given = network(), network().state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(LockstepError, match=rf"{message} \(init_from=it.pt\): give "):
+        weights.load_matching(model, given | {name: value}, "it.pt")
+    assert_same_weights(model.state_dict(), before)
+    weights.load_matching(model, given | {f"old.{name}": value}, "it.pt")
+
+
+def test_weights_of_other_floats_are_loaded_and_so_are_masks():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("mask", torch.zeros(2))
+            self.register_buffer("seen", torch.tensor(0))
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        model, mask = Masked(), torch.tensor([0, -torch.inf])
+        given = {"weight": torch.ones(2, 3, dtype=dtype), "mask": mask, "seen": torch.tensor(7, dtype=torch.int32)}
+        weights.load_matching(model, given, "it.pt")
+        assert model.weight.dtype == torch.float32 and model.weight.sum() == 6
+        assert model.seen == 7 and torch.equal(model.mask, mask)
+
+
+def test_a_file_that_would_take_more_memory_than_it_is_long_is_not_unpacked(tmp_path):
+    """Zeros, packed a thousandfold, which torch would unpack; what others keep beside the weights is no fault."""
+    state = {"w": torch.ones(3), "schedule": Counter([30]), "name": "x"}
+    torch.save(state, tmp_path / "plain.pt")
+    assert {*weights.read(tmp_path / "plain.pt")} == {"w"}
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "it.pt", "w") as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name), zipfile.ZIP_DEFLATED)
+    with pytest.raises(LockstepError, match=r"cannot be read \(a compressed archive, which torch.save never writes\)"):
+        weights.read(tmp_path / "it.pt")
 
 
 def test_a_run_starts_from_another_with_a_new_head(launch, tmp_path):

@@ -116,7 +116,7 @@ class Home:
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
         (self.folder / "engine" / "faults").mkdir(parents=True)
-        for name in ("agent.py", "terminal.py"):
+        for name in ("agent.py", "sealed.py", "terminal.py"):
             shutil.copy(LAUNCHER.parent / "engine" / "faults" / name, self.folder / "engine" / "faults")
 
     def train(self, source: str) -> None:
@@ -457,6 +457,50 @@ def test_nodes_without_numbers(home: Home) -> None:
     assert not [word for word in home.words("2", **env, NODE_RANK="1") if "rank" in word]
     assert "One of 2 nodes, meeting at 10.0.0.1:1234" in banner(home, **env, MASTER_PORT="1234")
     assert "--standalone" in home.words("2", RDZV="c10d")
+
+
+POD = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+ELASTIC = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_ID": "job"}
+OLDER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "share", "processes"),
+    [
+        ([], POD, ["--nnodes=3", "--node_rank=1", "--master_addr=job-node-0-0.job", "--master_port=29400"], "1"),
+        (["2"], POD | {"PET_NPROC_PER_NODE": "2"}, ["--nnodes=3", "--node_rank=1"], "2"),
+        ([], POD | {"PET_NPROC_PER_NODE": "4"}, ["--nnodes=3"], "4"),
+        ([], POD | {"PET_NPROC_PER_NODE": "auto"}, ["--nnodes=3"], "1"),
+        ([], POD | {"NNODES": "3", "MASTER_PORT": "29400", "NODE_RANK": "1"}, ["--nnodes=3", "--node_rank=1"], "1"),
+        (
+            [],
+            ELASTIC | {"PET_NNODES": "3"},
+            ["--nnodes=3", "--rdzv_backend=c10d", "--rdzv_endpoint=job-worker-0:23456"],
+            "1",
+        ),
+        ([], ELASTIC | {"PET_NNODES": "1:3"}, ["--nnodes=1:3", "--rdzv_backend=c10d"], "1"),
+        ([], POD | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, ["--standalone", "--nnodes=1"], "1"),
+        ([], OLDER, ["--nnodes=3", "--node_rank=1", "--master_addr=job-master-0", "--master_port=23456"], "1"),
+        ([], OLDER | POD, None, "MASTER_ADDR=job-master-0 but PET_MASTER_ADDR=job-node-0-0.job"),
+        ([], OLDER | {"LOCAL_RANK": "0"}, ["--standalone"], "1"),
+        ([], POD | {"NNODES": "2"}, None, "NNODES=2 but PET_NNODES=3"),
+        ([], POD | {"NODE_RANK": "0"}, None, "NODE_RANK=0 but PET_NODE_RANK=1"),
+        ([], POD | {"MASTER_ADDR": "one"}, None, "MASTER_ADDR=one but PET_MASTER_ADDR=job-node-0-0.job"),
+        ([], POD | {"MASTER_PORT": "1"}, None, "MASTER_PORT=1 but PET_MASTER_PORT=29400"),
+        ([], ELASTIC | {"PET_NNODES": "3", "RDZV": "static"}, None, "RDZV=static but PET_RDZV_BACKEND=c10d"),
+        (["2"], POD | {"PET_NPROC_PER_NODE": "4"}, None, "2 processes asked but PET_NPROC_PER_NODE=4"),
+        ([], POD | {"PET_NODE_RANK": ""}, None, "NODE_RANK is not set"),
+        ([], POD | {"PET_NNODES": "1:3"}, None, "NNODES=1:3: give a number"),
+    ],
+)
+def test_kubernetes(home: Home, args: list[str], env: dict[str, str], share: list[str] | None, processes: str) -> None:
+    """As Kubeflow sets them: what was planned for a pod alone would train a model of its own in each."""
+    if share is None:
+        assert processes in home.refusal(*args, **env)
+        return
+    words = home.words(*args, **env)
+    assert words[3 : 3 + len(share)] == share and processes_of(words) == processes
+    assert len([word for word in words if word.startswith("--nnodes")]) == 1
 
 
 SRUN = 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"'

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import data_loader
 from data_loader import (
     EvalSampler,
+    TrainLoader,
     TrainSampler,
     ahead,
     balanced_order,
@@ -387,12 +388,82 @@ def test_passes_that_are_prepared_together_have_the_same_bits(monkeypatch, size)
 
 
 @pytest.mark.parametrize("odd", [{"x": torch.zeros(())}, {"names": ["a", "b"]}, {"x": torch.zeros(1, 3)}])
-def test_what_cannot_be_cut_into_passes_is_refused(odd):
+def test_what_cannot_be_cut_into_passes_is_prepared_pass_by_pass(odd):
     task = type("Odd", (), {"prepare": lambda self, batch: batch | odd})()
     cfg = config.Config(batch_size=2, cache="host")
     loader, _ = create_data_loaders(cfg, world(), make_plan(61, 1, batch=2), Windows(), None, task)
-    with pytest.raises(LockstepError, match=r"no row for each of 61 samples \(the task's `prepare`\)"):
-        next(loader.passes())
+    for batch, micro in loader.passes():
+        assert batch["lockstep"].index.tolist() == micro.indices
+        assert all(batch[name] is value for name, value in odd.items())
+
+
+class Product:
+    """As exact as a product of matrices: it has other bits for other numbers of rows."""
+
+    def prepare(self, batch):
+        weights = torch.rand(11, 40, generator=torch.Generator().manual_seed(0)) / 3
+        return batch | {"x": (batch["x"] / 7) @ weights @ weights.T}
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_held_data_are_prepared_pass_by_pass_where_that_has_other_bits(workers):
+    """And with virtual workers always: how many passes a process runs is not to matter."""
+    passes = {}
+    for cache in ("none", "host"):
+        cfg = config.Config(batch_size=3, cache=cache, virtual_workers=workers)
+        loader, _ = create_data_loaders(cfg, world(), plan.make_plan(cfg, world(), 61), Windows(), None, Product())
+        passes[cache] = [batch["x"].clone() for batch, _ in loader.passes()]
+    assert all(map(torch.equal, *passes.values()))
+
+
+PREPARES = """
+import torch
+from tests.tasks import toy
+
+class Task(toy.Task):
+    def prepare(self, batch):
+        draw = torch.Generator().manual_seed(0)
+        weights = torch.rand(8, 40, generator=draw)
+        return batch | {"x": batch["x"].float() @ weights @ weights.T / 10}
+"""
+
+
+@pytest.mark.slow
+def test_prepared_data_are_the_same_bits_on_any_processes(launch, tmp_path):
+    """Held or not, on one, two and four processes that run four virtual workers."""
+    (tmp_path / "own.py").write_text(PREPARES)
+    words = ["train.py", str(tmp_path / "own.py"), "virtual_workers=4", "batch_size=3", "steps=9", "amp=off"]
+    hashes = set()
+    for processes, cache in ((1, "none"), (1, "device"), (2, "device"), (4, "device")):
+        run = [*words, f"cache={cache}", f"save_dir={tmp_path / f'{processes}{cache}'}"]
+        done = succeed(launch.python(*run) if processes == 1 else launch.torchrun(processes, *run))
+        hashes.add(done.out.rpartition("sha256 ")[2].split()[0])
+    assert len(hashes) == 1
+
+
+class Draws:
+    def __init__(self, draw):
+        self.draw, self.own = draw, torch.Generator()
+
+    def prepare(self, batch):
+        drawn = {"torch": torch.rand(()), "own": torch.rand((), generator=self.own), "numpy": float(np.random.rand())}
+        return batch | {"x": batch["x"] + drawn[self.draw]}
+
+
+@pytest.mark.parametrize("draw", ["torch", "own", "numpy"])
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_a_prepare_that_draws_from_a_generator_is_refused(capsys, draw, cache):
+    cfg = config.Config(batch_size=2, cache=cache)
+    plan, before = make_plan(61, 1, batch=2), torch.get_rng_state()
+    with pytest.raises(
+        LockstepError, match=r"^'x' of the same samples is another each .* \(the task's `prepare`\): draw"
+    ):
+        create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
+    assert torch.equal(before, torch.get_rng_state())
+    console.set_up(main=True)
+    cfg = config.Config(batch_size=2, cache=cache, random_samples="warn")
+    create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
+    assert "warning: 'x' of the same samples is another each time they are prepared" in capsys.readouterr().out
 
 
 class Crossings(TorchFunctionMode):
@@ -414,6 +485,7 @@ def test_held_data_are_indexed_where_they_lie(monkeypatch):
     """Within an epoch nothing goes from the host to the device, which has no memory here: it stands in for a GPU."""
     monkeypatch.setitem(data_loader.AT_ONCE, "meta", 3 * 2 * (11 * 4 + 8))
     monkeypatch.delattr(CachedDataset, "__getitems__")  # which takes a list
+    monkeypatch.setattr(TrainLoader, "check_prepare", lambda self, _: setattr(self, "together", True))
     there = World(0, 0, 1, torch.device("meta"))
     cfg = config.Config(batch_size=2, cache="device", eval_batch_size=8)
     train, val = create_data_loaders(cfg, there, make_plan(61, 1, batch=2), Windows(), Windows(), Noisy())
@@ -494,8 +566,22 @@ def test_data_held_by_every_process_of_a_machine_must_fit_as_often(monkeypatch, 
     create_data_loaders(cfg, world(), make_plan(10, 1), data, Rows())
 
 
-@pytest.mark.parametrize(("gpus", "copies"), [(4, 1), (3, 2), (1, 4)])
-def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, four_here, gpus, copies):
+@pytest.mark.parametrize(
+    ("gpus", "slurm", "copies"),
+    [
+        (4, {}, 1),
+        (3, {}, 2),
+        (1, {}, 4),
+        (1, {"SLURM_NTASKS": "4", "SLURM_GPUS_ON_NODE": "4"}, 1),  # --gpus-per-task=1: each sees its own
+        (1, {"SLURM_NTASKS": "4", "SLURM_GPUS_ON_NODE": "1"}, 4),
+        (1, {"SLURM_NTASKS": "1", "SLURM_GPUS_ON_NODE": "4"}, 4),  # a launcher with CUDA_VISIBLE_DEVICES=0
+    ],
+)
+def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, four_here, gpus, slurm, copies):
+    for name in ("SLURM_NTASKS", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert processes_sharing(torch.device("cuda", 0)) == copies
 

@@ -21,6 +21,7 @@ import tasks
 from engine import config
 from engine.contract import LockstepError
 from engine.files import log
+from engine.metrics import Slow
 from engine.run import Progress
 from tools.evaluate import of_run
 
@@ -177,7 +178,7 @@ def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
     assert taken_back("\n".join([*odd, good])) == (good, (3.5, None), warning)
     assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, None), warning)
     without = line % ("train", 1, 1) + line % ("train", 2, 2)
-    assert taken_back(good, evaluation_due=True) == (without, (2.5, {"event": "train"}), ""), "it is made again"
+    assert taken_back(good, evaluation_due=True) == (without, (2.5, {}), ""), "it is made again"
 
 
 def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capsys):
@@ -200,6 +201,21 @@ def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capsys):
     first, torn, *rest = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in (first, *rest)] == ["train", "eval", "eval"] and len(torn) == 20
     assert capsys.readouterr().err.count("warning: metrics.jsonl cannot be written") == 1
+
+
+def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path):
+    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress())
+    opened = log.Log(tmp_path, job)
+    said = []
+    opened.say = said.append
+    computing, loading = (Slow(1, 2.0, phase) for phase in ("computing", "data loading"))
+    for found in (None, computing, computing._replace(ratio=1.9), None, computing, loading, Slow(2, 4.0, "computing")):
+        opened.slow(job, found)
+    assert [re.sub(r"\d\.\d", "N", line) for line in said] == [
+        f"  warning: rank {rank} takes N times as long as the others, in {phase}"
+        for rank, phase in ((1, "computing"), (1, "data loading"), (2, "computing"))
+    ]
+    opened.close()
 
 
 def test_json_holds_no_nan(launch, tmp_path):
@@ -235,12 +251,12 @@ def test_two_runs_of_the_same_second_have_two_folders(tmp_path, monkeypatch):
 
 
 def test_evaluations_may_fall_between_log_lines(launch, tmp_path):
-    """And the speed of training is that of training alone; an epoch here has six steps."""
-    words = ["eval_every=3", "log_every=10", "save_every=4", "optim.ema_decay=0.5", "epochs=2"]
+    """And the end is evaluated, wherever it falls; an epoch here has six steps."""
+    words = ["eval_every=5", "log_every=10", "save_every=4", "optim.ema_decay=0.5", "epochs=2"]
     succeed(launch.python("train.py", TOY, *words, f"save_dir={tmp_path / 'run'}"))
     records = lines(tmp_path / "run")
-    assert [r["step"] for r in records if r["event"] == "eval"] == [3, 6, 9, 12]
-    assert [r["step"] for r in records if r["event"] == "train"] == [3, 6, 9, 10, 12]
+    assert [r["step"] for r in records if r["event"] == "eval"] == [5, 10, 12]
+    assert [r["step"] for r in records if r["event"] == "train"] == [5, 6, 10, 12]
 
 
 def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path):

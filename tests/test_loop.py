@@ -1,5 +1,6 @@
 """The steps of a training, in this process: what is known of a step, and when; what a skipped step leaves as it was."""
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -16,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch, optim, preflight, survive
+from engine import batches, checkpoint, config, console, launch, optim, preflight, survive
 from engine.contract import Loss
 from engine.files import status
 from engine.files.log import Silent
-from engine.metrics import evaluate_split, find_slow, training_metrics
+from engine.metrics import Slow, evaluate_split, find_slow, training_metrics
 from engine.plan import make_plan
+from engine.virtual import VirtualWorkers
 from engine.world import World
 from tasks._classification import Classification, LossSettings
 
@@ -121,6 +123,30 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     assert evaluate_split(run, [None]) is None and sent == ["cpu", "cpu"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "computed", "named"),
+    [
+        (0, [4.0, 4.0, 8.0], (2, 2.0, "computing")),
+        (4, [4.0, 4.0, 8.0], None),  # the last has two of the four
+        (4, [4.0, 8.0, 8.0], (1, 2.0, "computing")),
+        (4, [4.0, 4.0, 16.0], (2, 2.0, "computing")),
+    ],
+)
+def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, steps, workers, computed, named):
+    run, rows = steps()[0], []
+
+    def found(rank):
+        run.world, run.times = World(rank, 0, 3, torch.device("cpu")), None
+        run.virtual = VirtualWorkers(workers, run.world, run.model) if workers else None
+        return find_slow(run, {"forward": computed[rank]})
+
+    monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))
+    for rank in range(3):
+        found(rank)
+    monkeypatch.setattr(World, "sum", lambda self, times: times.copy_(sum(rows)))
+    assert [found(rank) for rank in range(3)] == [named and Slow(*named)] * 3
+
+
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
@@ -133,6 +159,23 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
     assert run.stopped == "SIGTERM" and [skipped.step for skipped in last] == [2, 3]
     blamed = [index for skipped in last for index in skipped.samples[0]]
     assert len(set(blamed)) == len(blamed) == 24, "each step's own samples"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatch, steps, on_gpu):
+    """On a GPU a step later, without a wait before: then all that was posted is read, and one save follows."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    run, outcomes = steps("epochs=1", "log_every=100")
+    run.meter.on_gpu, asked = on_gpu, []
+
+    def worth_it(minutes=None):
+        asked.append(minutes)
+        return len(asked) in ((2, 3) if on_gpu else (2,))
+
+    run.checkpoints = SimpleNamespace(worth_it=worth_it)
+    saved = [(run.progress.step, len(run.meter.posted), run.stopped) for _ in outcomes if run.save_due]
+    assert saved == [(2 + on_gpu, 0, "")]
+    assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
 
 
 class Reads(TorchDispatchMode):
@@ -340,6 +383,17 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     checkpoint.load_evaluated(again.model, state, Path("state.pt"))
     assert torch.equal(again.model.again.weight, state["ema"]["module.first.weight"])
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
+
+
+def test_what_an_own_optimizer_keeps_is_captured_wherever_it_is(steps):
+    """In a tuple, in a dict in its state, in the state of no parameter."""
+    run, outcomes = steps("own.optimizer=lion", task=str(ROOT / "tests/tasks/optimizers.py"))
+    next(outcomes)
+    captured = checkpoint.capture(run)["optimizer"]["state"]
+    before = copy.deepcopy(captured)
+    next(outcomes)
+    assert len([*batches.tensors(captured)]) == 1 + 3 * 4
+    assert all(map(torch.equal, batches.tensors(captured), batches.tensors(before)))
 
 
 class Copies(TorchFunctionMode):

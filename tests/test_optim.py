@@ -160,12 +160,13 @@ def test_a_skipped_step_is_none_for_the_average_either():
 def test_the_optimizer_is_torchs_bit_for_bit():
     """Through a state dict, too, and where a parameter has no gradient at times, or only from some step on."""
     ours, theirs = small().float(), small().float()
-    a = optim.make_optimizer(ours, Optim(weight_decay=0.1))
+    cfg = Optim(lr=3e-3, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-3)  # each with another effect than the default
+    a = optim.make_optimizer(ours, cfg)
     groups = [
         {"params": group["params"], "weight_decay": group["weight_decay"]}
-        for group in optim.make_optimizer(theirs, Optim(weight_decay=0.1)).param_groups
+        for group in optim.make_optimizer(theirs, cfg).param_groups
     ]
-    b = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    b = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95), eps=1e-3, fused=True)
     for n in range(12):
         for model in (ours, theirs):
             torch.manual_seed(n)
@@ -174,7 +175,7 @@ def test_the_optimizer_is_torchs_bit_for_bit():
         a.step()
         b.step()
         if n == 6:
-            fresh = optim.make_optimizer(ours, Optim(weight_decay=0.1))
+            fresh = optim.make_optimizer(ours, cfg)
             fresh.load_state_dict(copy.deepcopy(a.state_dict()))
             a = fresh
         if n == 10:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TOY, launching, succeed
+from conftest import ROOT, TOY, launching, succeed
 from test_robot import TINY_ACT, record
 
-from formats.clips import ClipsWriter
+from formats.clips import ClipsWriter, split_by_video
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
 from tools import predict, prepare_clips
@@ -22,7 +22,7 @@ from tools import predict, prepare_clips
 FPS = 20
 
 
-def film(path, moves, seed=0):
+def film(path, moves, seed=0, rate=FPS):
     """A lossless video: where moves[n], the square in its left part has moved since frame n - 1. The right part changes
     all the time: whoever does not crop it sees motion in every frame."""
     av = pytest.importorskip("av")
@@ -30,7 +30,7 @@ def film(path, moves, seed=0):
     at = rng.integers(4, 28, 2)
     forth = rng.choice([-3, 3], 2)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=FPS)
+        stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         stream.options = {"crf": "0", "bf": "2"}
         for moving in moves:
@@ -132,6 +132,42 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
 
 
 @pytest.mark.slow
+def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, video_run, tmp_path):
+    """Six of the run's own, whose sides are those of the split, and a new one of another frame rate."""
+    recordings = tmp_path / "again"
+    recordings.mkdir()
+    names = [f"{number}.mp4" for number in range(6)]
+    for number, name in enumerate([*names, "new.mp4"]):
+        film(recordings / name, np.arange(60) >= 30, seed=number, rate=FPS if name in names else 30)
+    trials = [(name, label) for name in names for label in ("moving", "still") for _ in range(10)]
+    videos, labels = (np.array(column) for column in zip(*trials, strict=True))
+    trained_on = {*videos[split_by_video(videos, (labels == "still").astype(int), 0.2)[0]]}
+    rows = "".join(f"{name},0,still\n{name},40,moving\n" for name in [*names, "new.mp4"])
+    (tmp_path / "seen.csv").write_text(f"video,start,label\n{rows}")
+    words = ["tools/predict.py", str(video_run), str(recordings), "--annotations", str(tmp_path / "seen.csv")]
+    done = succeed(launch.python(*words, "--out", str(tmp_path / "a.csv")))
+    found = json.loads(succeed(launch.python(*words, "--out", str(tmp_path / "a.csv"), "--json")).out)["found"]
+    assert 0 < len(trained_on) < 6
+    assert {one["name"] for one in found if one["side"] == "trained on"} == trained_on
+    assert {one["name"]: one["side"] for one in found if one["name"] not in trained_on} == {
+        name: "new" if name == "new.mp4" else "held out" for name in {*names, "new.mp4"} - trained_on
+    }
+    mean = np.mean([one["as_annotated"] for one in found if one["name"] not in trained_on])
+    assert f"mean of {7 - len(trained_on)} videos not trained on" in done.out and f" {100 * mean:.1f}%" in done.out
+    assert done.err.count("warning: new.mp4 has 30 frames/s, the run learned from videos of 20") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("a.mp4", "trained on"), ("day 1/a.mp4", "trained on"), ("x/day 1/a.mp4", "trained on"), ("b.mp4", "held out"),
+     ("aa.mp4", "new"), ("day 2/a.mp4", "new")],
+)  # fmt: skip
+def test_a_video_is_known_by_its_path(name, side):
+    assert predict.side_of(name, {"trained on": ["day 1/a.mp4"], "held out": ["day 1/b.mp4"]}) == side
+    assert predict.side_of(name, {}) == ""
+
+
+@pytest.mark.slow
 def test_what_cannot_be_read_is_left_out_and_named(launch, video_run, tmp_path):
     film(tmp_path / "good.mp4", np.ones(12, dtype=bool))
     film(tmp_path / "short.mp4", np.ones(8, dtype=bool))
@@ -198,6 +234,7 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     for change, says in (
         ({"signal": new["signal"][:, :5]}, "5 channels, the model was trained on 6 channels ax ay"),
         ({"rate_hz": np.array(25.0)}, "recorded at 25 Hz, the model was trained at 50 Hz"),
+        ({"channels": np.array("ay ax az wx wy wz".split())}, "6 channels ay ax az wx wy wz, the model was trained on"),
     ):
         np.savez(tmp_path / "new.npz", **(new | change))
         done = launch.python(*words[:2], str(tmp_path / "new.npz"), "--out", str(tmp_path / "new.csv"))
@@ -247,6 +284,9 @@ def test_every_task_with_the_method_writes_a_table_or_arrays(launch, tmp_path):
     header = ["index", *outs, *tables, "positive", "name", "some"]
     about = {"predictions": str(tmp_path / "a.csv"), "rows": 23, "columns": header}
     assert [*rows[0]] == header and json.loads(done.out) == about
+    for name in ("predictions.csv", "predictions_2.csv"):
+        assert f"Wrote {name}" in succeed(launch.python(str(ROOT / words[0]), *words[1:-1], cwd=tmp_path)).out
+        assert table(tmp_path / name) == rows, "without a name none that is there is replaced"
     succeed(launch.python(*words, str(tmp_path / "a.npz")))
     arrays = np.load(tmp_path / "a.npz")
     assert arrays["index"].tolist() == [int(row["index"]) for row in rows] == [*range(23)]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import subprocess
 import sys
 import zipfile
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import succeed
 
+import tasks
+from engine.config import schema_of
+from engine.contract import LockstepError
 from formats.clips import Clips
 from tools import prepare_clips
 
@@ -25,11 +30,11 @@ def gray_of(number: int, video: int = 0) -> int:
     return 10 + 5 * number + 2 * video
 
 
-def encode(path: Path, video: int = 0, height: int = 48, width: int = 64) -> None:
-    """A lossless video at 20 frames a second: the left half has the frame's gray level, the right half is white."""
+def encode(path: Path, video: int = 0, height: int = 48, width: int = 64, rate: int | Fraction = 20) -> None:
+    """A lossless video: the left half has the frame's gray level, the right half is white."""
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=20)
+        stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "0", "g": "12", "bf": "2"}  # B frames and rare key frames: as hard as real ones
         for number in range(NUM_FRAMES):
@@ -64,7 +69,7 @@ def left(clips: Clips, trial: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("column", "at", "first"),
-    [("start", "7", 7), ("center", "11", 7), ("end", "15", 7), ("start_s", "0.35", 7), ("end_s", "0.75", 7)],
+    [("start", "7", 7), ("center", "11", 7), ("end", "15", 7), ("start_s", "0.34", 7), ("end_s", "0.76", 7)],
 )
 def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
     table = annotate(videos, f"video,{column},label\na.mp4,{at},walk\nb.mp4,{at},rest\n")
@@ -76,6 +81,13 @@ def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
         wanted = [gray_of(first + 2 * t, trial) for t in range(5)]
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
     assert (clips.__getitems__([0])["x"][..., 15] >= 254).all()  # white stays white: studio range was undone
+
+
+def test_a_trial_lies_evenly_around_its_centre():
+    for frames, stride in itertools.product(range(1, 8), range(1, 4)):
+        cutting = prepare_clips.Plan("center", frames, stride, None, 16)
+        numbers = cutting.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
+        assert 0 <= numbers[0] + numbers[-1] - 2 * 50 <= 1 and len(numbers) == frames
 
 
 def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, capsys):
@@ -94,6 +106,39 @@ def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, capsys
     for trial, row in enumerate(rows):
         wanted = [gray_of(int(row["source_frame"]) + t, int(row["video"] == "b.mp4")) for t in range(8)]
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
+
+
+def test_two_frame_rates_a_typo_and_other_settings_are_told(videos, capsys):
+    """At preparation and at training: the same number of frames lasts longer in one of the videos."""
+    encode(videos / "b.mp4", 1, rate=25)
+    rows = [(f"{name}.mp4", at, label) for name in "ab" for at, label in ((0, "walk"), (9, "walk"), (18, "rest"))]
+    rows += [("b.mp4", 4, "rset")]
+    table = annotate(videos, "video,start,label\n" + "".join(f"{v},{at},{label}\n" for v, at, label in rows))
+    code, out, _ = run(capsys, table, videos / "out", "--frames", 10, "--stride", 2, "--size", 16)
+    lasts = "1.00 s or 0.80 s (videos of 20 and 25 frames/s: give them one rate)"
+    assert code == 0 and f"warning: a clip lasts {lasts}" in out and "rest 2, rset 1, walk 4" in out
+    assert "warning: all of 'rset' is in b.mp4" in out and "all of 'walk'" not in out
+    assert "warning: 'rset' (1) is spelled nearly as 'rest' (2)" in out
+    cls = tasks.load("video")
+    for words, said in (
+        ({}, f"Clips: 10 frames, 16 x 16 pixels, {lasts}"),
+        ({"frames": 5, "size": 32}, "Clips: 5 frames, the middle of 10, 16 x 16 pixels, 0.50 s or 0.40 s"),
+    ):
+        cfg = schema_of(cls)()
+        vars(cfg.dataset).update({"root": str(videos / "out"), "frames": 10} | words)
+        task = cls(cfg)
+        task.datasets()
+        assert said in task.summary() and ("warning: dataset.size=32 changes no" in task.summary()) == bool(words)
+    cfg.dataset.frames = 17
+    with pytest.raises(LockstepError, match=r"has 10 frames, 17 are asked for .*: dataset.frames=10 takes"):
+        task.datasets()
+
+
+def test_nearly_the_same_frame_rate_is_one(videos, capsys):
+    encode(videos / "b.mp4", 1, rate=Fraction(20000, 1001))
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\nb.mp4,0,rest\na.mp4,9,walk\nb.mp4,9,walk\n")
+    code, out, _ = run(capsys, table, videos / "out", "--frames", 10, "--size", 16)
+    assert code == 0 and "warning" not in out
 
 
 def test_crop_takes_the_box(videos, capsys):
@@ -117,13 +162,14 @@ def test_crop_takes_the_box(videos, capsys):
         ("video,start,label\na.mp4,nan,rest\n", [], r"start='nan'.*table.csv:2"),
         ("video,start,label\na.mp4,0.5,rest\n", [], r"start=0.5.*start_s"),
         ("video,start,label\na.mp4\n", [], r"table.csv:2"),
+        ("video,start,label\na.mp4,3,rest\na.mp4,3,walk\n", [], r"trial at the same time in line 2 .*table.csv:3"),
         ("video,label\na.mp4,rest\n", [], r"table.csv:1.*exactly one of"),
         ("video,start,end,label\na.mp4,1,9,rest\n", [], r"table.csv:1.*exactly one of"),
         ("", [], r"table.csv:1"),
         ("video,start,label\n", [], "no trials"),
         ("video,start,label\na.mp4,36,rest\n", [], r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
         ("video,center,label\na.mp4,1,rest\n", [], r"start at frame -1 of .*a.mp4 .*table.csv:2"),
-        ("video,start,label\nc.mp4,0,rest\n", [], r"cannot read the video.*c.mp4"),
+        ("video,start,label\na.mp4,0,rest\nc.mp4,0,rest\n", [], r"cannot read the video.*c.mp4 \(.*table.csv:3\)"),
         ("video,start,label\ntable.csv,0,rest\n", [], r"cannot read the video.*table.csv"),
     ],
 )

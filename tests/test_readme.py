@@ -48,6 +48,9 @@ ELSEWHERE = {  # a test: the commands that it runs, or their like with files tha
         "python tools/tune.py har",
         "python train.py har --config tuned.yaml",
     ],
+    "test_force_lets_the_keys_that_it_names_differ_and_no_other": [
+        "python train.py har lr=5e-4 --force optim.lr save_dir=runs/a"
+    ],
     "test_a_run_says_where_its_time_goes_and_leaves_a_trace": ["python train.py har --profile"],
     "test_the_tables_of_the_guides": ["python tools/benchmark.py --predict 8 --link 10gbit,50us har"],
     "test_every_split_and_data_from_elsewhere": ["python tools/evaluate.py RUN --split train"],
@@ -102,7 +105,7 @@ def in_the_guides(words):
 
 
 PLANS = {  # command: how many lines of its plan are shown
-    "python train.py har --dry-run global_batch=256 batch_size=64": 6,
+    "python train.py har --dry-run global_batch=256 batch_size=64": 7,
     "torchrun --standalone --nproc_per_node=3 train.py har --dry-run virtual_workers=8": 3,
 }
 

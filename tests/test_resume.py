@@ -30,7 +30,7 @@ def assert_same(a, b, path=""):
         assert a.keys() == b.keys(), path
         for key in a:
             assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list):
+    elif isinstance(a, list | tuple):
         assert len(a) == len(b), path
         for n, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_same(x, y, f"{path}[{n}]")
@@ -104,10 +104,11 @@ def test_stopped_anywhere_equals_straight(launch, tmp_path, processes, more):
 
 
 @pytest.mark.slow
-def test_killed_anywhere_equals_straight(launch, tmp_path):
+@pytest.mark.parametrize("task", [[FAULTY], [str(ROOT / "tests/tasks/optimizers.py"), "own.optimizer=lion"]])
+def test_killed_anywhere_equals_straight(launch, tmp_path, task):
     """SIGKILL to a real process at several moments, in the middle of background saves; its log beyond the checkpoint
-    is taken back, a torn line is dropped."""
-    common = ["train.py", FAULTY, *HARD, "epochs=18", "save_every=1", "eval_every=7"]
+    is taken back, a torn line is dropped. An own optimizer keeps float64 and whole numbers, in a tuple and in dicts."""
+    common = ["train.py", *task, *HARD, "epochs=18", "save_every=1", "eval_every=7"]
     succeed(launch.python(*common, f"save_dir={tmp_path / 'straight'}"))
     killed, kills = tmp_path / "killed", 0
     for words in ("step 4/", "step 60/", "step 110/"):
@@ -347,10 +348,65 @@ def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
     assert_same(load(new)["model"], load(finished)["model"])
 
 
+WRAPPED = """
+from torch import nn
+from tests.tasks.toy import Task as Toy
+
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.module = net
+
+    def forward(self, x):
+        return self.module(x)
+
+class Task(Toy):
+    def model(self):
+        return Wrapped(super().model())
+"""
+
+
+@pytest.mark.parametrize("ema", ["0", "0.9"])
+def test_a_module_of_the_models_own_is_no_wrapper(launch, tmp_path, ema):
+    """A model may keep its network as `self.module`, the name that DDP and averages put before all others."""
+    (tmp_path / "own.py").write_text(WRAPPED)
+    words = [str(tmp_path / "own.py"), "schedule.horizon=12", f"optim.ema_decay={ema}"]
+    for epochs, name in ((2, "straight"), (1, "run"), (2, "run")):
+        succeed(launch.python("train.py", *words, f"epochs={epochs}", f"save_dir={tmp_path / name}"))
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    scored = json.loads(succeed(launch.python("tools/evaluate.py", str(tmp_path / "run/last.pt"), "--json")).out)
+    assert scored["metrics"]["loss"] == pytest.approx(logged(tmp_path / "run")[-1]["loss"], rel=1e-6)
+    done = launch.python("train.py", *words, f"init_from={tmp_path / 'run'}", "--dry-run")
+    assert "run: 4 of 4 loaded" in succeed(done).out
+
+
 def test_force_resumes_all_the_same(launch, finished):
     done = succeed(launch.python("train.py", TOY, "epochs=2", "lr=0.005", "--force", f"save_dir={finished}"))
     assert "warning: --force: this is not the run of" in done.out and "optim.lr: 0.01 -> 0.005" in done.out
     assert load(finished)["progress"]["step"] == 12
+
+
+def test_force_lets_the_keys_that_it_names_differ_and_no_other(launch, finished):
+    """The rate and what a checkpoint holds in the optimizer's groups; the log tells both, once."""
+    words = ["train.py", TOY, "lr=0.005", "weight_decay=0.5", "schedule.horizon=18", f"save_dir={finished}"]
+    words += ["--force", "lr,optim.weight_decay", "--force=schedule.horizon"]
+    before = contents(finished)
+    done = launch.python(*words, "epochs=2", "seed=1")
+    (error,) = done.errors
+    assert done.code == 2 and "not the run of the checkpoint: seed: 0 -> 1 (" in error and contents(finished) == before
+    assert error.endswith("or insist with --force optim.lr,optim.weight_decay,schedule.horizon,seed")
+    done = succeed(launch.python(*words, "epochs=2"))
+    assert "  optim.lr: 0.01 -> 0.005 from step 6 on\n" in done.out and "warning: --force" not in done.out
+    assert {group["weight_decay"] for group in load(finished)["optimizer"]["param_groups"]} == {0.5, 0.0}
+    assert "from step" not in succeed(launch.python(*words, "epochs=3")).out
+    lines = logged(finished)
+    assert [line["change"] for line in lines if line["event"] == "changed"] == [
+        "optim.lr: 0.01 -> 0.005",
+        "optim.weight_decay: 0.01 -> 0.5",
+        "schedule.horizon: 6 -> 18",
+    ]
+    rates = {line["step"]: line["lr"] for line in lines if line["event"] == "train"}
+    assert 0 < rates[12] < 0.005
 
 
 def test_what_may_change_may(launch, finished):
@@ -502,3 +558,47 @@ def test_the_ends_of_epochs_are_saved_by_time_unless_save_every_says_more(
     succeed(launch.torchrun(2, "train.py", *words) if processes > 1 else launch.python("train.py", *words))
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert [entry["step"] for entry in manifest["checkpoints"]] == steps
+
+
+KILLED_ONCE_SAVED = """
+import json, os, signal, time
+from pathlib import Path
+from engine.files import checkpoints
+from tests.tasks import toy
+checkpoints.SHARE = 1e9
+class Task(toy.Task):
+    calls = 0
+    def loss(self, net, batch):
+        self.calls += 1
+        seen, until = os.environ.get("SEEN"), time.monotonic() + 60
+        while self.calls == 30 and os.environ["RANK"] == "0" and seen and time.monotonic() < until:
+            manifest = Path(self.cfg.save_dir, "manifest.json")
+            if manifest.exists() and json.loads(manifest.read_text())["checkpoints"][-1]["step"] > int(seen):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        return super().loss(net, batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "processes"), [("virtual_workers=3", (2, 3, 1)), ("", (2, 2, 2))], ids=["virtual workers", "one cut"]
+)
+def test_a_kill_within_an_epoch_repeats_minutes_of_it(launch, tmp_path, more, processes):
+    """Killed twice within the first epoch, and ended: the bits and numbers of a run that is saved at its end."""
+    own, run = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(KILLED_ONCE_SAVED)
+    words = [str(own), "global_batch=6", "batch_size=1", "dataset.samples=255", "epochs=1", "log_every=4"]
+    words += ["optim.ema_decay=0.9", "model.dropout=0.3" if more else "model.dropout=0", *more.split()]
+    straight = [*words, "save_minutes=0", f"save_dir={tmp_path / 'straight'}"]
+    succeed(launch.torchrun(processes[-1], "train.py", *straight))
+    manifest = json.loads((tmp_path / "straight/manifest.json").read_text())
+    assert [entry["step"] for entry in manifest["checkpoints"]] == [43], "no clock within an epoch"
+    words += ["save_minutes=1e-6", f"save_dir={run}"]
+    seen, steps = 0, []
+    for count in processes[:-1]:
+        assert launch.torchrun(count, "train.py", *words, SEEN=str(seen)).code
+        steps.append(seen := json.loads((run / "manifest.json").read_text())["checkpoints"][-1]["step"])
+    done = succeed(launch.torchrun(processes[-1], "train.py", *words))
+    assert 0 < steps[0] < steps[1] < 43 and f"step {steps[1]}, epoch 1" in done.out
+    assert_same_run(run, tmp_path / "straight")

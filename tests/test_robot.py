@@ -21,6 +21,7 @@ from engine.batches import map_tensors
 from engine.contract import Given, LockstepError, sample_seeds, uniform
 from envs import discs
 from formats import lerobot, pretrained
+from formats.frames import Frames
 from formats.lerobot_writer import Recorder
 from models.policy import Policy
 from tasks import _simulation as simulation
@@ -39,17 +40,20 @@ def seeded(count):
     return Given(index, index, sample_seeds(0, 0, index))
 
 
-def record(root, episodes=4, frames=9, dim=3, cameras=1):
+def record(root, episodes=4, frames=9, dim=3, cameras=1, env=0):
     """A dataset of random walks; returns its folder."""
     rng = np.random.default_rng(0)
     pictures = {f"observation.images.cam{n}": ("image", (3, 32, 40)) for n in range(cameras)}
     features = {"observation.state": ("float32", (dim,)), "action": ("float32", (dim,)), **pictures}
+    features |= {"observation.environment_state": ("float32", (env,))} if env else {}
     with Recorder(root, 10, features) as recorder:
         for episode in range(episodes):
             length = frames + episode
             walk = rng.normal(size=(length, dim)).cumsum(0).astype(np.float32)
             shots = {name: rng.integers(0, 256, (length, 3, 32, 40), dtype=np.uint8) for name in pictures}
-            recorder.add_episode({"observation.state": walk, "action": walk + 1, **shots}, f"walk {episode % 2}")
+            points = {"observation.environment_state": 100 + 50 * walk[:, :env]} if env else {}
+            numbers = {"observation.state": walk, "action": walk + 1, **points}
+            recorder.add_episode({**numbers, **shots}, f"walk {episode % 2}")
     return root
 
 
@@ -119,6 +123,45 @@ def test_lerobots_spellings():
     assert cfg.policy.normalization_mapping.STATE == "MIN_MAX" and cfg.deterministic
     assert cfg.dataset.tolerance_s == 1e-3 and cfg.seed == 7
     assert parse("robot", "--resume=false").resume == "never"
+
+
+@pytest.mark.parametrize(
+    ("words", "every", "trials"),
+    [
+        ("--env_eval_freq=0", 0, 0),  # the validation loss stays
+        ("--eval_freq=0", 0, 0),
+        ("--eval_steps=0", 10**9, 20),  # at the end alone
+        ("--eval_steps=0 --env_eval_freq=0", 10**9, 0),
+        ("--eval_steps=7 --env_eval_freq 0", 7, 0),
+        ("--env_eval_freq=7", 7, 20),
+        ("eval_every=0", 0, 20),  # our own spelling: once an epoch
+    ],
+)
+def test_never_in_lerobots_spelling_is_never(words, every, trials):
+    cfg = parse("robot", "policy.type=act", *words.split())
+    assert (cfg.eval_every, cfg.eval.n_episodes) == (every, trials)
+
+
+def test_two_spellings_of_one_key_are_named():
+    with pytest.raises(
+        LockstepError, match=r"'eval_every' is given twice, as eval_steps and env_eval_freq .*: keep one"
+    ):
+        parse("robot", "--eval_steps=1000", "--env_eval_freq=20000")
+
+
+def test_the_split_of_the_demonstrations_is_told_and_a_task_without_any_is_named(walks):
+    """LeRobot trains on all of them by default; a task may have all of its episodes among those that validate."""
+    words = ["robot", f"dataset.root={walks}", "dataset.episodes=0,1,2"]  # 'walk 1' has one episode
+    warned = {}
+    for seed in range(12):
+        task, train, _ = task_of(*words, f"dataset.split_seed={seed}")
+        said = task.summary()
+        assert "Train episodes: 2, Val episodes: 1 (dataset.eval_split=0.1; LeRobot's default is 0: all train)" in said
+        warned[seed] = "warning: nothing to train on of 'walk 1': all episodes validate" in said
+        assert warned[seed] == (1 not in train.labels) and ("warning" in said) == warned[seed]
+    assert {*warned.values()} == {True, False}
+    task, train, _ = task_of(*words, "dataset.eval_split=0")
+    assert "Train episodes: 3, Val episodes: 3 (the same" in task.summary() and "LeRobot" not in task.summary()
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -194,12 +237,17 @@ def test_acts_loss_is_lerobots(walks):
     batch = train.__getitems__(list(range(len(train))))
     batch["lockstep"] = seeded(len(train))
     loss = task.loss(policy, batch)
-    from engine.contract import uniform
 
-    out = policy.net(policy.inputs(batch), uniform(batch["lockstep"].seed, policy.net.num_draws))
-    steps = (~batch["action_is_pad"]).sum()
-    expected = out["error"].sum() / (steps * 3) + 10 * out["kl"].mean()
-    torch.testing.assert_close(loss.total / loss.weight, expected)
+    def expected(seeds):
+        out = policy.net(policy.inputs(batch), uniform(seeds, policy.net.num_draws))
+        return out["error"].sum() / ((~batch["action_is_pad"]).sum() * 3) + 10 * out["kl"].mean()
+
+    torch.testing.assert_close(loss.total / loss.weight, expected(batch["lockstep"].seed))
+    pieces = [map_tensors(batch, operator.itemgetter(part)) for part in (slice(0, 5), slice(5, None))]
+    with torch.no_grad():
+        scored = task.score(policy, pieces[0]) + task.score(policy, pieces[1])
+        truth = expected(sample_seeds(0, 0, batch["row"])).item()
+    assert task.report(scored)["loss"] == pytest.approx(truth, rel=1e-9), "in an evaluation, too"
 
 
 # ---- training and evaluation ----------------------------------------------------------------------------------------
@@ -281,6 +329,14 @@ def test_trials_draw_by_trial_and_look(own_recordings):
     seen.clear()
     task.trials(model, range(4), lambda: len(seen) == 2)
     assert len(seen) == 2, "it ends when it is asked to"
+
+
+def test_trials_start_where_no_demonstration_did(own_recordings):
+    task, *_ = task_of(*DISCS)
+    model, demos = task.model(), task.demos
+    known = {picture.tobytes() for picture in Frames(demos, {}, "none", "").get(task.cameras[0], demos.start)}
+    task.trials(model, range(1), lambda: True)
+    assert len(known) == len(demos.episodes) > 4 and task.film[0].tobytes() not in known
 
 
 def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
@@ -366,6 +422,43 @@ def test_weights_that_fit_but_mean_another_network_are_refused(walks, tmp_path, 
     assert task.started_from == ""
 
 
+def test_weights_whose_config_names_no_mode_of_a_feature_see_it_as_recorded(tmp_path):
+    """LeRobot's ACT writes no mode of `observation.environment_state`, and a type without one is not normalised there:
+    the same weights here would see other numbers. With the mode that is asked for, the loss is the net's own."""
+    words = ["robot", "policy.type=act", f"dataset.root={record(tmp_path / 'set', env=2)}", "dataset.eval_split=0"]
+    words += [*TINY_ACT, "policy.dropout=0", "policy.use_vae=false"]
+    task, data, _ = task_of(*words)
+    first = task.model()
+    task.save_pretrained(first, tmp_path / "first")
+    config_file = tmp_path / "first/config.json"
+    there = json.loads(config_file.read_text())
+    assert there["normalization_mapping"].pop("ENV") == "MEAN_STD"
+    for named in (True, False):  # without any mapping, the policy's own defaults hold
+        config_file.write_text(json.dumps({k: v for k, v in there.items() if named or k != "normalization_mapping"}))
+        task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
+        with pytest.raises(LockstepError, match=r"config.json says policy.normalization_mapping.ENV=IDENTITY$"):
+            task.model()
+        asked = [*words, f"policy.pretrained_path={tmp_path}/first", "policy.normalization_mapping.ENV=IDENTITY"]
+        task, data, _ = task_of(*asked)
+        policy = task.model()
+        batch = data.__getitems__(list(range(8)))
+        assert batch["observation.environment_state"].abs().mean() > 20
+        stats = {name: {k: torch.as_tensor(v) for k, v in values.items()} for name, values in task.demos.stats.items()}
+
+        def plain(name, batch=batch, stats=stats):
+            return ((batch[name] - stats[name]["mean"]) / (stats[name]["std"] + 1e-8)).float()
+
+        inputs = {name: plain(name) for name in ("observation.state", "action")}
+        inputs |= {name: batch[name] for name in ("observation.environment_state", "action_is_pad")}
+        mean, std = (torch.tensor(robot.IMAGENET[name]) for name in ("mean", "std"))
+        camera = "observation.images.cam0"
+        inputs[camera] = (batch[camera] / 255 - mean) / std
+        draws = torch.zeros(8, task.num_draws)
+        theirs = first.net(inputs, draws)["error"]
+        assert torch.allclose(policy(batch, draws)["error"], theirs, rtol=1e-5)
+        assert not torch.allclose(first(batch, draws)["error"], theirs, rtol=1e-3), "as it was: other inputs"
+
+
 def test_two_cameras_of_the_other_order_are_told(tmp_path):
     words = ["robot", "policy.chunk_size=4", f"dataset.root={record(tmp_path / 'set', cameras=2)}"]
     names = [f"observation.images.cam{n}" for n in range(2)]
@@ -447,7 +540,12 @@ def test_each_camera_keeps_its_proportions(tmp_path):
     batch = train.__getitems__([0, 1])
     assert batch["observation.images.top"].shape[2:] == (21, 32)
     assert batch["observation.images.wrist"].shape[2:] == (32, 16)
-    task.loss(task.model(), batch | {"lockstep": seeded(2)})
+    model = task.model()
+    task.loss(model, batch | {"lockstep": seeded(2)})
+    task.save_pretrained(model, tmp_path / "saved")
+    inputs = json.loads((tmp_path / "saved/config.json").read_text())["input_features"]
+    shapes = {name: feature["shape"] for name, feature in inputs.items() if feature["type"] == "VISUAL"}
+    assert shapes == {name: [*batch[name].shape[1:]] for name in task.cameras}, "as the policy is given them"
 
 
 def test_whole_numbers_and_gray_pictures_are_learned_from(tmp_path):
@@ -508,17 +606,18 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks):
-    """Its weights are those that the next run starts from; other options than its own are told by name."""
+    """Its average, which was evaluated, is what the next run starts from; other options than its own are named."""
     common = ["train.py", "robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT, "batch_size=4"]
     run = tmp_path / "first"
-    succeed(launch.python(*common, "steps=3", "optim.lr=1e-2", f"save_dir={run}"))
+    succeed(launch.python(*common, "steps=3", "optim.lr=1e-2", "optim.ema_decay=0.5", f"save_dir={run}"))
     assert f"Saved {run}/pretrained_model" in succeed(launch.python("tools/save_pretrained.py", str(run))).out
     assert json.loads((run / "pretrained_model/config.json").read_text())["type"] == "act"
     words = [*common, f"policy.pretrained_path={run}", "steps=1", "optim.lr=1e-9", f"save_dir={tmp_path / 'second'}"]
     assert f"Weights from {run}\n" in succeed(launch.python(*words)).out
     before, after = (load(path)["model"] for path in (run, tmp_path / "second"))
-    best = torch.load(next(run.glob("best*.pt")), weights_only=True)["model"]
-    assert all(torch.allclose(best[name], after[name], atol=1e-7) for name in best if best[name].is_floating_point())
+    best = torch.load(next(run.glob("best*.pt")), weights_only=True)["ema"]
+    floats = [name for name in after if after[name].is_floating_point()]
+    assert all(torch.allclose(best[f"module.{name}"], after[name], atol=1e-7) for name in floats)
     assert before.keys() == after.keys()
     wider = [word.replace("dim_model=16", "dim_model=32").replace("second", "third") for word in words]
     done = launch.python(*wider)
@@ -607,6 +706,19 @@ class Copies(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.made += func in (torch.tensor, torch.as_tensor) and "device" in (kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def test_each_change_of_colours_is_as_large_as_its_own_setting():
+    """Against plain NumPy: brightness scales, saturation keeps the gray of each pixel, contrast that of the picture."""
+    u = uniform(sample_seeds(3, 1, torch.arange(300)), 3)
+    x = np.random.default_rng(0).integers(110, 140, (300, 3, 6, 5)).astype(np.float64)
+    keeps = {"brightness": 0, "saturation": x.mean(1, keepdims=True), "contrast": x.mean((1, 2, 3), keepdims=True)}
+    for (name, kept), size in zip(keeps.items(), (0.1, 0.6, 0.3), strict=True):
+        wanted = robot.Augment(**dict.fromkeys(keeps, 0.0) | {name: size})
+        y = robot.recolour(torch.from_numpy(x).byte(), u, wanted).numpy()
+        factor = ((y - kept) * (x - kept)).sum((1, 2, 3)) / ((x - kept) ** 2).sum((1, 2, 3))
+        np.testing.assert_allclose(y, kept + (x - kept) * factor[:, None, None, None], atol=1e-3)
+        assert abs(factor - 1).max() == pytest.approx(size, rel=0.05) and abs(factor.mean() - 1) < 0.1 * size
 
 
 def test_augmentation_copies_nothing_to_the_device():

@@ -1,16 +1,21 @@
 """With virtual_workers a training ends in the same bits on any number of processes, and however it is interrupted."""
 
+import copy
 import json
 import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed
 from test_resume import assert_same, load, logged
 from test_the_idea import SMALL, SMALL_ACT, TERMS
 
+import tasks
+from engine import config
+from engine.contract import sample_seeds, uniform
 from tools.evaluate import SAME_STATE
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
@@ -172,10 +177,31 @@ def test_killed_and_resumed_on_other_numbers_of_processes(launch, tmp_path):
     assert_same_bits(folder, tmp_path / "straight")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [4])
-def test_random_configurations(seed):
-    """As property_bits.py tries them for as long as asked."""
-    import property_bits
+def test_running_statistics_of_a_step_are_the_mean_of_the_workers_that_have_samples(launch, tmp_path):
+    """Five workers, three samples, one after the other through the network as it begins; to compare a number of
+    processes with another cannot see who else was counted."""
+    words = [*CONV, "virtual_workers=5", "global_batch=3", "steps=1", "seed=3", "amp=off", "model.double=true"]
+    succeed(launch.python("train.py", *words, f"save_dir={tmp_path}"))
+    task = tasks.load(NORMS)(config.parse(words, tasks.load).cfg)
+    torch.manual_seed(3)
+    (data, _), begins, found = task.datasets(), task.model(), []
+    rows = np.random.default_rng((3, 0)).permutation(len(data))[:3].tolist()
+    noise = uniform(sample_seeds(3, 0, torch.arange(3)), 8) * 0.01
+    for row, each in zip(rows, noise, strict=True):
+        net = copy.deepcopy(begins)
+        net(data.__getitems__([row])["x"] + each)
+        found.append(net.state_dict())
+    ours = load(tmp_path)["model"]
+    for name in ("layers.2.running_mean", "layers.2.running_var"):
+        torch.testing.assert_close(ours[name], sum(state[name] for state in found) / 3)
+    assert ours["layers.2.num_batches_tracked"] == 1
 
-    property_bits.try_one(seed)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 6])
+def test_random_trainings(seed):
+    """As grammar.py draws them for as long as asked: one of each kind."""
+    import grammar
+
+    assert grammar.draw(seed).kind == {0: "cuts", 1: "bits", 6: "again"}[seed]
+    grammar.try_one(seed)

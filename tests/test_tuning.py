@@ -1,5 +1,7 @@
 """tools/tune.py and tools/benchmark.py: real runs in processes of their own, and the model behind the prediction."""
 
+import argparse
+import itertools
 import json
 
 import pytest
@@ -85,6 +87,28 @@ def test_the_largest_batch_and_a_delta_that_trains(launch, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("before", "code", "batch"), [(0, 130, None), (2, 130, 24), (5, 130, 24)])
+def test_what_was_measured_before_ctrl_c_is_written(monkeypatch, tmp_path, capfd, before, code, batch):
+    """While batches are tried, and while the rest is."""
+    rates, out = iter([100, 200, 50, 40, 90]), tmp_path / "tuned.yaml"
+
+    def probe(words, settings, *about):
+        if (rate := next(rates, None) if len(tried) < before else None) is None:
+            raise LockstepError("interrupted", exit_code=130)
+        tried.append(settings)
+        more = {"global_batch": 12, "num_samples": 999, "memory_mb": 1.0, "phases_ms": {"forward": 1.0}}
+        about = {"device": "cpu", "precision": "off", "memory_format": "auto", "compile": "off", "waited_share": 0.0}
+        return {"samples_per_s": rate, "batch_size": settings["batch_size"], "gradients_mb": 0.0} | more | about
+
+    tried = []
+    monkeypatch.setattr(tune, "probe", probe)
+    assert tune.main([TOY, "--out", str(out), "--max-batch", "48"]) == code
+    assert out.exists() is bool(batch) and (batch or capfd.readouterr().err.startswith("error: interrupted"))
+    if batch:
+        assert "# interrupted: the fastest of what was tried" in out.read_text()
+        assert yaml.safe_load(out.read_text())["batch_size"] == batch
+
+
 @pytest.mark.slow
 def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
     words = [TOY, "global_batch=6", "--max-batch", "3", "--out", "", "--json", "--seconds", "0.1"]
@@ -93,6 +117,27 @@ def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
     cuts = [row["batch_size"] for row in found["tried"] if "num_workers" not in row["settings"]]
     assert cuts[:3] == [1, 2, 3] and {row["global_batch"] for row in found["tried"]} == {6}
     assert found["settings"]["batch_size"] in cuts and found["settings"]["global_batch"] == 6
+
+
+def test_what_is_chance_is_not_taken(monkeypatch):
+    """Of batches that are about as fast the smallest. Then all gets faster from one measurement to the next, as on a
+    machine whose neighbours leave; of the settings only two loader processes make it so."""
+    pace = itertools.chain([1.0] * 5, (1.05**n for n in itertools.count()))
+
+    def measured(words, settings, processes, seconds, threads):
+        rate = {4: 1.0, 8: 1.02, 16: 2.0, 32: 2.02, 64: 2.04}[settings["batch_size"]]
+        rate *= next(pace) * (1.5 if settings.get("num_workers") == 2 else 1.0)
+        about = {"device": "cpu", "precision": "off", "memory_format": "contiguous", "compile": "off"}
+        about |= {"memory_mb": 1.0, "gradients_mb": 1.0, "phases_ms": {"forward": 1.0}, "global_batch": 0}
+        return about | settings | {"num_samples": 64, "samples_per_s": rate}
+
+    monkeypatch.setattr(tune, "probe", measured)
+    options = argparse.Namespace(processes=1, seconds=1.0, max_batch=0, json=True)
+    tuning = tune.Tuning(options, [], config.Config(batch_size=4))
+    tuning.cores = 4
+    best, largest = tuning.find_batch()
+    assert best["settings"] == {"batch_size": 16} and largest.startswith("largest batch that fits: 64 (there are no")
+    assert tuning.find_rest(best)["settings"] == {"batch_size": 16, "num_workers": 2}
 
 
 def test_a_training_that_cannot_start_is_said_once(launch, tmp_path):

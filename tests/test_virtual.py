@@ -1,12 +1,15 @@
 """virtual.py: the tree, the exchange, the buffers; and what the plan says of them."""
 
 import dataclasses
+import itertools
+import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import TOY, succeed
+from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
@@ -15,6 +18,7 @@ from engine.contract import LockstepError
 from engine.hardware.device_cache import same_bits
 from engine.optim import Buffers
 from engine.world import World
+from tests.tasks import rare
 
 NORMS = TOY.replace("toy.py", "norms.py")
 
@@ -137,20 +141,24 @@ def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
 
 
 @pytest.mark.parametrize("used", [{0, 3}, {1, 2}, {4}, {0, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set()])
-def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used):
-    """Also to the last bit: zeros make 0.0 of -0.0, and the shape of the tree is the same."""
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end):
+    """Also to the last bit: zeros make 0.0 of -0.0, and the shape of the tree is the same. Of several passes only a
+    worker's first one uses it."""
     torch.manual_seed(0)
     net = nn.Linear(70, 30, bias=False)
-    ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net)
+    ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
     buffers = Buffers(net)
     buffers.keep()
     grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
-    for worker in range(5):
+    for worker, done in itertools.product(range(5), range(passes)):
+        closes = done == passes - 1
         micro = SimpleNamespace(
-            worker=worker, opens_worker=True, closes_worker=True, closes_step=worker == 4, filler=False
+            worker=worker, opens_worker=not done, closes_worker=closes, closes_step=closes and worker == 4, filler=False
         )
         ours.begin_pass(micro, buffers, check=False, in_ddp=False)
-        if worker in used:
+        if worker in used and not done:
             (net.weight * grads[worker]).sum().backward()
     assert ours.total(torch.eye(5)).tolist() == [1.0] * 5
     if not used:
@@ -195,6 +203,49 @@ def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, s
             (net.weight * -0.0).sum().backward()
     total = virtual.VirtualWorkers.hook(ours, Bucket(net.weight)).value()
     assert total.item() == 0.0 and torch.copysign(torch.ones(1), total).item() == sign
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def plain_loop(seed, terms):
+    """Five steps of 12 samples, 6 where an epoch of 30 ends."""
+    task = (rare.Terms if terms else rare.Task)(None)
+    torch.manual_seed(seed)
+    net, (samples, _) = task.model(), task.datasets()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        epoch, first = step // 3, 12 * (step % 3)
+        rows = np.random.default_rng((seed, epoch)).permutation(30)[first : first + 12]
+        batch = {"x": torch.stack([samples[row]["x"] for row in rows])}
+        losses = task.losses(net, batch).values() if terms else [task.loss(net, batch)]
+        optimizer.zero_grad()
+        sum(loss.total / loss.weight for loss in losses).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_of_what_few_passes_use_are_those_of_a_plain_loop(launch, tmp_path, float64, processes):
+    """A branch that is used in a worker's first passes, but not in its last; on one process only; in no pass."""
+    (tmp_path / "terms.py").write_text("from tests.tasks.rare import Terms as Task")
+    files = {False: ROOT / "tests/tasks/rare.py", True: tmp_path / "terms.py"}
+    words = "batch_size=1 global_batch=12 steps=5 lr=0.1 weight_decay=0 ddp.find_unused_parameters=true".split()
+    cases = [*itertools.product([False, True], [1, 4])]
+    runs = [
+        [str(files[terms]), *words, "virtual_workers=4", f"seed={seed}", f"save_dir={tmp_path}/{terms}{seed}"]
+        for terms, seed in cases
+    ]
+    many = str(ROOT / "tests/ranks/many.py"), json.dumps(runs)
+    succeed(launch.python(*many) if processes == 1 else launch.torchrun(processes, *many))
+    for terms, seed in cases:
+        ours = torch.load(tmp_path / f"{terms}{seed}" / "last.pt", weights_only=True)["model"]
+        for name, value in plain_loop(seed, terms).items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12, msg=f"{name} {terms} {seed}")
 
 
 # ---- the plan, and what people are told ----
@@ -286,3 +337,21 @@ def test_a_model_with_extra_state_has_a_hash():
     """It is taken at the end of a run, where an error would hide that the run is done."""
     plain = [("weight", torch.ones(2))]
     assert len({digests.of_tensors([*plain, ("_extra_state", extra)]) for extra in ({"scale": 1}, {"scale": 2})}) == 2
+
+
+def test_a_gpu_takes_the_norm_of_aligned_gradients():
+    """DDP keeps them behind each other in a bucket; one process without DDP has them in memory of their own."""
+    model = torch.nn.Sequential(torch.nn.Linear(7, 1), torch.nn.Linear(1, 8), torch.nn.Linear(8, 2))
+    workers = virtual.VirtualWorkers(2, SimpleNamespace(rank=0, size=1, device=torch.device("cuda")), model)
+    workers.in_ddp, bucket, begin = True, torch.randn(100), 0
+    for p in model.parameters():
+        p.grad = bucket.as_strided(p.shape, p.stride(), begin)
+        begin += p.numel()
+    before = [p.grad for p in model.parameters()]
+    workers.total(torch.zeros(2, 3))
+    assert [a is p.grad for a, p in zip(before, model.parameters(), strict=True)] == [
+        grad.data_ptr() % 32 == 0 for grad in before
+    ]
+    assert sum(a is p.grad for a, p in zip(before, model.parameters(), strict=True)) < 6
+    for a, p in zip(before, model.parameters(), strict=True):
+        assert p.grad.data_ptr() % 32 == 0 and torch.equal(a, p.grad) and a.stride() == p.grad.stride()

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import network
+from engine import metrics, network
 from engine.faults import watchdog
 from engine.faults.signals import StopRequest
 from engine.faults.watchdog import Failure, Watchdog, diagnose
+from engine.metrics import Meter
 from engine.phases import Phases
 from engine.world import World
 
@@ -186,3 +187,28 @@ def test_a_wait_that_gets_long_is_warned_of_and_then_ended(ranks, monkeypatch, c
     mine._check_time()
     assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith(said) and ranks.ended[0].exit_code == 6
     assert killed == [signal.SIGKILL] * frozen and f"error: {said}" in capfd.readouterr().err
+
+
+def test_a_host_that_is_stuck_because_its_device_is_waits_for_the_others(ranks, capfd):
+    """In forward, where the queue of launches is full: the device waits in a collective of the step before."""
+    mine, other = ranks.mine, ranks.other
+    mine.phase.posted = SimpleNamespace(query=lambda: False)
+    for each in (mine, other):
+        each.phase("forward")
+        each._beat()
+    ranks.clock.sleep = lambda seconds: other._beat()
+    ranks.passed[0] += 0.95 * mine.timeout_s
+    other.phase.posted = SimpleNamespace(query=lambda: True)
+    mine._check_time(), other._check_time()
+    (cause,) = ranks.ended
+    assert cause.rank == 1 and cause.exit_code == 6, "the one whose device is through, and whose host goes on for ever"
+    assert cause.text.startswith("rank 1 has been in forward for ") and "; waiting: rank 0 in waiting" in cause.text
+
+
+def test_the_step_of_a_gpu_tells_the_watch_when_it_is_over(monkeypatch):
+    event = SimpleNamespace(record=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(metrics.phase, "posted", None)
+    meter = Meter(World(0, 0, 1, torch.device("cuda")))
+    meter.add(torch.zeros(4), ["loss"], 1, None, wait=False)
+    assert metrics.phase.posted is event

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tasks
-from engine import contract
+from engine import config, contract
 from engine.contract import LockstepError
 from formats import windows
 from models.conv1d import Conv1d
@@ -121,6 +121,21 @@ def test_statistics_are_of_the_covered_steps_of_the_chosen_recordings(tmp_path):
     assert std[2] == 1  # a dead channel is not divided by zero
 
 
+def test_the_model_normalises_by_the_recordings_to_train_on_alone(tmp_path):
+    """Those to validate on have another mean and deviation, which nothing of the model may know."""
+    signal = np.random.default_rng(1).normal([3, -1], [2, 5], (44, 2)).astype(np.float32)
+    signal[12:28] = 100 + 50 * signal[12:28]  # the second of three
+    save_recordings(tmp_path / "a.npz", steps=(12, 16, 16), signal=signal, label=np.array([0, 1, 1]))
+    words = ["har", f"dataset.root={tmp_path}", "dataset.val_subjects=6", "dataset.length=8", "dataset.stride=4"]
+    task = tasks.load("har")(config.parse(words, tasks.load).cfg)
+    train, val = task.datasets()
+    assert (len(train), len(val)) == (5, 3)
+    own = np.concatenate([signal[:12], signal[28:]])
+    known = {name.rpartition(".")[2]: buffer.flatten().numpy() for name, buffer in task.model().named_buffers()}
+    assert known["mean"] == pytest.approx(own.mean(0), rel=1e-5)
+    assert known["std"] == pytest.approx(own.std(0), rel=1e-5)
+
+
 @pytest.mark.parametrize("inner", ["", "UCI HAR Dataset"])
 def test_uci_folder(tmp_path, inner):
     written = save_uci(tmp_path / inner)
@@ -188,10 +203,11 @@ def test_random_split_keeps_people_whole_and_depends_on_the_seed_alone(tmp_path)
 
 
 def test_without_subjects_each_class_gives_its_share_of_recordings(tmp_path):
-    np.savez(tmp_path / "a.npz", X=np.zeros((20, 4, 1)), y=np.arange(20) % 4 // 3)  # 15 of one class, 5 of the other
+    y = np.append(np.arange(20) % 4 // 3, 2)  # 15 of one class, 5 of another, and one alone, which is to be learned
+    np.savez(tmp_path / "a.npz", X=np.zeros((21, 4, 1)), y=y)
     found = windows.read(tmp_path)
     val = windows.split(found, val_share=0.2)
-    assert np.bincount(found.labels[val]).tolist() == [3, 1] and found.subjects == []
+    assert np.bincount(found.labels[val], minlength=3).tolist() == [3, 1, 0] and found.subjects == []
 
 
 def test_the_files_own_split_and_how_to_overrule_it(tmp_path):
@@ -418,6 +434,12 @@ def test_conversion_writes_the_same_bytes_twice(tmp_path):
     assert 1e-5 < error.max() <= 2**-14 * 1.01 and windows.split(found).tolist() == [False, True]
 
 
+def test_shortened_numbers_are_rounded_to_the_nearest():
+    values = np.random.default_rng(0).normal(size=9999).astype(np.float32)
+    off = (prepare_watch.shorten(values) - values) / abs(values)
+    assert abs(off).max() <= 2.0**-14 and abs(off.mean()) < 2e-6
+
+
 def test_converter_refuses_other_bytes(tmp_path, capsys):
     other = tmp_path / "seglearn-1.2.5-py3-none-any.whl"
     other.write_bytes(b"not the wheel")
@@ -521,10 +543,14 @@ def test_class_weights_undo_the_imbalance():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_task_builds_each_model_at_a_sensible_size(mode):
+def test_task_builds_each_model_at_a_sensible_size_and_with_its_dropout(mode):
     task = make(model__mode=mode)
-    task.datasets()
-    assert 95_000 < sum(p.numel() for p in task.model().parameters()) < 350_000
+    x = task.datasets()[0].__getitems__([0, 1])["x"]
+    model = task.model()
+    assert 95_000 < sum(p.numel() for p in model.parameters()) < 350_000 and torch.equal(model(x), model(x))
+    task.cfg.model.dropout = 0.5
+    model = task.model()
+    assert not torch.equal(model(x), model(x))
 
 
 def test_task_refuses_a_width_that_the_heads_do_not_divide():
@@ -562,6 +588,45 @@ def test_augmentation_does_not_depend_on_the_cut(channels):
     assert not torch.equal(task.augment(x, seeds + 1), whole)
     task.cfg.augment.enabled = False
     assert task.augment(x, seeds) is x
+
+
+def augmented(x: torch.Tensor, **only: float) -> torch.Tensor:
+    """Windows as the task augments them, in these ways only."""
+    ways = dict.fromkeys(("speed", "shift", "rotate_deg", "scale", "jitter"), 0.0) | only
+    task = make(**{f"augment__{name}": size for name, size in ways.items()})
+    task.std = 1.0 + torch.arange(x.shape[1])
+    return task.augment(x, contract.sample_seeds(0, 0, torch.arange(len(x))))
+
+
+def test_speed_and_shift_are_drawn_apart():
+    """Of a ramp the slope is the speed, and the value in the middle the shift."""
+    y = augmented(torch.arange(101.0).expand(2000, 3, 101), speed=0.3, shift=0.2)[:, 0]
+    drawn = torch.stack([(y[:, 51] - y[:, 50] - 1) / 0.3, (y[:, 50] - 50) / (0.2 * 101)])  # each from -1 to 1
+    assert drawn.abs().max() < 1.001 and drawn.abs().amax(1).min() > 0.99 and drawn.mean(1).abs().max() < 0.05
+    assert drawn.corrcoef()[0, 1].abs() < 0.1
+
+
+def test_the_axes_of_a_sensor_are_scaled_alike_and_sensors_apart():
+    gains = augmented(torch.ones(2000, 6, 1), scale=0.2).view(-1, 2, 3)
+    assert torch.equal(gains, gains[:, :, :1].expand_as(gains)), "or the direction of gravity would change"
+    assert gains.min() > 0.799 and gains.max() < 1.201 and gains[:, :, 0].T.corrcoef()[0, 1].abs() < 0.1
+
+
+def test_noise_is_a_share_of_each_channels_own_deviation():
+    noise = augmented(torch.zeros(500, 6, 20), jitter=0.05).transpose(0, 1).flatten(1)  # (C, samples and steps)
+    torch.testing.assert_close(noise.std(1), 0.05 * torch.arange(1.0, 7), rtol=0.03, atol=0)
+    assert (noise.corrcoef() - torch.eye(6)).abs().max() < 0.05 and noise.mean(1).abs().max() < 0.01
+
+
+def test_sensors_of_a_window_are_turned_together_by_up_to_so_many_degrees():
+    """Of three unit vectors a turn makes its matrix R; (R - R') / (1 + trace R) is its axis times tan(angle / 2)."""
+    y = augmented(torch.eye(3).repeat(2, 1).expand(2000, 6, 3), rotate_deg=20.0)
+    turns = y[:, :3]
+    assert torch.equal(turns, y[:, 3:])
+    skew = (turns - turns.transpose(1, 2)) / (1 + turns.diagonal(dim1=1, dim2=2).sum(1))[:, None, None]
+    axis = torch.stack([skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]]) / np.tan(np.radians(10))  # each from -1 to 1
+    assert axis.abs().max() < 1.001 and axis.abs().amax(1).min() > 0.99 and axis.mean(1).abs().max() < 0.05
+    assert (axis.corrcoef() - torch.eye(3)).abs().max() < 0.1
 
 
 def test_rotation_is_one():

@@ -128,7 +128,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> Any:
     """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
-    preflight.print_plan(found)
+    preflight.print_plan(found, steps=False)
     scored = evaluate_split(found, found.val_loader)
     if not scored or not world.main:
         return None

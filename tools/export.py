@@ -111,7 +111,7 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
 def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
     """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
     run = train.build(args, world, split="any")
-    preflight.print_plan(run)
+    preflight.print_plan(run, steps=False)
     model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")
     module, input_of = run.task.export_module(model)
     module.eval()
@@ -124,7 +124,8 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
             "step": run.progress.step,
             "inputs": _described(inputs[-1]),
             "outputs": _described(outputs),
-            "known": run.task.metadata(),
+            # Not the names of the recordings: the file is handed on.
+            "known": {name: value for name, value in run.task.metadata().items() if name != "videos"},
         }
         exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
         found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]

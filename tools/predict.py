@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import csv
 import io
+import itertools
 import json
 import sys
 import time
@@ -74,6 +75,7 @@ class Prediction:
     probabilities  (N, C)
     fps            rows per second, 0 if unknown; for frames only, which have a picture
     truth          (N,) class numbers, -1 where nothing is annotated; for annotated videos only
+    side           "trained on", "held out" or "new", a video of that name
     """
 
     name: str
@@ -81,6 +83,7 @@ class Prediction:
     probabilities: np.ndarray
     fps: float | None = None
     truth: np.ndarray | None = None
+    side: str = ""
 
     @property
     def labels(self) -> np.ndarray:
@@ -94,6 +97,12 @@ def main(argv: list[str]) -> int:
     return guarded([asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust))
 
 
+def _free() -> Path:
+    """Return the name of a table that is not there yet, in this folder: predictions.csv, predictions_2.csv, ..."""
+    names = (Path(f"predictions{f'_{n}' if n > 1 else ''}.csv") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
 def _parser(by_split: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="predict.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -103,7 +112,9 @@ def _parser(by_split: bool) -> argparse.ArgumentParser:
     if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
         add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
     add("--split", choices=("val", "train", "all"), help="predict the run's own data; all: or others, by dataset.root")
-    add("--out", type=Path, default=Path("predictions.csv"), help="the table, .csv or .npz (default: predictions.csv)")
+    add(
+        "--out", type=Path, default=_free(), help="the table, .csv or .npz (default: predictions.csv, or a free number)"
+    )
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
@@ -350,13 +361,25 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
         except videos.BrokenVideo as error:
             yield error
             continue
+        rates = task.about["cutting"].get("fps", [])
+        if fps and rates and not any(abs(fps - rate) < 0.02 * rate for rate in rates):
+            known = " and ".join(f"{rate:g}" for rate in rates)
+            print(f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}", file=sys.stderr)
         frames = np.arange(len(probabilities))
         times = np.round(frames / fps, 6) if fps else [""] * len(frames)
         count, classes = len(frames), task.classes
         truth = annotated_frames(annotated, name, fps, count, classes) if annotated else None
-        yield Prediction(
-            name, {"video": [name] * len(frames), "frame": frames, "time_s": times}, probabilities, fps, truth
-        )
+        cells, side = {"video": [name] * count, "frame": frames, "time_s": times}, side_of(name, task.about["videos"])
+        yield Prediction(name, cells, probabilities, fps, truth, side)
+
+
+def side_of(name: str, sides: dict[str, list[str]]) -> str:
+    """Return the side {side: names} of the run's own videos that has this one, by as much of the path as both give;
+    "new" if none has it, and nothing if an older checkpoint does not know."""
+    for side, names in sides.items():
+        if any(f"/{name}".endswith(f"/{known}") or f"/{known}".endswith(f"/{name}") for known in names):
+            return side
+    return "new" if sides else ""
 
 
 def annotated_trials(table: Path, how: Sliding) -> Plan:
@@ -480,6 +503,7 @@ def _about(said: Prediction, classes: list[str], drawn: Ethograms) -> dict[str, 
     }
     if said.fps is None:
         return about
+    about |= {"side": said.side} if said.side else {}
     if said.truth is not None and (seen := said.truth >= 0).any():
         about["as_annotated"] = round(float((said.labels == said.truth)[seen].mean()), 6)
     return about | {"fps": said.fps, "ethogram": str(drawn.draw(said))}
@@ -494,12 +518,17 @@ def _png(picture: np.ndarray) -> bytes:
 
 
 def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
+    """A row for each file, and the mean agreement of the videos that were not trained on."""
     compared = any("as_annotated" in about for about in summary)
-    rows = [["", "rows", *classes, *["as annotated"] * compared]]
+    rows = [["", "rows", *classes, *["as annotated", ""] * compared]]
     for about in summary:
         shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]
         same = f"{100 * about['as_annotated']:.1f}%" if "as_annotated" in about else ""
-        rows.append([about["name"], str(about["rows"]), *shares, *[same] * compared])
+        rows.append([about["name"], str(about["rows"]), *shares, *[same, about.get("side", "")] * compared])
+    new = [one["as_annotated"] for one in summary if "as_annotated" in one and one.get("side") in ("held out", "new")]
+    if new:
+        mean = f"mean of {amount(len(new), 'video')} not trained on"
+        rows.append([mean, *[""] * (1 + len(classes)), f"{100 * sum(new) / len(new):.1f}%", ""])
     return "\n".join(aligned(rows))
 
 

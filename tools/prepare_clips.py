@@ -31,8 +31,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.errors import LockstepError
-from formats.arrays import check_text, stays_below
-from formats.clips import CUTTING, ClipsWriter
+from formats.arrays import look_alikes, stays_below, text_lines
+from formats.clips import CUTTING, ClipsWriter, lasting, read_table
 from formats.videos import BrokenVideo, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
@@ -64,6 +64,7 @@ class Plan:
     crop: tuple[int, int, int, int] | None
     size: int
     trials: dict[str, list[Trial]] = field(default_factory=dict)
+    rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
@@ -79,27 +80,22 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     Raises LockstepError, naming the line, for a missing column, a time that is no number, a label not in `classes`, or
     a video outside of the folder of videos.
     """
-    try:
-        reader = csv.DictReader(check_text(path.read_text(encoding="utf-8-sig"), path).splitlines(), restval="")
-        columns = [name for name in TIMES if name in (reader.fieldnames or ())]
-        missing = [name for name in ("video", "label") if name not in (reader.fieldnames or ())]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        what = f"cannot read the annotations: {error}"
-        raise LockstepError(what, where=str(path), todo="give a table as CSV in UTF-8") from None
-    if missing or len(columns) != 1:
+    lines = text_lines(path)
+    header = next(csv.reader(lines[:1]), [])
+    columns = [name for name in TIMES if name in header]
+    if not {"video", "label"} <= {*header} or len(columns) != 1:
         raise LockstepError(
-            f"the header has {', '.join(reader.fieldnames or ['nothing'])}",
+            f"the header has {', '.join(header) or 'nothing'}",
             where=f"{path}:1",
             todo=f"it needs video, label and exactly one of {', '.join(TIMES)}",
         )
     plan = Plan(column=columns[0], **plan_of)
-    try:
-        for row in reader:
-            where = f"{path}:{reader.line_num}"
-            trial = _trial(row, columns[0], classes, where, reader.line_num)
-            plan.trials.setdefault(row["video"], []).append(trial)
-    except csv.Error as error:
-        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="fix that line") from None
+    for line, row in read_table(path, "\n".join(lines), columns):
+        trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
+        if twin := [other.line for other in plan.trials.get(row["video"], []) if other.at == trial.at]:
+            what = f"{row['video']} has a trial at the same time in line {twin[0]}"
+            raise LockstepError(what, where=f"{path}:{line}", todo="keep one: a trial has one label, and counts once")
+        plan.trials.setdefault(row["video"], []).append(trial)
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
         raise LockstepError("no trials", where=str(path), todo="write a row for each")
@@ -145,6 +141,7 @@ def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cu
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
             raise LockstepError("the video does not say its frame rate", where=str(path), todo="annotate in frames")
+        plan.rates |= {round(fps, 2)} - {0}
         yield from _collect(decoded, plan, trials, fps, path, table)
 
 
@@ -232,7 +229,11 @@ def prepare(asked: argparse.Namespace) -> str:
     plan, classes = read_annotations(asked.annotations, cutting, classes)
     folder = asked.videos or asked.annotations.parent
     broken: list[str] = []
-    counts = dict.fromkeys(classes, 0)
+    for video, trials in plan.trials.items():  # before hours of decoding
+        if not (asked.skip_broken or (folder / video).exists()):
+            what, todo = f"cannot read the video: there is no {folder / video}", "fix the name, or give --videos FOLDER"
+            raise BrokenVideo(what, where=f"{asked.annotations}:{trials[0].line}", todo=todo)
+    seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
     extra = ("source_frame", "source_line")
     total = sum(len(trials) for trials in plan.trials.values())
     with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
@@ -243,13 +244,14 @@ def prepare(asked: argparse.Namespace) -> str:
                 # With --skip-broken a video that breaks half-way is left out whole, so its clips wait in memory.
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
                     writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line)
-                    counts[trial.label] += 1
+                    seen[trial.label].append(video)
                     bar.update()
             except BrokenVideo as error:
                 if not asked.skip_broken:
                     raise
                 broken.append(str(error))
-        writer.write_text(CUTTING, json.dumps({"crop": crop, "stride": asked.stride, "size": asked.size}) + "\n")
+        about = {"crop": crop, "stride": asked.stride, "size": asked.size, "fps": sorted(plan.rates)}
+        writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", where=str(folder), todo=broken[0])
         written = writer.num_trials
@@ -257,13 +259,21 @@ def prepare(asked: argparse.Namespace) -> str:
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
+    counts = {label: len(of) for label, of in seen.items()}
     shares = ", ".join(f"{name} {count}" for name, count in counts.items())
     lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
     # Only warnings: the folder is complete and may have another purpose. Training refuses it.
+    warnings = []
     if videos < 2:
-        lines.append("warning: all trials are of one video; training divides videos, so it needs two or more")
+        warnings.append("all trials are of one video; training divides videos, so it needs two or more")
     if sum(count > 0 for count in counts.values()) < 2:
-        lines.append("warning: all trials are of one class; there is nothing to tell apart")
+        warnings.append("all trials are of one class; there is nothing to tell apart")
+    if " or " in (lasts := lasting(asked.frames, about)):
+        warnings.append(f"a clip lasts {lasts}")
+    alone = {label: of[0] for label, of in seen.items() if videos > 1 and len({*of}) == 1}
+    warnings += [f"all of {label!r} is in {name}: trained on or validated, never both" for label, name in alone.items()]
+    warnings += look_alikes({name: count for name, count in counts.items() if count})
+    lines += [f"warning: {warning}" for warning in warnings]
     return "\n".join(lines)
 
 

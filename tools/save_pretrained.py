@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
     def work(args: config.Args, world: World) -> int:
         found = train.build(args, world, split="val")
-        preflight.print_plan(found)
+        preflight.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
             raise LockstepError(f"task {args.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run")

@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -41,6 +42,9 @@ from tools.running import guarded
 
 CLEARLY = 1.03
 """The speed-up from which a setting is taken: less may be chance."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a tool that Ctrl-C has ended; what was measured until then is kept."""
 
 Row = dict[str, Any]
 
@@ -144,6 +148,8 @@ class Tuning:
                 try:
                     row, again = (self.tried(each, self.options.seconds) for each in (settings, best["settings"]))
                 except LockstepError as error:  # such as a missing compiler
+                    if error.exit_code == INTERRUPTED:
+                        raise
                     self.say(f"  {key}={value}: {error}")
                     continue
                 if row is None or again is None:
@@ -213,13 +219,21 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     if options.out and Path(options.out).exists():
         raise LockstepError(f"{options.out} is there already", where="--out", todo="remove it, or give another name")
     tuning = Tuning(options, words, asked.cfg)
-    best, largest = tuning.find_batch()
-    tuning.say(f"\n{largest}\nfastest batch: {best['batch_size']} per process\n")
-    best = tuning.find_rest(best)
+    largest, cut_short = "", ""
+    try:
+        best, largest = tuning.find_batch()
+        tuning.say(f"\n{largest}\nfastest batch: {best['batch_size']} per process\n")
+        best = tuning.find_rest(best)
+    except LockstepError as error:
+        timed = [row for row in tuning.rows if not row["out_of_memory"]]
+        if error.exit_code != INTERRUPTED or not timed:
+            raise
+        best = max(timed, key=lambda row: row["samples_per_s"])
+        cut_short = "# interrupted: the fastest of what was tried so far\n"
     delta = nested({"task": asked.cfg.task, **best["settings"]})
     command = shlex.join(["python", "tools/tune.py", *sys.argv[1:]])
     about = f"# {command}\n# {best['samples_per_s']:.4g} samples/s on {amount(options.processes, 'process')}\n"
-    text = about + yaml.safe_dump(delta, sort_keys=False)
+    text = about + cut_short + yaml.safe_dump(delta, sort_keys=False)
     if options.json:
         print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))
     if busy := crowded(max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])):
@@ -228,7 +242,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     if options.out:
         Path(options.out).write_text(text, encoding="utf-8")
         tuning.say(f"written to {options.out}: give it to a training with --config {options.out}")
-    return 0
+    return INTERRUPTED if cut_short else 0
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

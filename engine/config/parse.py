@@ -36,7 +36,7 @@ class Args(NamedTuple):
     print_config: bool
     dry_run: bool
     debug: bool
-    force: bool
+    force: bool | tuple[str, ...]  # the keys named with it; True: all
     profile: bool
     notes: tuple[str, ...] = ()  # what was accepted, but sets nothing
 
@@ -65,8 +65,8 @@ def parse(
         given,
         [Setting(key, str(value), "started again with") for key, value in (again or {}).items()],
     ]
-    named = (str(s.value) for layer in reversed(layers) for s in layer if s.key == "task" and s.value is not None)
-    task_name = _at_home(next(named, Config.task))
+    tasks = (str(s.value) for layer in reversed(layers) for s in layer if s.key == "task" and s.value is not None)
+    task_name = _at_home(next(tasks, Config.task))
     try:
         task = load_task(task_name)
     except LockstepError as error:
@@ -83,9 +83,20 @@ def parse(
     problems = [line for line in problems if line]
     cfg.resume = {"true": "auto", "false": "never"}.get(cfg.resume.lower(), cfg.resume)  # LeRobot's is a switch
     problems += _contradictions(cfg)
-    if problems and not switches & {"help"}:
+    if isinstance(named := switches.get("force"), tuple):
+        switches["force"] = tuple(aliases.get(key, key) for key in named)
+        problems += [_not_forced(key) for key in switches["force"] if key not in (*_fields(cfg), *FORCED)]
+    if problems and "help" not in switches:
         raise LockstepError("\n".join(problems))
-    return Args(cfg, **{name: name in switches for name in SWITCHES}, notes=tuple(notes))
+    return Args(cfg, **{name: switches.get(name, False) for name in SWITCHES}, notes=tuple(notes))
+
+
+FORCED = ("data",)
+"""What --force may name beside keys: the contents and the number of the training samples."""
+
+
+def _not_forced(key: str) -> str:
+    return f"--force {_shown(key)} (command line): name keys of --print-config, or data, with commas between"
 
 
 class _Frozen:
@@ -203,7 +214,7 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
         "  --print-config       print the resolved tree (every key there is) and stop",
         "  --dry-run            print the arithmetic of the run and stop",
         "  --debug              show the traceback of an error",
-        "  --force              resume a checkpoint although the config is another",
+        "  --force [KEY,...]    resume a checkpoint although the config is another, or these keys of it are",
         "  --profile            say where the time of a step goes, and leave a trace of some steps in the run's folder",
         "",
         "Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50.",
@@ -225,27 +236,32 @@ def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]
         name = name.replace("-", "_")
         if not flag and not equals:
             yield None, None, [word]
-        elif not equals and name not in SWITCHES and _takes_a_value(name, rest):
+        elif not equals and (
+            _names_keys(rest) if name == "force" else name not in SWITCHES and _takes_a_value(name, rest)
+        ):
             yield name, rest[0], [word, rest.pop(0)]
         else:
             yield name, value if equals else None, [word]
 
 
-def _tokens(argv: list[str], problems: list[str]) -> tuple[set[str], list[str], list[Setting]]:
+def _tokens(argv: list[str], problems: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
     """Return the command line as (switches, config files, settings)."""
-    switches: set[str] = set()
+    switches: dict[str, Any] = {}
     files: list[str] = []
     settings: list[Setting] = []
     for name, value, (word, *_) in _items(argv):
         flag = word.startswith("--")
         if word == "-h":
-            switches.add("help")
+            switches["help"] = True
         elif name is None and any(setting.key == "task" for setting in settings):
             problems.append(f"unexpected {_shown(word)!r} (command line): give settings as --flag value or key=value")
         elif name is None:
             settings.append(Setting("task", word, "command line"))
+        elif flag and name == "force" and value and value.lower() not in _BOOLS:
+            named = switches.get("force", ())
+            switches["force"] = named is True or (*named, *value.replace("-", "_").split(","))
         elif flag and name in SWITCHES:
-            switches.add(name)
+            switches[str(name)] = True
             if value is not None:
                 problems.append(f"--{_shown(word[2:])} (command line): give --{name.replace('_', '-')} alone, or not")
         elif flag and name in FILES:
@@ -275,6 +291,13 @@ def resume_arguments(argv: list[str], task: Task | type[Task], folder: str) -> l
     if "save_dir" not in found:
         words.append(f"--save-dir={folder}")  # as a flag: the launcher takes another script where it sees key=value
     return [*words, "--resume=auto"] if "resume in a file" in found else words
+
+
+def _names_keys(rest: list[str]) -> bool:
+    """Return whether the word after --force names keys: a dotted one, or a common one, is no task."""
+    keys = [] if not rest or rest[0].endswith(".py") else rest[0].replace("-", "_").split(",")
+    common = {*_fields(Config()), *ALIASES, *FORCED}
+    return bool(keys) and all(key in common or ("." in key and not {"=", "/"} & {*key}) for key in keys)
 
 
 def _takes_a_value(name: str, rest: list[str]) -> bool:
@@ -416,13 +439,16 @@ def _apply(
     fields = _fields(cfg)
     said: dict[str, Setting] = {}
     for setting in layer:
+        if other := aliases.get(f"{setting.key}={setting.value}"):  # a value that means something else here
+            setting = Setting(other.split("=")[0], other.split("=")[1], setting.where)
         key = aliases.get(setting.key, setting.key)
         if key not in fields:
             unknown[len(problems)] = setting
             problems.append("")
             continue
         if key in said:
-            problems.append(f"{key!r} is given twice ({said[key].where} and {setting.where}): keep one")
+            both = f", as {said[key].key} and {setting.key}" if setting.key != said[key].key else ""
+            problems.append(f"{key!r} is given twice{both} ({said[key].where} and {setting.where}): keep one")
             continue
         said[key] = setting
         kind, f = fields[key]
@@ -501,7 +527,7 @@ def _unknown(setting: Setting, fields: dict[str, Any], aliases: dict[str, str]) 
     if setting.key in sections:
         example = next(key for key in fields if key.startswith(setting.key + "."))
         return f"{setting.key!r} is a section ({setting.where}): set a key in it, such as {example}"
-    known = [*fields, *aliases]
+    known = [*fields, *(name for name in aliases if "=" not in name)]
     leaves = {key.rpartition(".")[2]: key for key in fields}
     near = difflib.get_close_matches(setting.key, known, n=2, cutoff=0.6)
     near += [

@@ -180,6 +180,9 @@ class Config:
     save_every: int = option(
         0, "optimizer steps between checkpoints; 0 = once an epoch, less often if epochs take seconds", low=0
     )
+    save_minutes: float = option(
+        10.0, "without save_every: minutes between checkpoints within an epoch, or longer; 0 = only at its end", low=0
+    )
     patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
     max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
     max_skipped_steps: int = option(
@@ -187,6 +190,10 @@ class Config:
     )
     check_every: int = option(
         500, "optimizer steps between checks that all ranks hold the same weights; 0 = never", low=0
+    )
+    check_resume: bool = option(True, "after the first step, compare what a resumed run would restore with what runs")
+    check_sums: bool = option(
+        True, "before the first step, compute some samples together and in two parts: loss and score must add up"
     )
     keep_checkpoints: int = option(1, "older checkpoints to keep beside the last and the best", low=0)
     loader_timeout_s: float = option(180.0, "seconds a batch may take a loader process (num_workers > 0)", above=0)

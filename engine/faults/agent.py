@@ -10,10 +10,12 @@ torchrun ends with 1 whatever its processes ended with, and with a table of fort
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -44,6 +46,8 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from engine.faults import sealed
+
     if unset:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
@@ -51,6 +55,18 @@ def main(argv: list[str]) -> int:
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
+    one_machine = args.standalone or args.nnodes in ("1", "1:1")
+    try:
+        known = sealed.secret(one_machine) or (secrets.token_hex(32).encode() if one_machine else b"")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if known:
+        os.environ[sealed.SECRET] = known.decode()
+        sealed.guard_torchs_rendezvous(known)
+    if one_machine:
+        args.local_addr = args.master_addr = "127.0.0.1"
+    listen_less(one_machine)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
             handled = args.signals_to_handle.split(",")
@@ -131,6 +147,48 @@ def _interface_of(address: str, probe: socket.socket) -> str:
 
 def is_loopback(address: str) -> bool:
     return not address or ipaddress.ip_address(address).is_loopback
+
+
+def listen_less(one_machine: bool) -> None:
+    """From here on each store that this process serves listens on the loopback where the run is on one machine, else at
+    the address by which the others find it, or the one that leads there; torch's own does on all network interfaces."""
+    import torch.distributed as dist
+
+    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)  # a second call takes the place of the first
+
+    def store(
+        host_name: str, port: int = 0, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+    ) -> Any:
+        if is_master and (listener := _listen(host_name, port, one_machine)):
+            host_name = "127.0.0.1" if one_machine else host_name
+            port, named["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+        return torchs(host_name, port, world_size, is_master, *more, **named)
+
+    vars(store)["torchs"] = torchs
+    elastic = [f".elastic.rendezvous.{kind}" for kind in ("c10d_rendezvous_backend", "static_tcp_rendezvous")]
+    for name in ("", ".rendezvous", *elastic):
+        if module := sys.modules.get(f"torch.distributed{name}"):
+            vars(module)["TCPStore"] = store
+
+
+def _listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
+    """Return a socket for a store, or None for torch's own, on all interfaces: where `host` is the loopback, as that of
+    a machine's own name is on Debian, or several addresses, nothing tells where the others come from."""
+    places = ["127.0.0.1"]
+    if not one_machine:
+        with contextlib.suppress(OSError):
+            places = [*{str(found[4][0]) for found in socket.getaddrinfo(host, None)}]
+        if len(places) > 1 or is_loopback(places[0]):
+            return None
+        places.append(way_to(host)[0])  # theirs is translated on the way
+    for address in filter(None, places):
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=2048)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise RuntimeError(str(error)) from error  # as torch does
+    return None
 
 
 def _arrange_c10d(args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine import batches, launch
+from engine.contract import RESERVED
 from engine.errors import LockstepError, headline
 from engine.faults import oom, terminal, watchdog
 from engine.faults.signals import leave_nothing
@@ -125,9 +127,28 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
     return LockstepError(
         f"{type(error).__name__}: {text}" if text else type(error).__name__,
         where=where,
-        todo=batches.hint(error) or traceback_is,
+        todo=batches.hint(error) or _advice(error) or traceback_is,
         exit_code=1,
     )
+
+
+def _advice(error: BaseException) -> str:
+    """Return what the batch holds where a key is sought in vain, and which label is none of the model's outputs."""
+    inner = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    given = [[value for value in there.values() if type(value) is dict and RESERVED in value] for there in inner]
+    if isinstance(error, KeyError) and given and given[0] and error.args and error.args[0] not in given[0][0]:
+        return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != RESERVED)}"
+    if found := isinstance(error, IndexError) and re.match(r"Target (-?\d+) is out of bounds", str(error)):
+        with contextlib.suppress(Exception):  # torch's own names; a label may be of a part of a sample
+            logits, y = next(
+                (there["input"], there["target"]) for there in inner if {"input", "target"} <= there.keys()
+            )
+            index = next(batch[RESERVED].index for batches_of in given for batch in batches_of)
+            sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
+            return f"the label of sample {sample} is none of the model's {logits.shape[1]} outputs, numbered from 0"
+    if "device-side assert" in str(error):
+        return "mostly a label that is no output of the model, or an index beyond an embedding: device=cpu names it"
+    return ""
 
 
 def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:

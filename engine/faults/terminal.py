@@ -92,6 +92,11 @@ def shout(text: str) -> None:
         _note("stderr", error)
 
 
+def plain(text: str, most: int = 4000) -> str:
+    """Return a text from outside without what a terminal would obey."""
+    return "".join(sign for sign in text[:most] if sign in "\n\t" or sign.isprintable())
+
+
 def _note(stream: str, error: OSError) -> None:
     words = f"{stream} cannot be written ({error.strerror})"
     if words not in lost:

@@ -38,6 +38,12 @@ BEAT_S = 1.0
 
 MACHINE = machine()
 
+SHRINKS = {"global_batch", "batch_size", "eval_batch_size", "gradient_accumulation_steps"}
+"""What a rank that has run out of memory may ask the others to change."""
+
+BEAT = {"beats": 0, "pid": 0, "host": "", "machine": "", "step": 0, "phase": "", "waits": True, "for_s": 0.0}
+"""A heartbeat, in form."""
+
 
 @dataclass
 class Failure:
@@ -48,6 +54,23 @@ class Failure:
     exit_code: int
     details: str = ""  # a traceback, or stacks
     again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
+
+    @classmethod
+    def told(cls, note: Any) -> Failure | None:
+        """Return what a note says, as far as one of another process is believed; None if it is no failure."""
+        like = cls(0, "", 0).__dict__
+        if not _is_like(note, like):
+            return None
+        again = {key: value for key, value in note["again"].items() if key in SHRINKS}  # in their order
+        again = again if all(type(value) is int and value >= 0 for value in again.values()) else {}
+        code = note["exit_code"] if 1 <= note["exit_code"] <= status.DISTRIBUTED else 1
+        return cls(note["rank"], terminal.plain(note["text"]), code, terminal.plain(note["details"], 100_000), again)
+
+
+def _is_like(note: Any, like: dict[str, Any]) -> bool:
+    """Return whether it has the same keys, with values of the same types."""
+    same = isinstance(note, dict) and note.keys() == like.keys()
+    return same and all(type(note[key]) is type(value) for key, value in like.items())
 
 
 class Watchdog:
@@ -93,8 +116,18 @@ class Watchdog:
 
     # ---- what this rank tells ----
 
-    def _beat(self) -> None:
+    def _doing(self) -> tuple[str, bool, float]:
+        """Return the phase. On a GPU the host also waits where it says nothing of it: in any operation, when about a
+        thousand have been launched and the device stands still, as in a collective that another rank has not begun."""
         doing, waits, since = self.phase.now
+        if self.phase.posted is None or waits or time.monotonic() - since < self.timeout_s / 2:
+            return doing, waits, since
+        with contextlib.suppress(RuntimeError):  # of CUDA: the main thread meets it, too
+            return ("waiting for the device", True, since) if not self.phase.posted.query() else (doing, waits, since)
+        return doing, waits, since
+
+    def _beat(self) -> None:
+        doing, waits, since = self._doing()
         self.beats += 1
         beat = {
             "beats": self.beats,
@@ -118,8 +151,8 @@ class Watchdog:
         """Tell all ranks within a beat of a stop requested on one; the loop votes on the step it happens after."""
         if self.stop.reason:
             self.notes.put_first("stop", {"rank": self.world.rank, "reason": self.stop.reason})
-        elif note := self.notes.get_first("stop"):
-            self.stop.request(f"{note['reason']} on rank {note['rank']}")
+        elif _is_like(note := self.notes.get_first("stop"), {"rank": 0, "reason": ""}):
+            self.stop.request(terminal.plain(f"{note['reason']} on rank {note['rank']}", 200))
 
     # ---- what it does about the others ----
 
@@ -165,7 +198,7 @@ class Watchdog:
 
     def _check_time(self) -> None:
         phase, world = self.phase, self.world
-        doing, waits, since = phase.now
+        doing, waits, since = self._doing()
         took = time.monotonic() - since
         if took > self.timeout_s / 2 and self.said != since and phase.step and world.size == 1:
             self.said = since
@@ -194,7 +227,8 @@ class Watchdog:
             if claimed:
                 announce(self.world, cause)
                 for beat in silent:  # a frozen process ignores signals, and torchrun would wait half a minute for it
-                    if beat["machine"] == MACHINE:
+                    state, parent = _state(beat["pid"])  # the beat may be a stranger's, and name any process
+                    if beat["machine"] == MACHINE and (state == "T" or parent == os.getppid()):
                         with contextlib.suppress(OSError):
                             os.kill(beat["pid"], signal.SIGKILL)
             self._end(self.notes.root_cause() or cause, claimed)
@@ -213,8 +247,8 @@ class Watchdog:
         found = {self.world.rank: stacks()}
         for rank in range(self.world.size):
             note = self.notes.get(f"stacks{rank}")
-            if note:
-                found[rank] = note
+            if isinstance(note, str):
+                found[rank] = terminal.plain(note, 1_000_000)
         return found
 
     def _say(self, text: str, dumps: dict[int, str]) -> None:
@@ -311,7 +345,8 @@ class _Notes:
 
     def get(self, key: str) -> Any:
         note = self._ask("get", key) if self.has(key) else None
-        return None if note is None else json.loads(note)
+        with contextlib.suppress(ValueError):  # no JSON
+            return None if note is None else json.loads(note)
 
     def put(self, key: str, value: Any) -> None:
         self._ask("set", key, json.dumps(value))
@@ -325,11 +360,15 @@ class _Notes:
 
     def get_first(self, key: str) -> Any:
         note = self.get(key)
-        return note and note[1]
+        return note[1] if isinstance(note, list) and len(note) == 2 else None
 
     def beats(self) -> dict[int, Any]:
         found = {rank: self.get(f"beat{rank}") for rank in range(self.world.size)}
-        return {rank: beat for rank, beat in found.items() if beat}
+        beats = {rank: beat for rank, beat in found.items() if _is_like(beat, BEAT)}
+        return {
+            rank: {k: terminal.plain(v, 200) if isinstance(v, str) else v for k, v in beat.items()}
+            for rank, beat in beats.items()
+        }
 
     def claim_root_cause(self, cause: Failure) -> bool:
         """Return whether this is the first cause; without a store every rank reports its own."""
@@ -338,8 +377,8 @@ class _Notes:
 
     def root_cause(self) -> Failure | None:
         """Return the first cause; once read, it is known here even if the store is gone."""
-        if not _known and (note := self.get_first("failure")):
-            _known.append(Failure(**note))
+        if not _known and (cause := Failure.told(self.get_first("failure"))):
+            _known.append(cause)
         return _known[0] if _known else None
 
 
@@ -394,6 +433,14 @@ def _dead_peer(notes: _Notes, world: World) -> Failure | None:
     return None
 
 
+def _state(pid: int) -> tuple[str, int]:
+    """Return a process's state, T where it is stopped, and its parent; nothing where /proc does not tell."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        state, parent = file.read().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "", 0
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -401,21 +448,17 @@ def _alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # a zombie answers signals
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
+    return _state(pid)[0] != "Z"  # a zombie answers signals
 
 
 def say_error(text: str) -> None:
-    terminal.shout("".join(f"error: {line}\n" for line in text.splitlines()))
+    terminal.shout("".join(f"error: {line}\n" for line in terminal.plain(text, 100_000).splitlines()))
 
 
 def say(cause: Failure) -> None:
     """Print why the run ends; a warning if it resumes by itself."""
     if cause.again:
-        terminal.shout(f"warning: {cause.text}\n")
+        terminal.shout(f"warning: {terminal.plain(cause.text)}\n")
     else:
         say_error(cause.text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zipfile
@@ -15,9 +16,9 @@ from engine.errors import LockstepError
 from engine.files.atomic import sha256_of
 
 PLAIN = frozenset(
-    "collections.OrderedDict torch.Size torch.device _codecs.encode __builtin__.set __builtin__.complex builtins.set "
-    "builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter "
-    "torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
+    "collections.OrderedDict collections.Counter torch.Size torch.device _codecs.encode __builtin__.set "
+    "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
+    "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
 )
 """Globals allowed in a checkpoint beside storages and dtypes: plain values to `weights_only=True`."""
 
@@ -54,16 +55,17 @@ class _DryUnpickler(pickle._Unpickler):
             raise ValueError("a tensor whose size is not that of its data")
 
 
-def examine(path: Path) -> None:
+def examine(file: Path | io.BytesIO) -> None:
     """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
     Reads little of it; `damage` checks that the contents are as written."""
-    with zipfile.ZipFile(path) as archive:
+    length = os.stat(file).st_size if isinstance(file, Path) else len(file.getbuffer())
+    with zipfile.ZipFile(file) as archive:
         contents = archive.infolist()
         sizes = {item.filename: item.file_size for item in contents}
         if any(name.endswith("/constants.pkl") for name in sizes):
             raise ValueError("a TorchScript archive, which holds code")
         if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
-            sum(item.file_size for item in contents) > os.stat(path).st_size
+            sum(item.file_size for item in contents) > length
         ):
             raise ValueError("a compressed archive, which torch.save never writes")
         top = min(sizes, default="").split("/")[0]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from engine.errors import LockstepError
+from engine.files import status
 from engine.files.archive import damage, examine, reason
 from engine.files.atomic import write_atomically, write_json
 
@@ -262,7 +263,10 @@ def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
 
 LOST_S, SHARE = 10.0, 0.01
 """Without `save_every` the end of an epoch is worth a checkpoint if so many seconds have passed since the last one, or
-if that one has taken at most such a share of them."""
+if that one has taken at most such a share of them; within an epoch `save_minutes` must have passed, and that share."""
+
+RETRY_S, MANY = (15.0, 600.0), 3
+"""After a save that has failed: seconds, doubled with each in a row, and the most; how many in a row are a danger."""
 
 
 class Writer:
@@ -278,11 +282,14 @@ class Writer:
         self.pending: Future[None] | None = None
         self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
         self.cost, self.since = 0.0, time.monotonic()
+        self.failures = 0  # in a row
 
-    @property
-    def worth_it(self) -> bool:
-        """Return whether a checkpoint that may be put off is to be written now."""
-        return time.monotonic() - self.since >= min(LOST_S, self.cost / SHARE)
+    def worth_it(self, minutes: float | None = None) -> bool:
+        """Return whether a checkpoint that may be put off is to be written now: at the end of an epoch, or within one,
+        where at least so many minutes must have passed; after a save that has failed, sooner."""
+        passed, pays = time.monotonic() - self.since, self.cost / SHARE
+        wait = min(RETRY_S[0] * 2**self.failures, RETRY_S[1]) if self.failures else 60 * (minutes or 0.0)
+        return passed >= (min(LOST_S, pays) if minutes is None else max(wait, pays))
 
     def submit(
         self,
@@ -309,9 +316,23 @@ class Writer:
         except LockstepError as error:
             self.failed = error
             self.say(f"warning: {error}")
+        self._count()
         self.cost = 0.0 if self.failed else time.thread_time() - began
         while self.checkpoints.warnings:
             self.say(f"warning: {self.checkpoints.warnings.pop(0)}")
+
+    def _count(self) -> None:
+        """Count failures in a row: of many the log and the status say what is at stake, until one succeeds."""
+        before, self.failures = self.failures, self.failures + 1 if self.failed else 0
+        if self.failures >= MANY:
+            held = self.checkpoints.entries
+            lost = f"nothing since step {held[-1].step} is on disk" if held else "nothing is on disk"
+            warning = f"{self.failures} saves in a row have failed: {lost}"
+            self.say(f"warning: {warning}")
+            status.current.update(warning=warning)
+        elif before >= MANY:
+            self.say("A checkpoint could be written again")
+            status.current.update(warning="")
 
     def _commit(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
         try:

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine import config
 from engine.console import console, show_bars
-from engine.contract import Sums
+from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount
 from engine.faults import terminal
 from engine.files import atomic, status
@@ -47,6 +47,7 @@ class Silent:
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
     def slow(self, run: Run, slow: Slow | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
+    def changed(self, run: Run, changes: list[str]) -> None: ...
     def sync(self) -> None: ...
     def end_bars(self, run: Run) -> None: ...
     def close(self) -> None: ...
@@ -60,11 +61,13 @@ class Log(Silent):
         self.start = start = run.progress.step
         self.config = run.cfg
         self.lost: set[str] = set()  # what can no longer be written
+        self.bad: set[str] = set()  # numbers of samples that hold what is not finite
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
+        self.slowest: tuple[int, str] | None = None  # the slow rank that was named last, and in what
         self.blind = False  # the loss of the terminal has been logged
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.memory_mb, self.memory_read_at = 0.0, -math.inf
-        self.bars = sys.stderr.isatty()
+        self.bars = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         show_bars(self.bars)
         self.crowd = cores.Crowd()
         self.bar: Any = None
@@ -117,7 +120,7 @@ class Log(Silent):
     def _record(self, event: str, run: Run, values: dict[str, Any]) -> None:
         p = run.progress
         time_s = round(self.earlier_s + time.perf_counter() - self.began, 3)
-        line = {"event": event, "step": p.step, "epoch": p.epoch, "samples": p.samples, "time_s": time_s}
+        line = dict(zip(LOGGED, (event, p.step, p.epoch, p.samples, time_s), strict=True))
         # JSON has no NaN: what is not a number is null.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with self._no_matter("metrics.jsonl"):
@@ -184,17 +187,31 @@ class Log(Silent):
             self._add_pictures(run, found)
 
     def slow(self, run: Run, slow: Slow | None) -> None:
-        if slow:
+        if slow and (found := (slow.rank, slow.phase)) != self.slowest:  # once, and again when it changes
+            self.slowest = found
             self.say(f"  warning: rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
         ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
-        self._record("skipped", run, {"skipped_step": skipped.step, "ranks": ranks})
+        found = {str(index): what for index, what in (skipped.found or {}).items()}
+        about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
+        self._record("skipped", run, about | ({"found": found} if found else {}))
         where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
-        self.say(
-            f"  warning: step {skipped.step} skipped: "
-            + (f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is")
-        )
+        why = f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is"
+        if found:
+            why = _few([f"sample {index} has {what}" for index, what in found.items()])
+            if found.keys() & self.bad:
+                why += ", again: repair it or leave it out of the dataset, or this step is lost in each epoch"
+        elif ranks and skipped.found is not None:
+            why += ", but each of these samples is: look at the loss, and at the model"
+        self.bad |= found.keys()
+        self.say(f"  warning: step {skipped.step} skipped: {why}")
+
+    def changed(self, run: Run, changes: list[str]) -> None:
+        """Log what --force has changed of a run that is resumed."""
+        for change in changes:
+            self._record("changed", run, {"change": change})
+            self.say(f"  {change} from step {run.progress.step} on")
 
     def sync(self) -> None:
         """Flush the log to the disk before a checkpoint: a resumed run takes it to be complete up to there."""
@@ -328,7 +345,7 @@ def _start_wandb(cfg: Any, folder: Path) -> Any:
         raise LockstepError(f"wandb cannot be started: {why}", where="wandb.enable", todo=NO_WANDB) from error
 
 
-def _few(samples: list[int]) -> str:
+def _few(samples: list[Any]) -> str:
     return ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
@@ -378,5 +395,5 @@ def _take_back(path: Path, start: int, evaluation_due: bool) -> tuple[float, dic
         print(f"warning: {what}: training continues", file=sys.stderr)
     # Even where there is none: the append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
-    numbers = {name: value for name, value in trained.items() if name not in ("step", "epoch", "samples", "time_s")}
+    numbers = {name: value for name, value in trained.items() if name not in LOGGED}
     return time_s, numbers if dropped else None

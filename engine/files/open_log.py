@@ -50,6 +50,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
         run.log.say(
             f"Resuming {run.resumed}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         )
+        run.log.changed(run, run.changes)
         if run.resumed_horizon not in (None, run.plan.horizon):
             change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
             keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
@@ -93,9 +94,10 @@ def _summary(run: Run, path: Path) -> str:
             f"  resume with  {status.current.resume_command}\n"
             f"  weights      sha256 {weights}"
         )
+    skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
     best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
     return (
-        f"\nDone: {p.step} steps, {p.samples} samples{best}\n"
+        f"\nDone: {p.step} steps{skipped}, {p.samples} samples{best}\n"
         f"  checkpoints  {path / LAST}\n"
         f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
         f"  metrics      {path / 'metrics.jsonl'}\n"

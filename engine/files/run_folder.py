@@ -42,6 +42,10 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
             )
         return find_checkpoint(cfg.resume, None)
     check_files(folder)
+    for name in ("logs", "wandb", "trace.json"):  # which others write, and follow a link
+        if (folder / name).is_symlink() and not (there := (folder / name).resolve()).is_relative_to(folder.resolve()):
+            what = f"{name} is a link that leads out of the folder, to {there}"
+            raise LockstepError(what, where=str(folder), todo="remove it, or give another save_dir")
     lock(folder, only_look=True)
     found, warnings = find_checkpoint(cfg.resume, folder)
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()

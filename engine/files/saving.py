@@ -21,6 +21,7 @@ class CheckpointWriter:
     def __init__(self, checkpoints: Checkpoints, log: Silent, monitor: str):
         self.writer, self.log, self.monitor = Writer(checkpoints, log.say), log, monitor
         self.unsaved: dict[str, Any] | None = None
+        self.worth_it = self.writer.worth_it
         status.current.settle = self._settle_before_end
 
     def write(self, state: dict[str, Any], best: bool = False) -> None:
@@ -31,11 +32,6 @@ class CheckpointWriter:
         score = f"{SHORT.get(self.monitor, self.monitor)}: {progress['best']:.4f}" if best else ""
         with phase.during("waiting for the checkpoint before"):
             self.writer.submit(state, file, best, self.log.sync, partial(self._saved, score))
-
-    @property
-    def worth_it(self) -> bool:
-        """Return whether a checkpoint that may be put off is to be written now."""
-        return self.writer.worth_it
 
     def _saved(self, score: str, path: Path, step: int) -> None:
         status.current.update(step=step, checkpoint=str(path))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import LockstepError
-from engine.files.archive import reason
+from engine.files.archive import examine, reason
 from engine.files.checkpoints import LAST, Checkpoints
+
+WRAPPERS = ("module.", "_orig_mod.")
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
 """Where training scripts put a state dict beside other things."""
@@ -47,30 +52,40 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
+    if zipfile.is_zipfile(path):  # torch reads older files as they are, a tensor at a time
+        examine(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
     if isinstance(found, dict) and "format" in found:  # Lockstep's: what an evaluation would use
         found = found["ema"] or found["model"]
     elif nested := next((found[name] for name in NESTED if isinstance(found.get(name), dict)), None):
         found = nested
-    return bare({name: value for name, value in found.items() if isinstance(value, Tensor) and name != "n_averaged"})
+    return {name: value for name, value in found.items() if isinstance(value, Tensor) and name != "n_averaged"}
 
 
-def bare(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights without the prefixes that DDP and torch.compile leave in all their names."""
-    for prefix in ("module.", "_orig_mod."):
-        if weights and all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    return weights
+def fitted(weights: dict[str, Any], own: Container[str]) -> dict[str, Any]:
+    """Return the weights as they are, or without prefixes that DDP, averages and torch.compile leave in all names,
+    whichever has more of the model's own names: a model may call a part of itself `module`."""
+    found = [weights]
+    while prefix := next((each for each in WRAPPERS if weights and all(name.startswith(each) for name in weights)), ""):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+        found.append(weights)
+    return max(found, key=lambda each: sum(name in own for name in each))
 
 
 def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
     """Load what fits by name and shape; return what was loaded, what was left and what is new, for a person."""
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    weights = fitted(weights, mine)
     fits = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
     if not fits:
         names = [", ".join([*each][:2]) for each in (weights, mine)]
         what = f"no weight fits by name and shape: it has such as {names[0]}, the model such as {names[1]}"
         raise LockstepError(what, where=f"init_from={path}", todo="give the weights of such a model")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in fits.items():
+        if fault := _fault(value, mine[name], name in parameters):
+            todo = "give weights as they were trained: neither quantised nor of a run that has diverged"
+            raise LockstepError(f"{name} {fault}", where=f"init_from={path}", todo=todo)
     model.load_state_dict(fits, strict=False)
     left = [_misfit(name, value, mine) for name, value in weights.items() if name not in fits]
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
@@ -78,6 +93,27 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         lines += [f"  {word:<8} {', '.join(names[:8])}{more}"] if names else []
     return "\n".join(lines)
+
+
+HUGE = 1e19
+"""Its square is no float32 number any more."""
+
+
+def _fault(value: Tensor, own: Tensor, trained: bool) -> str:
+    """Return why a tensor can be no such weight, or an empty text. Buffers hold masks, which may be infinite."""
+    number = value.is_complex(), value.is_floating_point()
+    if number != (own.is_complex(), own.is_floating_point()) or (number[1] and value.itemsize < min(2, own.itemsize)):
+        there, here = (str(each.dtype).removeprefix("torch.") for each in (value, own))
+        return f"is {there} there and {here} here"
+    if not number[1] or not value.numel():
+        return ""
+    low, high = (float(each) for each in value.to(own.dtype).aminmax())
+    largest = max(-low, high)
+    if not trained:
+        return "holds NaN" if largest != largest else ""
+    if not math.isfinite(largest):
+        return "holds NaN or infinity"
+    return f"holds numbers up to {largest:g}" if largest > HUGE else ""
 
 
 def _misfit(name: str, value: Tensor, mine: dict[str, Tensor]) -> str:

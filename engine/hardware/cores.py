@@ -89,7 +89,8 @@ def spread(asked: int, gflop: float, allowed: int) -> str:
     if number:
         return f"as {by} says"
     torch.set_num_threads(max(1, min(allowed, int(gflop / GFLOP_PER_THREAD))))
-    return f"of {allowed}; a forward pass takes {gflop:.2g} GFLOP, and {GFLOP_PER_THREAD:g} are worth a thread"
+    shown = f"{gflop:.2g}" if gflop < 10 else f"{gflop:,.0f}"
+    return f"of {allowed}; a forward pass takes {shown} GFLOP, and {GFLOP_PER_THREAD:g} are worth a thread"
 
 
 def _asked_for(asked: int) -> tuple[int, str]:

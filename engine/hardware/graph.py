@@ -163,9 +163,8 @@ class StepGraph:
         phase("forward")
         torch._foreach_copy_(self.inputs, [*filter(_is_tensor, parts.values())])
         self.graph.replay()
-        run.passes = [(micro.indices, self.loss.clone())]  # it is read later, when the next launch is under way
-        if run.stop.reason:
-            self.outcome[0][0] = 1.0  # the vote, as in `Run.numbers`
+        run.passes = [(micro, self.loss.clone())]  # it is read later, when the next launch is under way
+        self.outcome[0][0] = run.votes(micro.consumed)  # as in `Run.numbers`; the recorded ones are of another step
         return self.outcome
 
     def _compared(self, run: Run, step: Step, passes: Any, parts: dict[str, Any]) -> Outcome:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from engine.errors import LockstepError
+from engine.faults import sealed
 
 PIECE = 1 << 21
 """Bytes of a rank exchanged at once: they stay in the cache until the others have read them. A turn more is a wait
@@ -293,16 +294,11 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
     """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes of a rank may be seen
     out of order, and Python has no fence."""
 
-    def gather(value: Any) -> list[Any]:
-        values = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
-        return values
-
     rank, count = group.rank(), Channel.bytes(group.size())
     possible = sys.platform == "linux" and platform.machine() == "x86_64"
     possible = possible and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     file = _reserve(count) if possible and rank == 0 else None
-    everyone = gather((machine(), os.getpid(), file) if possible else None)
+    everyone = sealed.gather((machine(), os.getpid(), file) if possible else None, group)
     first, channel = everyone[0], None
     if None not in everyone and first[2] is not None and all(where == first[0] for where, _, _ in everyone):
         with contextlib.suppress(OSError):  # another user's process, or /proc doesn't show it
@@ -311,7 +307,7 @@ def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
                 channel = Channel(rank, [pid for _, pid, _ in everyone], mmap.mmap(mine, count), timeout_s)
             finally:
                 os.close(mine)
-    complete = all(gather(channel is not None))
+    complete = all(sealed.gather(channel is not None, group))
     if file is not None:
         os.close(file)
     return channel if complete else None

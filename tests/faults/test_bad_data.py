@@ -262,6 +262,8 @@ def test_one_video_or_one_class_is_warned_of(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(prepare_clips, "import_av", lambda: SimpleNamespace())
     monkeypatch.setattr(prepare_clips, "cut", cut)
+    for name in "ab":
+        (tmp_path / f"{name}.mp4").touch()
     tables = {  # rows: whether of one video, whether of one class
         "a.mp4,0,rest\n": (True, True),
         "a.mp4,0,rest\nb.mp4,0,rest\n": (False, True),

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, succeed
+from conftest import FAULTY, ROOT, TOY, succeed
 from torch.utils.data import ChainDataset, DataLoader
 
 import data_loader
 from engine import contract
 from engine.contract import LockstepError
+from engine.faults import blame
 
 HEAD = """
 import torch
@@ -52,6 +53,19 @@ MISTAKES = {
         "`score` returns no Sums of tensors",
     ),
     "no monitor": ("monitor = 'f1'", "`report` lacks `loss` or the monitor `f1`"),
+    "the log's own name": (
+        "def report(self, sums):\n  return super().report(sums) | {'step': 0}",
+        "`report` gives 'step', a name that each line of the log has already (the task's `report`): give it another",
+    ),
+    "the log's own name in a sum": (
+        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(sums=Sums(epoch=torch.tensor(1.0)))",
+        "the sums of the loss have the name 'epoch', which another number of each step has already",
+    ),
+    "a method's old name": (
+        "def known(self):\n  return {'classes': ['a']}",
+        "has `known`, which is called `metadata` now (task): rename it: nothing asks for it",
+    ),
+    "an attribute's old name": ("free = ('dataset.',)", "has `free`, which is called `resumable_keys` now (task)"),
     "another count": (
         "def score(self, model, batch):\n  return super().score(model, batch) | {'count': torch.tensor(1)}",
         "the `count` of `score` is ",
@@ -65,6 +79,28 @@ MISTAKES = {
     "an error in the evaluation": (
         "def score(self, model, batch):\n  return batch['nothing']",
         "KeyError: 'nothing' (",
+    ),
+    "a key that is not there": (
+        "def score(self, model, batch):\n  return batch['label']",
+        "validation at step 0): the batch has 'x', 'y', 'mask'",
+    ),
+    "a label of no output": (
+        "def loss(self, net, batch):\n  y = torch.where(batch['lockstep'].index == 17, 4, 3)\n"
+        "  return Loss(torch.nn.functional.cross_entropy(net(batch['x']), y, reduction='sum'), len(y))",
+        "): the label of sample 17 is none of the model's 4 outputs, numbered from 0",
+    ),
+    "a negative label": (
+        "def score(self, model, batch):\n  y = torch.full((len(batch['x']),), -1)\n"
+        "  torch.nn.functional.cross_entropy(net := model(batch['x']), y)",
+        "): the label of sample 0 is none of the model's 4 outputs",
+    ),
+    "sparse gradients": (
+        "def model(self):\n  net = Net(4, 0.0); net.words = torch.nn.Embedding(9, 8, sparse=True); return net",
+        "words gives sparse gradients (the task's `model`): make it sparse=False",
+    ),
+    "complex weights": (
+        "def model(self):\n  net = Net(4, 0.0); net.phase = torch.nn.Parameter(torch.ones(8) * 1j); return net",
+        "the weight phase is complex (the task's `model`): keep its real and imaginary parts in",
     ),
 }
 
@@ -104,6 +140,22 @@ def test_the_loaders_own_name_in_a_sample_is_refused(where):
     said = "a sample has a 'lockstep', the one name that the loader itself uses in a batch (Waves): give it ano"
     with pytest.raises(LockstepError, match="^" + re.escape(said)):
         data_loader.fingerprint(*sets)
+
+
+def test_a_gpu_that_asserts_is_explained():
+    """Its words come late and from anywhere."""
+    error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
+    said = str(blame.explain(error, None))
+    assert said.startswith("RuntimeError: CUDA error: device-side assert triggered: mostly a label"), said
+    assert said.endswith("device=cpu names it")
+
+
+def test_a_batch_larger_than_the_data_and_a_task_mistyped_are_said(launch, tmp_path):
+    done = succeed(launch.python("train.py", TOY, "--dry-run", "batch_size=64"))
+    assert done.out.count("warning: a step may take 64 samples, and there are 61: an epoch is one smaller step") == 1
+    assert "warning: a step" not in succeed(launch.python("train.py", TOY, "--dry-run", "batch_size=61")).out
+    done = launch.python("train.py", "hra")
+    assert done.errors[0].startswith("error: no task 'hra' (task): did you mean har? choose one of har, robot,")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import pickletools
@@ -492,7 +493,7 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
 
         def worth_it_after(seconds, began):
             clock.now = began + seconds
-            return writer.worth_it
+            return writer.worth_it()
 
         assert worth_it_after(0, 100), "there is none yet"
         writer.write(state(1))
@@ -500,10 +501,51 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
         go_on.set()
         writer.settle()
         assert not worth_it_after(2.9, 100) and worth_it_after(3.1, 100)
+        within = [(minutes, writer.worth_it(minutes)) for minutes in (0.01, 0.05, 0.06)]
+        assert within == [(0.01, True), (0.05, True), (0.06, False)], "3.1 s have passed, and 100 times the cost"
+        clock.now = 102.9
+        assert not writer.worth_it(0.01), "100 times the cost have not"
         shutil.rmtree(tmp_path / "run")
         writer.write(state(2))
         writer.writer.wait(60)
         assert worth_it_after(0, clock.now), "it has failed"
+        for times, seconds in ((1, 30), (2, 60), (7, 600)):
+            writer.writer.failures, clock.now = times, writer.writer.since + seconds - 1
+            assert not writer.worth_it(math.inf), "within an epoch, also with save_every"
+            clock.now += 2
+            assert writer.worth_it(math.inf)
+
+
+FULL_FROM_9 = """
+import errno
+from engine.files import checkpoints
+from engine.phases import phase
+from tests.tasks import toy
+real, tried = checkpoints.write_atomically, []
+def write(path, give):
+    if path.suffix == ".pt" and phase.step > 8 and len(tried) < {times}:
+        tried.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return real(path, give)
+checkpoints.write_atomically = write
+class Task(toy.Task):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("times", "failures", "code"), [(2, 0, 0), (5, 3, 0), (999, 10, 3)])
+def test_a_disk_that_stays_full_is_a_danger_that_is_said(launch, tmp_path, times, failures, code):
+    """Once for each save, from the third in a row on; a success ends it."""
+    (tmp_path / "own.py").write_text(FULL_FROM_9.format(times=times))
+    words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=1", "eval_every=100"]
+    done = launch.python("train.py", *words, f"save_dir={tmp_path / 'run'}")
+    assert done.code == code, done.out + done.err
+    danger = "{} saves in a row have failed: nothing since step 8 is on disk"
+    said = [f"warning: {danger.format(n)}" for n in range(3, 3 + failures)]
+    assert [line for line in done.out.splitlines() if "in a row" in line] == said
+    about = json.loads((tmp_path / "run/status.json").read_text())
+    assert about.get("warning", "") == (danger.format(12) if code else "")
+    assert ("could be written again" in done.out) is (times == 5)
 
 
 # ---- no room --------------------------------------------------------------------------------------------------------

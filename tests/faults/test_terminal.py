@@ -1,13 +1,16 @@
 """A terminal, a pipe or a disk that takes no more of what a run says: the training continues, and what ends a run is
 recorded before it is said."""
 
+import fcntl
 import json
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 
@@ -197,8 +200,9 @@ def test_a_training_continues_where_its_output_finds_no_room(launch, tmp_path, f
 class OnATerminal:
     """A process whose controlling terminal is one of ours, until that is gone."""
 
-    def __init__(self, launch, command, nohup, **more):
+    def __init__(self, launch, command, nohup, wide=0, **more):
         self.main, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24 * bool(wide), wide, 0, 0))
         ignored = (signal.SIGHUP,) * nohup
         self.run = launch.start(
             *command, output=terminal, errors=terminal, terminal=True, ignored=ignored, **ON_CPUS, **more
@@ -223,6 +227,15 @@ class OnATerminal:
     def drop(self):
         """The kernel sends SIGHUP to the leader of the session; the others meet errors."""
         os.close(self.main)
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_a_terminal_without_a_size_has_lines_in_place_of_bars(launch, tmp_path, columns):
+    training = OnATerminal(
+        launch, [*PYTHON, TOY, "steps=12", f"save_dir={tmp_path / 'run'}"], nohup=False, wide=columns
+    )
+    shown = training.read()
+    assert ("  step 12/12  epoch 2/2  loss " in shown) is (columns == 0) and ("Training:" in shown) is (columns > 0)
 
 
 @pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])

@@ -1,4 +1,5 @@
-"""Run under torchrun (or plain): several trainings in one process group, each from its own argv.
+"""Run under torchrun (or plain): several trainings in one process group, each from its own argv; or a single one by
+`train.main`, with all that watches over it.
 
     torchrun ... bits.py '[["har", "epochs=1", ...], ...]' [flat|rank|SIGNAL:RANK:STEP:METHOD]
 
@@ -47,8 +48,10 @@ def interrupt(name, rank, step, method):
 for name, rank, step, method in [word.split(":") for word in sys.argv[2:] if ":" in word]:
     interrupt(name, int(rank), int(step), method)
 
+if len(runs := json.loads(sys.argv[1])) == 1:
+    sys.exit(train.main(runs[0]))
 world = None
-for argv in json.loads(sys.argv[1]):
+for argv in runs:
     args = config.parse(argv, tasks.load)
     world = world or train.setup_distributed(args.cfg)
     training = train.build(args, world)

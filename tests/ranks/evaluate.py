@@ -3,6 +3,7 @@
 torchrun ... evaluate.py OUT.pt 1 2 7 61 196
 """
 
+import random
 import sys
 from types import SimpleNamespace
 
@@ -40,6 +41,11 @@ class Random:
 class Task(Classification):
     classes = [f"class{c}" for c in range(NUM_CLASSES)]
     num_trials = 33
+
+    def score(self, model, batch):
+        """And what comes out of torch's, NumPy's and Python's own generators, as a model that draws would."""
+        drawn = torch.rand(3).sum().double() + np.random.rand() + random.random()
+        return Sums(super().score(model, batch) | {"drawn": drawn})
 
     def trials(self, model, which, stopped):
         return Sums(tried=torch.eye(self.num_trials, dtype=torch.int64)[list(which)].sum(0))

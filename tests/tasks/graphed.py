@@ -54,7 +54,13 @@ class Settings(toy.Task.Settings):
 class Task(toy.Task):
     Settings = Settings
     resumable_keys = ("own.",)
-    defaults = {"batch_size": 12, "optim.lr": 1e-2, "optim.ema_decay": 0.9, "schedule.warmup_steps": 6}
+    defaults = {
+        "batch_size": 12,
+        "optim.lr": 1e-2,
+        "optim.ema_decay": 0.9,
+        "schedule.warmup_steps": 6,
+        "check_sums": False,
+    }  # it counts its batches
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -21,6 +21,34 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
+class Lion(torch.optim.Optimizer):
+    """The sign of an average, kept in types of its own and in forms that no class of torch has."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+        self.state["all"]["steps"] = torch.tensor(0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["all"]["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                kept = self.state[p]
+                if not kept:
+                    fast, slow = (torch.zeros_like(p, dtype=torch.float64) for _ in range(2))
+                    kept |= {"averages": (fast, slow), "seen": {"times": torch.tensor(0)}, "of": f"{p.ndim} axes"}
+                kept["seen"]["times"] += 1
+                for average, beta in zip(kept["averages"], group["betas"], strict=True):
+                    average.lerp_(p.grad.double(), 1 - beta)
+                fast, slow = kept["averages"]
+                sign = (fast + slow / kept["seen"]["times"] / self.state["all"]["steps"]).sign()
+                p.add_(sign.to(p.dtype), alpha=-group["lr"])
+
+    step.hooked = True
+
+
 @dataclass
 class Own:
     optimizer: str = option("", "which one; empty: that of optim.name")
@@ -68,6 +96,10 @@ class Task(faulty.Task):
         if kind == "chained":
             adamw = AdamW(biases, lr=lr / 2, betas=(0.8, 0.9), fused=True)
             return ChainedOptimizer(torch.optim.Muon(matrices, lr=lr), adamw)
+        if kind == "lion":
+            return Lion(parameters, lr=lr / 10)
+        if kind == "lions":
+            return ChainedOptimizer(Lion(matrices, lr=lr / 10), Lion(biases, lr=lr / 20))
         if kind == "rmsprop":
             return torch.optim.RMSprop(parameters, lr=lr / 10)
         mistakes = {

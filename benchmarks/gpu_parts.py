@@ -1,0 +1,403 @@
+"""What `gpu_check.py` runs in processes of their own: each measures or looks at one thing, on the GPU or, to rehearse,
+on the CPU, and returns it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from engine import config
+
+ROOT = Path(__file__).resolve().parent.parent
+Facts = dict[str, Any]
+
+
+class Failed(Exception):
+    """A check has found something wrong."""
+
+
+def require(so: bool, words: str) -> None:
+    if not so:
+        raise Failed(words)
+
+
+def about(on: str) -> Facts:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    out = [subprocess.run(c, capture_output=True, text=True).stdout if shutil.which(c[0]) else "" for c in (git, smi)]
+    commit, driver = (text.strip() or "unknown" for text in out)
+    found = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "cores": str(os.cpu_count())}
+    if on == "device=cpu":
+        return found | {"device": "the CPU"}
+    gpu, nccl_version = torch.cuda.get_device_properties(0), ".".join(map(str, torch.cuda.nccl.version()))
+    found |= {"device": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB", "driver": driver}
+    return found | {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(), "NCCL": nccl_version}
+
+
+def clips(folder: str, *sizes: str) -> str:
+    """Make clips: trials, videos, frames, size, and how many times each trial is in the table, if not once."""
+    from formats.synthetic_clips import Recipe, ensure
+
+    trials, videos, frames, size, times = (*map(int, sizes), 1)[:5]
+    table = ensure(folder, Recipe(trials, videos, frames, size)) / "trials.csv"
+    names, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([names, *rows * times, ""]))  # long epochs without more pixels on the disk
+    return folder
+
+
+def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
+    """Take steps, and then score batches, in which torch reports calls that wait for the device; returns (our lines
+    that made them, the number of steps, whether one made on purpose was seen). The mode is `warn`, because `error`
+    would end at the first. The first ones are left out: they copy class weights, and read the optimizer's counters."""
+    from engine.metrics import EvalSums
+    from engine.phases import Phases
+    from tools.probe import endless
+
+    run = built(words, strict)
+
+    def scoring() -> Iterator[None]:
+        sums, model = EvalSums(), run.evaluated_model.eval()
+        while True:
+            for batch in run.val_loader:
+                with torch.no_grad(), run.precision.autocast():
+                    sums.add(run.task.score(model, batch))
+                yield
+
+    on_gpu = run.world.device.type == "cuda"
+    mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if on_gpu else (lambda _: None)
+    places, words_of_torch = [], "called a synchronizing CUDA operation"
+    during = Phases.during
+
+    def note(message: Any, *_: Any) -> None:
+        if words_of_torch in str(message):
+            stack = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(str(ROOT))]
+            ours = [f"{f.filename}:{f.lineno} {f.line}" for f in stack if "site-packages" not in f.filename]
+            places.append(ours[-1].removeprefix(f"{ROOT}/") if ours else "in a thread of torch's")
+
+    @contextlib.contextmanager
+    def allowed(phase: Phases, name: str, waits: bool = False) -> Iterator[None]:
+        mode("default" if name == "waiting for the device" else "warn")
+        with during(phase, name, waits):
+            yield
+        mode("warn")
+
+    warnings.simplefilter("always")
+    for work in (endless(run), scoring()):
+        for _ in range(3):
+            next(work)
+        Phases.during, usual = allowed, warnings.showwarning  # type: ignore[assignment, method-assign]
+        warnings.showwarning = note  # type: ignore[assignment]
+        mode("warn")
+        for _ in range(6):
+            next(work)
+        mode("default")
+        Phases.during, warnings.showwarning = during, usual  # type: ignore[method-assign]
+    found = list(places)
+    warnings.showwarning = note  # type: ignore[assignment]
+    mode("warn")
+    torch.ones(1, device=run.world.device).item() if on_gpu else warnings.warn(words_of_torch, stacklevel=1)
+    mode("default")
+    return found, 6, len(places) == len(found) + 1
+
+
+def steps_in_ddp(*words: str) -> tuple[list[str], int, bool]:
+    return steps(*words, strict=True)
+
+
+def ceiling(frames: str, size: str, width: str, on: str) -> tuple[float, float, float, float, float]:
+    """Return (FLOP/s of a large bf16 matrix multiplication, bytes/s of a large copy, read and written, each the best of
+    ten rounds; FLOP of the video model for a clip, bytes that the kernels of its step in mixed precision read and
+    write, and the fewest: all in bf16, each norm one kernel each way, activations a part of others)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from models.cnn3d import CNN3d
+
+    class Traffic(TorchDispatchMode):
+        def __init__(self, *parts_of_others: str):
+            super().__init__()
+            self.bytes, self.parts_of_others = 0, ("empty", *parts_of_others)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given, found = list(args), func(*args, **(kwargs or {}))
+            for each in [*given, found]:
+                given += each if isinstance(each, (list, tuple)) else [each]
+            if not (func.is_view or any(name in func.name() for name in self.parts_of_others)):
+                tensors = {id(each): each for each in given if isinstance(each, torch.Tensor)}
+                self.bytes += sum(each.nbytes for each in tensors.values())
+            return found
+
+    device, on_gpu = on.removeprefix("device="), on == "device=cuda"
+
+    def best_s(work: Callable[[], Any]) -> float:
+        best = math.inf
+        for _ in range(10):
+            began = wait(on_gpu)
+            for _ in range(20):
+                work()
+            best = min(best, (wait(on_gpu) - began) / 20)
+        return best
+
+    n = 8192 if on_gpu else 128
+    a, b = torch.randn(2, n, n, device=device).bfloat16()
+    source, target = torch.zeros(2, 2**30 if on_gpu else 2**20, dtype=torch.uint8, device=device)
+    flop_s, byte_s = 2 * n**3 / best_s(lambda: a @ b), 2 * source.nbytes / best_s(lambda: target.copy_(source))
+    clips_ = 8 if on_gpu else 1
+    model = CNN3d(5, int(width)).to(device)
+    clip = torch.zeros(clips_, int(frames), int(size), int(size), dtype=torch.uint8, device=device)
+    with FlopCounterMode(display=False) as counter, Traffic() as traffic, torch.autocast(device, torch.bfloat16):
+        loss = model(clip).sum()
+    with FlopCounterMode(display=False) as after, traffic:
+        loss.backward()
+    flop = counter.get_total_flops() + after.get_total_flops()
+    model, clip = model.to("meta").bfloat16(), clip.to("meta")
+    with Traffic("relu", "threshold_backward") as fewest:
+        model(clip).sum().backward()
+    return flop_s, byte_s, flop / clips_, traffic.bytes / clips_, fewest.bytes / clips_
+
+
+def words(folder: str, on: str) -> Facts:
+    """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
+    import torch.distributed as dist
+
+    from engine import network
+
+    on_gpu = on == "device=cuda"
+    if on_gpu:
+        network.set_up_nccl(60.0)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    device = {"device_id": torch.device("cuda:0")} if on_gpu else {}
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
+    number, told = torch.ones(8192 if on_gpu else 8, 8192 if on_gpu else 8, device="cuda" if on_gpu else "cpu"), [None]
+    dist.all_reduce(number)
+    for _ in range(60):  # a second or two of a GPU
+        product = number @ number
+    ended = torch.cuda.Event() if on_gpu else None
+    if ended:
+        ended.record()
+    began = time.perf_counter()
+    dist.all_gather_object(told, "a word")
+    found: Facts = {"an object took": f"{1e3 * (time.perf_counter() - began):.2f} ms"}
+    found["the GPU was busy"] = bool(ended) and not ended.query()
+    require(told == ["a word"] and bool(product.isfinite().all()), "another word arrived")
+    network.trace_nccl(Path(folder))
+    trace, until = Path(folder) / "nccl_trace_rank0", time.monotonic() + (20 if on_gpu else 0)
+    while not trace.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    found["bytes of NCCL's record"] = trace.stat().st_size if trace.exists() else 0
+    dist.destroy_process_group()
+    network.remove_pipes()
+    return found
+
+
+def built(words: tuple[str, ...], strict: bool = False) -> Any:
+    """Return the run of these arguments."""
+    import tasks
+    import train
+
+    args = config.parse(list(words), tasks.load)
+    return train.build(args, train.setup_distributed(args.cfg, strict), strict=strict)
+
+
+def wait(on_gpu: bool) -> float:
+    """Return the time, once the device is through."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def captures(*words: str) -> tuple[float, float, float, float]:
+    """Return (ms of a step, ms that the first copy for a checkpoint takes, and the second, MB of a copy)."""
+    from engine import checkpoint
+    from tools.probe import endless
+
+    run = built(words)
+    on_gpu, taken, state, times = run.world.device.type == "cuda", endless(run), dict[str, Any](), [0.0]
+    for _ in range(3):
+        next(taken)
+    for part in ("steps", "first", "second"):
+        began = wait(on_gpu)
+        if part == "steps":
+            for _ in range(10):
+                next(taken)
+        else:
+            state = checkpoint.capture(run)
+        times.append(1e3 * (wait(on_gpu) - began))
+    tensors = [*state["model"].values(), *(state["ema"] or {}).values()]
+    tensors += [value for each in state["optimizer"]["state"].values() for value in each.values()]
+    megabytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor)) / 1e6
+    return times[1] / 10, times[2], times[3], megabytes
+
+
+def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
+    """Return what a training's steps take: samples/s, ms, MB, the share in which data are waited for; kernels and
+    launches of a step; and samples/s of a `plain_loop` of the same network, where it can be taken."""
+    from tools.probe import endless, measure
+
+    run = built(words, strict)
+    found = measure(run, float(seconds))
+    phases, step_ms, on_gpu = found["phases_ms"], found["step_ms"], run.world.device.type == "cuda"
+    facts = {"rate": found["samples_per_s"], "ms": step_ms, "memory": found["memory_mb"], "limit": 0.0}
+    facts["waits"] = sum(phases.get(name, 0.0) for name in ("data loading", "host to device")) / step_ms
+    taken, activities = (
+        endless(run),
+        [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU],
+    )
+    next(taken)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(4):
+            next(taken)
+        wait(on_gpu)
+    events = [each for each in profile.events() or () if not getattr(each, "is_user_annotation", False)]
+    of_gpu = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    launches = [each for each in events if re.match(r"cu(da)?(Launch|GraphLaunch)", each.name)]
+    facts |= {"kernels": len(of_gpu) / 4, "launches": len(launches) / 4}
+    with contextlib.suppress(RuntimeError):  # where it cannot be recorded as a graph, the training's own speed counts
+        facts["limit"] = 0.0 if run.virtual else limit(run, float(seconds) / 2)  # whose hooks would take its gradients
+    return facts
+
+
+def limit(run: Any, seconds: float) -> float:
+    """Return samples/s of `plain_loop`."""
+    batch, on_gpu, count = run.train_loader.example(), run.world.device.type == "cuda", 0
+    step, at_once = plain_loop(run, batch), 20 if on_gpu else 1
+    began = wait(on_gpu)
+    while wait(on_gpu) - began < seconds:
+        for _ in range(at_once):
+            step()
+        count += at_once
+    return count * len(batch["lockstep"].index) / (wait(on_gpu) - began)
+
+
+def pace_in_ddp(seconds: str, *words: str) -> Facts:
+    return pace(seconds, *words, strict=True)
+
+
+def plain_loop(run: Any, batch: Any) -> Callable[[], Any]:
+    """Return a step without an engine: the network and the loss of a run, one batch that lies on the device, torch's
+    own fused AdamW; as a graph where the run's is one."""
+    graph = bool(run.graph and run.graph.graph)
+    optimizer = torch.optim.AdamW(run.trained, lr=1e-5, fused=True, capturable=graph)
+    scaler = torch.amp.GradScaler(run.world.device.type, enabled=run.precision.name == "fp16")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with run.precision.autocast():
+            loss = run.task.loss(run.model, batch)
+        scaler.scale(loss.total / loss.weight).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if graph:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            step()
+        return recorded.replay
+    for _ in range(3):
+        step()
+    return step
+
+
+def feeds(seconds: str, *words: str) -> tuple[float, float]:
+    """Return (bytes/s, samples/s) of a training's data that reach the device."""
+    from engine.batches import tensors
+
+    run = built(words)
+    passes, size, count, first, on_gpu = iter(()), 0, 0, 3, run.world.device.type == "cuda"
+    began = math.inf
+    while time.perf_counter() - began < float(seconds):
+        pair = next(passes, None)
+        if pair is None:
+            run.train_loader.set_epoch(run.progress.epoch)
+            run.progress.next_epoch()
+            passes = run.train_loader.passes()
+            continue
+        first -= 1
+        if first == 0:
+            began = wait(on_gpu)
+        elif first < 0:
+            size, count = size + sum(each.nbytes for each in tensors(pair[0])), count + len(pair[1].indices)
+    took = wait(on_gpu) - began
+    return size / took, count / took
+
+
+def sanitized_steps(*words: str) -> int:
+    """Train under torch's CUDA sanitizer, which sees a thread only where it is entered, and for which all threads must
+    launch one after the other; returns the number of kernels that it has seen."""
+    import train
+
+    handler = None
+    if torch.cuda.is_available():
+        from torch.cuda import _sanitizer
+
+        _sanitizer.enable_cuda_sanitizer()
+        handler, one_at_a_time, run = (
+            _sanitizer.cuda_sanitizer.dispatch.event_handler,
+            threading.RLock(),
+            threading.Thread.run,
+        )
+        launched = handler._handle_kernel_launch
+
+        def launch(*about: Any) -> Any:
+            with one_at_a_time:
+                return launched(*about)
+
+        def run_sanitized(thread: threading.Thread) -> None:
+            mode = _sanitizer.CUDASanitizerDispatchMode.__new__(_sanitizer.CUDASanitizerDispatchMode)
+            mode.event_handler = handler
+            with mode:
+                run(thread)
+
+        handler._handle_kernel_launch = launch  # type: ignore[method-assign]
+        threading.Thread.run = run_sanitized  # type: ignore[method-assign]
+    require(train.main(list(words)) == 0, "the training failed")
+    return handler.seq_num if handler else 0
+
+
+def race(*words: str) -> int:
+    """The same where no stream waits for another."""
+    torch.cuda.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
+    return sanitized_steps(*words)
+
+
+PARTS: dict[str, Callable[..., Any]] = {
+    part.__name__: part
+    for part in (
+        about,
+        clips,
+        steps,
+        steps_in_ddp,
+        ceiling,
+        words,
+        captures,
+        pace,
+        pace_in_ddp,
+        feeds,
+        sanitized_steps,
+        race,
+    )
+}

@@ -1,0 +1,131 @@
+"""A seal on what the processes of a run tell each other: torch's store takes notes from whoever reaches its port."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.faults import terminal
+
+SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
+"""Environment variables: what only the processes of this run know, and a file that holds it."""
+
+key = b""
+"""Of this attempt, see `launch.rendezvous`."""
+
+
+def secret(one_machine: bool) -> bytes:
+    """Return what only the processes of this run know; nothing where that cannot be: plain torchrun on several machines
+    without a file. Raises ValueError where others may read the file."""
+    if os.environ.get(SECRET):
+        return os.environ[SECRET].encode()
+    if os.environ.get(SECRET_FILE):
+        return _private(Path(os.environ[SECRET_FILE]))
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not one_machine or not told:
+        return b""
+    path = Path(told).parents[2] / "lockstep_secret"  # plain torchrun's own folder of this run, which it leaves behind
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:  # a rank has made it, or no links
+        new.write(secrets.token_hex(32).encode())
+        new.flush()
+        os.link(new.name, path)  # as a whole, and by one rank
+    return _private(path) if path.exists() else b""
+
+
+def _private(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            about, found = os.fstat(file.fileno()), file.read(1 << 16).strip()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}") from error
+    if about.st_mode & 0o077 or about.st_uid not in (0, os.geteuid()):
+        raise ValueError(f"{path} is not this user's alone ({SECRET_FILE}): chmod 600, and a new secret")
+    if len(found) < 16:
+        raise ValueError(f"{path} holds {len(found)} bytes ({SECRET_FILE}): head -c 32 /dev/urandom | base64")
+    return hashlib.sha256(found).hexdigest().encode()
+
+
+def digest(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+class Sealed:
+    """A store whose texts bear a seal, by which those who have the key know each other's. What somebody else has put
+    there counts as not there, and as what was there before where this process has read that.
+
+    key  no bytes: the seal keeps nobody out
+    """
+
+    warned = False
+
+    def __init__(self, store: Any, key: bytes):
+        self.store, self.key = store, key
+        self.known: dict[str, bytes] = {}
+
+    def check(self, names: list[str]) -> bool:
+        return self.store.check(names)
+
+    def set(self, name: str, text: str) -> None:
+        self.store.set(name, self._seal(name, text.encode()))
+
+    def get(self, name: str) -> bytes | None:
+        return self._open(name, self.store.get(name))
+
+    def compare_set(self, name: str, expected: str, text: str) -> bytes | None:
+        """Return what is there now: `text`, or what was there instead of `expected`."""
+        mine = self._seal(name, text.encode())
+        there = self.store.compare_set(name, expected and self._seal(name, expected.encode()), mine)
+        if there != mine and not self._is_ours(name, there):
+            there = self.store.compare_set(name, there, mine)
+        return self._open(name, there)
+
+    def _seal(self, name: str, text: bytes) -> bytes:
+        return digest(self.key, name.encode(), text).hex().encode() + text
+
+    def _is_ours(self, name: str, sealed: bytes) -> bool:
+        return hmac.compare_digest(self._seal(name, sealed[64:]), sealed)
+
+    def _open(self, name: str, sealed: bytes) -> bytes | None:
+        if self._is_ours(name, sealed):
+            self.known[name] = sealed[64:]
+        elif not Sealed.warned:
+            Sealed.warned = True
+            terminal.shout("warning: a note in the store is not this run's, and is ignored: who writes there?\n")
+        return self.known.get(name)
+
+
+def guard_torchs_rendezvous(key: bytes) -> None:
+    """Seal the state that torchrun's agents of this run pickle for each other."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+
+    torchs = c10d.C10dRendezvousBackend
+    c10d.C10dRendezvousBackend = lambda store, run_id: torchs(Sealed(store, key), run_id)  # type: ignore
+
+
+def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
+    """(all ranks) Return every rank's value, by rank; with `on_main` on rank 0, and nothing on the others. torch's own
+    collectives of objects unpickle whatever comes; here it must bear the seal of this run."""
+    raw = pickle.dumps(value)
+    mine = torch.frombuffer(bytearray(digest(key, raw) + raw), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    padded = torch.nn.functional.pad(mine, (0, int(max(lengths)) - len(mine)))
+    found = [torch.empty_like(padded) for _ in lengths] if not on_main or dist.get_rank(group) == 0 else []
+    if on_main:
+        dist.gather(padded, found or None, group=group)
+    else:
+        dist.all_gather(found, padded, group=group)
+    whole = [each.numpy()[: int(length)].tobytes() for each, length in zip(found, lengths, strict=False)]
+    if not all(hmac.compare_digest(digest(key, each[32:]), each[:32]) for each in whole):
+        raise RuntimeError("what another rank has sent is not sealed by this run")
+    return [pickle.loads(each[32:]) for each in whole]

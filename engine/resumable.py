@@ -1,0 +1,167 @@
+"""Compare, after the first step, what a new process would restore with what runs: the first kill would tell it later.
+
+No weight is copied, and no code of the task runs a second time: what a checkpoint would hold is given, as it is, to a
+copy of the optimizer that has taken no step.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine import batches
+from engine.contract import LockstepError
+from engine.errors import headline
+from engine.faults.together import sync_errors
+from engine.files import archive
+from engine.optimizers import load_state
+from engine.zero import Zero
+
+if TYPE_CHECKING:
+    from engine.run import Run
+
+ANYWAY = "; check_resume=false trains all the same"
+
+
+class Fresh(NamedTuple):
+    """What a new process begins with, before it loads a checkpoint."""
+
+    optimizer: torch.optim.Optimizer | None  # with the same parameters; None where it cannot be copied
+    forms: dict[str, str]  # of the model's entries
+    step: int  # of the checkpoint, if there is one
+
+
+def fresh(run: Run, step: int) -> Fresh | None:
+    """Return what `check` needs; to be called before a checkpoint is loaded."""
+    if not run.cfg.check_resume:
+        return None
+    shared = (*run.model.modules(), *run.model.parameters(), *run.model.buffers())
+    try:
+        optimizer = _twin(_own(run.optimizer), {id(each): each for each in shared})
+    except Exception:  # something that it holds can be no copy
+        optimizer = None
+    return Fresh(optimizer, _forms(run), step)
+
+
+def check(run: Run) -> None:
+    """(all ranks) Raise LockstepError where a checkpoint would not bring back what runs, once a step has been taken."""
+    if run.fresh is None or run.progress.step == run.fresh.step:
+        return
+    with sync_errors(run.world):
+        _check_model(run, run.fresh.forms)
+        if run.world.main:
+            _check_plain(run.task.metadata(), "the task's `metadata`")
+        if run.fresh.optimizer is not None:
+            _check_optimizer(_own(run.optimizer), run.fresh.optimizer)
+    if any(run.world.gather(bool(run.optimizer.state))):  # else the step was skipped: again at the next check
+        run.fresh = None
+
+
+def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.own if isinstance(optimizer, Zero) else optimizer
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one holds: of a chain, or below a wrapper."""
+    held = (*vars(optimizer).values(), *getattr(optimizer, "optimizers", ()))
+    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Return a copy that shares what is in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
+    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for part in _parts(optimizer):
+        if id(part) not in memo:
+            _twin(part, memo)
+    vars(twin).update(copy.deepcopy(vars(optimizer), memo))
+    return twin
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def _forms(run: Run) -> dict[str, str]:
+    """Return the type and the shape of what a checkpoint holds of the model, by name."""
+    held = {name: value for name, value in run.model.state_dict().items() if run.task.saved(name)}
+    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in tensors.items()}
+
+
+def _check_model(run: Run, before: dict[str, str]) -> None:
+    now = _forms(run)
+    if changed := next((name for name in now | before if now.get(name) != before.get(name)), ""):
+        was, became = (forms.get(changed, "not there") for forms in (before, now))
+        raise LockstepError(
+            f"no checkpoint of this model can be loaded: {changed} is {was} at first, and {became} after a step",
+            where="the task's `model`",
+            todo="give it that form in `__init__`, or register it with persistent=False",
+        )
+    _check_plain(dict(run.model.state_dict()), "the extra state of a module")
+
+
+def _check_plain(held: Any, where: str) -> None:
+    """Raise LockstepError for what `weights_only=True` would not load; tensors are left out of the file."""
+    file, empty = io.BytesIO(), torch.empty(0)
+    try:
+        torch.save(batches.map_leaves(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
+        archive.examine(file)
+    except Exception as error:
+        what = f"a checkpoint cannot hold it: {archive.reason(error)}"
+        todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
+        raise LockstepError(what, where=where, todo=todo) from error
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    kind, where = type(optimizer).__name__, "the task's `optimizer`"
+    state = optimizer.state_dict()
+    _check_plain(state, f"what {kind} keeps")
+    torchs = type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine."))
+    try:
+        load_state(twin, state if torchs else copy.deepcopy(state))  # another's might change in place what it is given
+        restored = twin.state_dict()
+    except Exception as error:
+        what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
+        raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY) from error
+    then = dict(batches.leaves(restored))
+    for name, value in batches.leaves(state):
+        if not _same(value, then.pop(name, None)):
+            what = f"{kind} does not get {name} back as it was saved"
+            raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY)
+    for each, other in zip([optimizer, *_parts(optimizer)], [twin, *_parts(twin)], strict=True):
+        attributes = vars(each).keys() & vars(other).keys() - {"state", "param_groups", "defaults", "optimizers"}
+        for name in sorted(attributes):
+            for changed in _changed(name, vars(each)[name], vars(other)[name]):
+                what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
+                todo = "keep it in self.state[p], or in a param_group: these are restored"
+                raise LockstepError(what, where=where, todo=todo + ANYWAY)
+
+
+def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
+    """Yield the places of numbers, tensors and generators that are there in both and differ."""
+    parts, others = batches.parts_of(now), batches.parts_of(then) or {}
+    for key in parts or ():
+        if key in others:  # a parameter may be a key, whose text would be long
+            yield from _changed(
+                f"{name}.{key}" if isinstance(key, str | int) else name, (parts or {})[key], others[key]
+            )
+    if isinstance(now, torch.Generator) and isinstance(then, torch.Generator):
+        now, then = now.get_state(), then.get_state()
+    counts = isinstance(now, int | float | list | Tensor) and parts is None and not isinstance(now, bool)
+    if counts and not _same(now, then):
+        yield name
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return type(a) is type(b) and (a == b or a != a)
+    if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return (a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) or batches.same_bits(a, b)

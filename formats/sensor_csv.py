@@ -1,0 +1,80 @@
+"""A sensor's recording as CSV: every cell checked by its line, cut where samples are missing, resampled evenly."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engine.contract import LockstepError
+from formats.arrays import text_lines
+
+GAP = 20
+"""Usual intervals without a sample that cut a recording; samples at random times stay below it."""
+
+
+def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N, 1 + C), the time in seconds, which rises, and the channels; and (N,) the line of each row. Columns are
+    separated by commas, semicolons or tabs; rows of one time are averaged. Raises LockstepError with file and line."""
+    text = text_lines(path)
+    reader = csv.reader(text, delimiter=next((mark for mark in ";\t" if mark in "".join(text[:1])), ","))
+    header = [name.strip() for name in next(reader, [])]
+    if missing := [name for name in (time, *channels) if header.count(name) != 1]:
+        what = f"the header has {', '.join(header) or 'nothing'}"
+        raise LockstepError(what, where=f"{path}:1", todo=f"it needs {', '.join(missing)}, once")
+    places, rows, lines = {name: header.index(name) for name in (time, *channels)}, [], []
+    for row in reader:
+        if any(cell.strip() for cell in row):
+            cells = {name: row[at].strip() if at < len(row) else "" for name, at in places.items()}
+            rows.append([_number(name, cell, f"{path}:{reader.line_num}") for name, cell in cells.items()])
+            lines.append(reader.line_num)
+            if rows[-1][0] < rows[max(0, len(rows) - 2)][0]:
+                what, todo = f"{time} goes back to {rows[-1][0]:g}", "sort the rows, or make two files of it"
+                raise LockstepError(what, where=f"{path}:{lines[-1]}", todo=todo)
+    table = np.array(rows).reshape(-1, len(places))
+    _, first, count = np.unique(table[:, 0], return_index=True, return_counts=True)
+    if len(first) < max(2, len(table) / 2):
+        what = f"{len(table)} samples have {len(first)} different values of {time}"
+        raise LockstepError(what, where=str(path), todo="give each sample a time of its own")
+    return np.add.reduceat(table, first) / count[:, None], np.array(lines)[first]
+
+
+def _number(name: str, cell: str, where: str) -> float:
+    try:
+        if np.isfinite(value := float(cell)):
+            return value
+    except ValueError:
+        pass
+    what = f"{name} is {cell[:40]!r}" if cell else f"{name} is empty"
+    raise LockstepError(what, where=where, todo="write a number, with a decimal point, or delete the line")
+
+
+def even_pieces(
+    table: np.ndarray, lines: np.ndarray, path: Path, rate_hz: float, shortest: int
+) -> tuple[list[np.ndarray], list[str]]:
+    """Cut what `read` returns at its gaps, over which nothing is known, and resample each piece -> ([(T, C) float32 at
+    `rate_hz`, at least `shortest` steps], a sentence on each gap and on what is too short)."""
+    time, notes, pieces, short = table[:, 0], [], [], 0
+    usual = float(np.median(np.diff(time)))
+    if not 0.2 < usual * rate_hz < 5:
+        what, todo = f"a sample every {usual:g} s, taken at {rate_hz:g} Hz", "give the time in seconds, or another rate"
+        raise LockstepError(what, where=str(path), todo=f"{todo} (for a lower one filter first)")
+    ends = np.flatnonzero(np.diff(time) > GAP * usual)
+    for before, after, line in zip(time[ends], time[ends + 1], lines[ends + 1], strict=True):
+        notes.append(f"{path}:{line}: no sample for {after - before:.3g} s, from {before:g} s on: cut there")
+    for part in np.split(table, ends + 1):
+        steps = int((part[-1, 0] - part[0, 0]) * rate_hz + 1e-6) + 1
+        if steps < shortest:
+            short += len(part)
+            continue
+        even = part[0, 0] + np.arange(steps) / rate_hz
+        columns = [np.interp(even, part[:, 0], column) for column in part.T[1:]]
+        pieces.append(np.stack(columns, 1).astype(np.float32))
+    if not pieces:
+        what = f"no stretch without a gap has the {shortest} steps of a window at {rate_hz:g} Hz"
+        raise LockstepError(what, where=str(path), todo="leave the recording out, or take shorter windows")
+    if short:
+        notes.append(f"{path}: {short} of {len(time)} samples are left out, in stretches shorter than a window")
+    return pieces, notes

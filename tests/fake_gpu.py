@@ -1,0 +1,357 @@
+"""A GPU for machines without one: tensors that say `cuda:0` and compute on the CPU, with real numbers.
+
+    python tests/fake_gpu.py train.py har device=cuda steps=20      a line of JSON at the end: waits, kernels
+
+As on a GPU: a host tensor beside the device's is an error, a single number is not; a copy to the host that does not
+wait holds rubbish until an event after it, or anything else, is waited for; a copy from pageable memory waits; the
+sanitizer of torch.cuda is told of streams, events and memory. Every wait is noted with the line of the project,
+every kernel of the main thread with its step. Not emulated: times, memory, rounding and autocast's list of CUDA (those
+are the CPU's), graphs, DDP's reducer, which is in C++.
+"""
+
+import collections
+import contextlib
+import inspect
+import itertools
+import json
+import runpy
+import sys
+import threading
+import types
+import warnings
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU, RUBBISH = torch.device("cuda", 0), 113
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "unique", "equal")
+TAKES_BOTH = ("copy_", "_to_copy", "index", "_index_put", "index_put", "set_", "lift")  # tensors of host and device
+COPIES = ("copy_", "_to_copy")
+NO_KERNEL = ("empty", "detach", "lift_fresh", "alias", "_local_scalar_dense", "set_", "record_stream")
+IN_FLOAT32 = ("convolution",)  # in half, oneDNN writes beyond maps that are small (engine/precision.py)
+
+waits: list[tuple[int, str]] = []  # step, the project's line and what it waits for
+kernels: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)  # of each step
+pinned: set[int] = set()  # addresses
+posted = collections.deque()  # copies to the host that have not arrived: (number, host tensor, what it will hold)
+numbers, debug_mode, here = itertools.count(1), [0], threading.local()
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on the GPU. Its numbers are those of `inner`, a tensor of the CPU; torch's C++ takes it for one, too."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device, is_cuda, is_cpu = property(lambda self: GPU), property(lambda self: True), property(lambda self: False)
+
+    @staticmethod
+    def __new__(cls, inner):
+        form = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, device="cpu", **form)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):  # torch's own would leave `inner` as it was
+        torch.Tensor.data.__set__(self, value)
+        self.inner = value.inner
+
+    def to(self, *args, copy=False, **kwargs):
+        device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "cpu":
+            return arriving(self.detach().inner.to(dtype or self.dtype, copy=True), non_blocking)
+        if not copy and dtype in (None, self.dtype) and layout is None:
+            return self
+        return torch.ops.aten._to_copy(self, dtype=dtype or self.dtype, memory_format=layout)
+
+    def cpu(self):
+        return self.to("cpu")
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def cuda(self, *_, **__):
+        return self
+
+    def new_tensor(self, data, dtype=None, device=None, **more):
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or GPU, **more)
+
+    def numpy(self):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    __array__ = numpy
+
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
+    def record_stream(self, stream):
+        pass
+
+    def __reduce_ex__(self, protocol):
+        return self.cpu().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        new = type(self)(self.inner.clone()).requires_grad_(self.requires_grad)
+        new._is_param = getattr(self, "_is_param", False)
+        return memo.setdefault(id(self), new)
+
+
+# ---- what the host waits for -----------------------------------------------------------------------------------------
+
+
+def step():
+    from engine.phases import phase
+
+    return phase.step
+
+
+def waited(what, upto=None):
+    """The host waits: copies posted before arrive."""
+    frame = sys._getframe(1)
+    while frame and not is_ours(Path(frame.f_code.co_filename).absolute()):
+        frame = frame.f_back
+    place = f"{Path(frame.f_code.co_filename).absolute().relative_to(ROOT)}:{frame.f_lineno}" if frame else "torch"
+    waits.append((step(), f"{place} {what}"))
+    if debug_mode[0] in (1, "warn") and what not in ("an event", "the device"):  # torch says nothing of these
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    arrive(upto)
+
+
+def is_ours(path):
+    return ROOT in path.parents and ".venv" not in path.parts and path.name not in ("fake_gpu.py", "warm.py")
+
+
+def arrive(upto=None):
+    while posted and (upto is None or posted[0][0] <= upto):
+        _, host, true = posted.popleft()
+        host.copy_(true)
+
+
+def arriving(true, non_blocking):
+    """What a copy to the host returns."""
+    if not non_blocking:
+        waited("a copy to the host")
+        return true
+    host = in_pinned_memory(torch.full_like(true, RUBBISH))
+    posted.append((next(numbers), host, true))
+    return host
+
+
+def in_pinned_memory(tensor):
+    """A copy whose memory is known as pinned for as long as it lives."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = np.empty(max(size, 0) * tensor.element_size() if tensor.numel() else 0, np.uint8)
+    copy = torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    address = copy.untyped_storage().data_ptr()
+    pinned.add(address)
+    weakref.finalize(memory, pinned.discard, address)
+    return copy.copy_(tensor)
+
+
+def is_pinned(tensor, device=None):
+    return tensor.untyped_storage().data_ptr() in pinned
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def dispatch(func, args, kwargs):
+    flat, spec = tree_flatten((args, kwargs))
+    name, wanted = func.name().partition("::")[2].partition(".")[0], kwargs.get("device")
+    wanted = torch.device(wanted).type if wanted is not None else ""  # torch's C++ asks for `cpu` and means this GPU
+    given = [value for value in flat if is_tensor(value)]
+    on_gpu = any(isinstance(value, CudaTensor) for value in given)
+    if not on_gpu and wanted != "cuda":
+        out = func(*args, **kwargs | ({"pin_memory": False} if kwargs.get("pin_memory") else {}))
+        return in_pinned_memory(out) if kwargs.get("pin_memory") else out
+    hosts = [value for value in given if not isinstance(value, CudaTensor)]
+    whole = [value for value in hosts if value.ndim or name in ("cat", "stack")]
+    if whole and name not in TAKES_BOTH:
+        shapes = ", ".join(str(tuple(value.shape)) for value in whole)
+        raise RuntimeError(f"Expected all tensors to be on the same device: {name} of cuda:0 and cpu {shapes}")
+    plain = [value.inner if isinstance(value, CudaTensor) else value for value in flat]
+    plain = [torch.device("cpu") if isinstance(value, torch.device) else value for value in plain]
+    some, more = tree_unflatten(plain, spec)
+    more.pop("pin_memory", None)
+    if name == "copy_" and not isinstance(args[0], CudaTensor):
+        waited("a copy to the host")
+        return func(*some, **more)
+    if name in COPIES and hosts:
+        source = hosts[0]
+        later = (kwargs.get("non_blocking") or True in args[2:3]) and is_pinned(source)
+        if not later and (source.ndim or name == "_to_copy"):  # a number is an argument of the kernel
+            waited("a copy from the host")
+    elif whole:
+        waited("indices of the host")
+    if name in READS or (name == "index" and any(is_tensor(i) and i.dtype == torch.bool for i in args[1])):
+        waited(name)
+    half = next((v.dtype for v in given if v.dtype in (torch.float16, torch.bfloat16)), None)
+    if half and name.startswith(IN_FLOAT32):
+        widened = tree_map_only(torch.Tensor, torch.Tensor.float, (some, more))
+        out = tree_map_only(torch.Tensor, lambda value: value.to(half), func(*widened[0], **widened[1]))
+    else:
+        out = func(*some, **more)
+    if threading.current_thread() is threading.main_thread() and name not in NO_KERNEL and not func.is_view:
+        kernels[step()][name] += 1
+    wrapped = tree_map_only(torch.Tensor, CudaTensor, out)
+    for fresh in tree_flatten(wrapped)[0] if not (func.is_view or func._schema.is_mutable) else ():
+        if is_tensor(fresh):
+            tell("memory_allocation", fresh.data_ptr())
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_gpu else wrapped
+
+
+class Gpu(TorchDispatchMode):
+    """Sees what is made on the GPU from nothing, or copied there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+
+plain = inspect.unwrap(Gpu.__torch_dispatch__)
+plain.__dynamo_disable = plain  # else torch's compiler is loaded: 2 s in each run
+
+
+# ---- torch.cuda ------------------------------------------------------------------------------------------------------
+
+
+def tell(what, *about):
+    """To torch's sanitizer, if there is one."""
+    from torch.cuda import _gpu_trace
+
+    registry = {"memory_allocation": "MemoryAllocation", "event_record": "EventRecord", "event_wait": "EventWait"}[what]
+    getattr(_gpu_trace, f"{registry}Callbacks").fire_callbacks(*about)
+
+
+class Stream:
+    """The kernels of all streams are over at once; that they must wait for each other is what the sanitizer sees."""
+
+    device = GPU
+
+    def __init__(self, *_, **__):
+        self.cuda_stream = next(numbers)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event):
+        tell("event_wait", event.cuda_event, self.cuda_stream)
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        waited("a stream")
+
+
+class Event:
+    def __init__(self, *_, **__):
+        self.cuda_event = next(numbers)
+        self.step = self.posted = -1
+
+    def record(self, stream=None):
+        self.step, self.posted = step(), next(numbers)
+        tell("event_record", self.cuda_event, (stream or current_stream()).cuda_stream)
+
+    def synchronize(self):
+        if self.step < step():  # what a step before has posted is long over
+            arrive(self.posted)
+        else:
+            waited("an event", self.posted)
+
+    def query(self):
+        arrive(self.posted)
+        return True
+
+    def wait(self, stream=None):
+        (stream or current_stream()).wait_event(self)
+
+    def elapsed_time(self, other):
+        return 1.0
+
+
+usual = Stream()
+usual.cuda_stream = 0
+
+
+def current_stream(device=None):
+    return getattr(here, "stream", usual)
+
+
+@contextlib.contextmanager
+def on(stream):
+    before, here.stream = current_stream(), stream
+    try:
+        yield
+    finally:
+        here.stream = before
+
+
+def install():
+    """From now on this process has a GPU, and so have the threads that it starts."""
+    card = types.SimpleNamespace(name="No GPU", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "set_device": None, "_lazy_init": None,
+        "is_initialized": True, "mem_get_info": (70 << 30, 80 << 30), "get_device_properties": card,
+        "get_device_name": card.name, "max_memory_allocated": 0, "max_memory_reserved": 0, "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream, torch.cuda.current_stream = (
+        Stream,
+        Event,
+        on,
+        current_stream,
+    )
+    torch.cuda.synchronize = lambda device=None: waited("the device")
+    torch.cuda.set_sync_debug_mode = lambda mode: debug_mode.__setitem__(0, mode)
+    torch.cuda.get_sync_debug_mode = lambda: debug_mode[0]
+    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda.nccl = types.SimpleNamespace(version=lambda: (0, 0, 0))
+    torch._C._activate_gpu_trace = lambda: None
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = lambda self, device=None: in_pinned_memory(self), is_pinned
+    begin_autocast, begin_thread = torch.autocast.__init__, threading.Thread._bootstrap_inner
+
+    def autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        begin_autocast(self, "cpu", dtype or torch.bfloat16, enabled, cache_enabled)
+
+    def begin_on_gpu(self):  # a mode belongs to its thread; what the project enters there comes after it
+        with Gpu():
+            begin_thread(self)
+
+    torch.autocast.__init__, threading.Thread._bootstrap_inner = autocast, begin_on_gpu
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.to` must not keep a parameter of the host
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy that the mode sees
+    Gpu().__enter__()
+
+
+def report():
+    return json.dumps({"waits": waits, "kernels": kernels})
+
+
+if __name__ == "__main__":
+    sys.argv, sys.path[:1] = sys.argv[1:], [str(Path(sys.argv[1]).absolute().parent), str(ROOT)]
+    install()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        print("FAKE", report())

@@ -1,0 +1,361 @@
+"""The sums of a task add up over parts of a batch, or the run ends before its first step; which wrong ones are found,
+which right ones are not taken for wrong, and that the training does not notice."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, succeed
+
+import tasks
+import train
+from engine import adds_up, config, console, launch, preflight
+from engine.contract import LockstepError
+from engine.files import status
+
+HEAD = """
+import random, torch
+import torch.nn.functional as F
+from torch import nn
+from engine import contract
+from engine.contract import Loss, Sums, gather_batch, uniform
+from tests.tasks import toy
+
+class Net(toy.Net):
+    def __init__(self, *more):
+        super().__init__(16, 0.0)
+        self.more = nn.ModuleList(more)
+
+    def forward(self, x):
+        x = super().forward(x)
+        for layer in self.more:
+            x = layer(x)
+        return x
+
+class Task(toy.Task):
+"""
+
+SEQUENCES = """
+def datasets(self):
+  draw = torch.Generator().manual_seed(0)
+  lengths = torch.randint(2, 9, (40,), generator=draw).tolist()
+  class Texts(list):
+    def collate(self, samples):
+      pad = lambda name: nn.utils.rnn.pad_sequence([s[name] for s in samples], batch_first=True)
+      return {"ids": pad("ids"), "weights": pad("weights"), "row": torch.arange(len(samples))}
+  texts = Texts({"ids": torch.randint(1, 11, (n,), generator=draw),
+                 "weights": torch.rand(n, generator=draw) + 0.1} for n in lengths)
+  return texts, None
+def model(self):
+  layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+  return nn.Sequential(nn.Embedding(11, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 11))
+"""
+
+# A body of `Task`, and what is printed.
+RIGHT = {
+    "a mean times the samples": (
+        "def loss(self, net, batch):\n"
+        "  return Loss(self._errors(net, batch).mean() * len(batch['x']), len(batch['x']))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "BatchNorm and dropout": (
+        "def model(self):\n  return Net(nn.BatchNorm1d(4), nn.Dropout(0.5))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "token weights, padded": (
+        SEQUENCES + "def loss(self, net, batch):\n"
+        "  ids, w = batch['ids'], batch['weights'][:, 1:]\n"
+        "  hidden = net[1](net[0](ids), mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))\n"
+        "  each = F.cross_entropy(net[2](hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction='none')\n"
+        "  return Loss((each * w.flatten()).sum(), w.sum(), Sums(count=(ids > 0).sum()))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "nothing in it": (
+        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum() * 0, 0)",
+        "the loss adds up: 5 samples = 3 + 2, to 0e+00",
+    ),
+    "almost nothing left, beside large numbers": (
+        "def loss(self, net, batch):\n"
+        "  out = 40 * F.normalize(net(batch['x']).float()) @ torch.eye(4)\n"
+        "  return Loss(F.cross_entropy(out, out.detach().argmax(1), reduction='sum').mul(1e-9)\n"
+        "              + (1e4 + out).sum() - 1e4 * 4 * len(out) - out.sum(), len(out))",
+        "the loss adds up",
+    ),
+    "all with all": (
+        "def loss(self, net, batch):\n"
+        "  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)\n"
+        "  return Loss(F.cross_entropy(x @ whole.T * 5, rows, reduction='sum'), len(x))",
+        "the loss adds up: 5 samples = 3 + 2, each compared with all, to ",
+    ),
+    "noise by the seeds": (
+        "def loss(self, net, batch):\n"
+        "  noise = uniform(batch['lockstep'].seed, 8)\n"
+        "  return Loss(self._errors(net, batch | {'x': batch['x'] + noise}).sum(), batch['mask'].sum())",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "noise of torch": (
+        "def loss(self, net, batch):\n"
+        "  x = batch['x'] + 0.3 * torch.randn_like(batch['x'])\n"
+        "  return Loss(self._errors(net, batch | {'x': x}).sum(), batch['mask'].sum())",
+        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
+    ),
+    "dropout of a function": (
+        "def loss(self, net, batch):\n"
+        "  return Loss((F.dropout(net(batch['x']), 0.5, True) - batch['y']).square().sum(), len(batch['x']))",
+        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
+    ),
+    "a norm of weights": (
+        "def loss(self, net, batch):\n"
+        "  norm = sum(p.square().sum() for p in net.parameters())\n"
+        "  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))",
+        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: rounding, or a part that does not grow with the sam",
+    ),
+    "terms": (
+        "loss = contract.Task.loss\ndef losses(self, net, batch):\n"
+        "  errors = self._errors(net, batch); some = batch['x'][:, 0] > 1\n"
+        "  return {'a': Loss(errors.sum(), batch['mask'].sum()), 'b': Loss(errors[some].sum(), some.sum())}",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "training mode only": (
+        "def loss(self, net, batch):\n  assert net.training\n  return super().loss(net, batch)",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "training mode only, and BatchNorm": (
+        "def model(self):\n  return Net(nn.BatchNorm1d(4))\n"
+        "def loss(self, net, batch):\n  assert net.training, 'no'\n  return super().loss(net, batch)",
+        "whether the loss adds up is not known: AssertionError: no (in eval mode)",
+    ),
+    "a batch of one": (
+        "defaults = toy.Task.defaults | {'batch_size': 1}",
+        "whether the loss adds up is not known: a pass of 1 sample cannot be cut",
+    ),
+    "three samples": (
+        "def datasets(self):\n  return toy.Waves(3, 0), None",
+        "the loss adds up: 3 samples = 1 + 2, to ",
+    ),
+    "a mean of an empty mask": (
+        "def loss(self, net, batch):\n"
+        "  some = batch['lockstep'].position > 3\n"
+        "  return Loss(self._errors(net, batch)[some].mean() * some.sum(), some.sum())",
+        "whether the loss adds up is not known: the loss of 5 samples is .*, of 3 and 2 of them nan and ",
+    ),
+    "whole numbers at a tie": (
+        "def loss(self, net, batch):\n"
+        "  out = net(batch['x']); ties = (out + 1e5 - 1e5 - out)[:, 0]\n"
+        "  return Loss(out.square().sum(), len(out), Sums(hits=(out.float() > out.float().mean(1, True)).sum()))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "a score of all with all": (
+        "def score(self, model, batch):\n"
+        "  x = F.normalize(model(batch['x'])); whole, rows = gather_batch(x)\n"
+        "  return super().score(model, batch) | {'x': F.cross_entropy(x @ whole.T, rows, reduction='sum')}",
+        "the loss adds up",
+    ),
+    "a score with noise": (
+        "def score(self, model, batch):\n"
+        "  return super().score(model, batch | {'x': batch['x'] + 0.1 * torch.randn_like(batch['x'])})",
+        "warning: `score` adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator",
+    ),
+    "a score that is another each time": (
+        "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
+        "def score(self, model, batch):\n"
+        "  return super().score(model, batch) | {'x': torch.rand((), generator=self.draw)}",
+        "warning: whether `score` adds up is not known: `x` of the same 5 samples is another the second time, by ",
+    ),
+}
+
+WRONG = {
+    "a mean": (
+        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).mean(), batch['mask'].sum())",
+        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\? return the sum",
+    ),
+    "a mean and one": (
+        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).mean(), 1)",
+        r"the (loss|weight) of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
+    ),
+    "a mean in a watched sum": (
+        "def loss(self, net, batch):\n"
+        "  right = (net(batch['x']) > 0).float().mean()\n"
+        "  return super().loss(net, batch)._replace(sums=Sums(right=right, count=len(batch['x'])))",
+        r"`right` of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
+    ),
+    "a count of batches": (
+        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(sums=Sums(count=1))",
+        r"`count` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `loss`\): a mean\?",
+    ),
+    "a mean of noise": (
+        "def loss(self, net, batch):\n"
+        "  x = batch['x'] + 0.03 * torch.randn_like(batch['x'])\n"
+        "  return Loss(self._errors(net, batch | {'x': x}).mean(), len(batch['x']))",
+        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
+    ),
+    "in-batch contrast": (
+        "def loss(self, net, batch):\n"
+        "  x = F.normalize(net(batch['x']))\n"
+        "  return Loss(F.cross_entropy(x @ x.T * 5, torch.arange(len(x)), reduction='sum'), len(x))",
+        r"the loss of 5 samples is .*\(the task's `loss`\): return a sum over the samples: where each .*`gather_batch`",
+    ),
+    "triplets in a batch": (
+        "def loss(self, net, batch):\n"
+        "  x = F.normalize(net(batch['x'])); y = batch['y'][:, 0] > 0; gaps = torch.cdist(x, x)\n"
+        "  same = y[:, None] == y; far = torch.where(same, gaps, 0.0).amax(1)\n"
+        "  near = torch.where(same, 9.0, gaps).amin(1)\n"
+        "  return Loss((far - near + 9).relu().sum(), len(x))",
+        r"the loss of 5 samples is .*`gather_batch`",
+    ),
+    "a mean over all": (
+        "def loss(self, net, batch):\n"
+        "  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)\n"
+        "  return Loss(F.cross_entropy(x @ whole.T * 5, rows), len(x))",
+        r"the loss of 5 samples is .*a mean\? return the sum",
+    ),
+    "a term": (
+        "loss = contract.Task.loss\ndef losses(self, net, batch):\n"
+        "  errors = self._errors(net, batch)\n"
+        "  return {'a': Loss(errors.sum(), len(errors)), 'b': Loss(errors.mean(), len(errors))}",
+        r"the loss 'b' of 5 samples is .*\(the task's `losses`\): a mean\?",
+    ),
+    "padding": (
+        SEQUENCES + "def loss(self, net, batch):\n  return Loss(net(batch['ids']).square().sum(), len(batch['ids']))",
+        r"the loss of 5 samples is .*`collate` change each by itself",
+    ),
+    "its own generator": (
+        "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
+        "def loss(self, net, batch):\n"
+        "  x = batch['x'] + 0.1 * torch.randn(batch['x'].shape, generator=self.draw)\n"
+        "  return Loss(self._errors(net, batch | {'x': x}).sum(), len(x))",
+        r"the loss of the same 5 samples is another the second time, by .*draw from batch\['lockstep'\].seed",
+    ),
+    "a factor": (
+        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(factor=100.0)",
+        r"the loss has factor=100.0, which is of one term among several \(the task's `loss`\): multiply its total",
+    ),
+    "a mean in the score": (
+        "def score(self, model, batch):\n"
+        "  return super().score(model, batch) | {'x': self._errors(model, batch).mean()}",
+        r"`x` of 5 samples is .*\(the task's `score`\): a mean\? return the sum",
+    ),
+    "a number of batches in the score": (
+        "def score(self, model, batch):\n  return super().score(model, batch) | {'x': torch.tensor([[0], [1]])}",
+        r"`x` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `score`\)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def start():
+    """What is printed of a task up to the first step."""
+    world = train.setup_distributed(config.Config(device="cpu"))
+    console.set_up(main=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(status, "current", status.Status())
+
+        def begin(*words):
+            run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
+            preflight.describe(run, strict=False)
+            return run
+
+        yield begin
+    launch.drain()
+    torch.distributed.destroy_process_group()
+
+
+def own(tmp_path, body):
+    (tmp_path / "own.py").write_text(HEAD + "".join(f"    {line}\n" for line in body.splitlines()))
+    return str(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_adds_up_is_not_refused(start, tmp_path, capsys, name, amp):
+    body, said = RIGHT[name]
+    start(own(tmp_path, body), f"amp={amp}")
+    pattern = said if "[" in said or ".*" in said else re.escape(said)
+    assert re.search(f"^{pattern}", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_add_up_is_refused(start, tmp_path, name):
+    body, said = WRONG[name]
+    with pytest.raises(LockstepError, match="^" + said):
+        start(own(tmp_path, body))
+    if "factor" not in name:
+        start(own(tmp_path, body), "check_sums=false")
+
+
+SHIPPED = {
+    "har": ["har", "dataset.stride=512", "model.width=8", "model.dropout=0.5"],
+    "video": ["video", "dataset.size=16", "dataset.trials=21", "dataset.videos=12", "dataset.frames=5"],
+    "robot": ["robot", "env.demonstrations=4", "env.size=16", "eval.n_episodes=0"],
+    "act": ["robot", "env.demonstrations=4", "env.size=16", "eval.n_episodes=0", "policy.type=act"],
+    **{path.stem: [str(path)] for path in sorted((ROOT / "tests" / "tasks").glob("[a-z]*.py"))},
+    **{path.stem: [str(path)] for path in sorted((ROOT / "examples").glob("*.py")) if "class Task" in path.read_text()},
+}
+OPTIONS = {"act": ["policy.dim_model=16", "policy.n_heads=2", "policy.n_encoder_layers=1", "dataset.cameras=none"]}
+OPTIONS["own_text"] = ["model.width=16", "model.layers=1", "model.heads=2", "text.length=32"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_task_and_example_adds_up(start, capsys, name):
+    if name == "own_lora":
+        pytest.importorskip("transformers")
+        pytest.importorskip("peft")
+    run = start(*SHIPPED[name], *OPTIONS.get(name, []), "check_sums=false")
+    assert adds_up.check(run, run.train_loader, adds_up.of_loss).startswith("the loss adds up: 5 samples = 3 + 2, ")
+    if run.val_loader is not None:
+        assert adds_up.check(run, run.val_loader, adds_up.of_score).startswith("`score` adds up: 5 samples = 3 + 2, ")
+
+
+KEEPS = """
+def __init__(self, cfg):
+  super().__init__(cfg)
+  self.calls, self.seen, self.mean, self.net = 0, [], torch.zeros(()), None
+def model(self):
+  self.net = Net(nn.BatchNorm1d(4))
+  self.net.register_buffer('passes', torch.zeros(()))
+  self.net.more[0].eval()
+  return self.net
+def loss(self, net, batch):
+  self.calls += 1
+  self.seen.append(self.calls)
+  self.mean += 1
+  self.net.passes += 1
+  with torch.no_grad():
+    self.net.layers[3].bias += 1
+  assert net.training
+  return Loss(net(batch['x']).square().sum() + 0 * torch.rand(()) * random.random(), len(batch['x']))
+"""
+
+
+def test_a_training_does_not_notice(start, tmp_path):
+    """Not even where a loss counts its calls, changes weights and buffers, and draws."""
+    run = start(own(tmp_path, KEEPS), "check_sums=false")
+
+    def state():
+        told = [run.task.calls, run.task.seen[:], float(run.task.mean), [each.training for each in run.model.modules()]]
+        drawn = [torch.rand(()).item(), random.random(), np.random.random()]
+        return told, drawn, {name: value.clone() for name, value in run.model.state_dict().items()}
+
+    def seeded():
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+
+    seeded()
+    before = state()
+    seeded()
+    adds_up.check(run, run.train_loader, adds_up.of_loss)
+    adds_up.check(run, run.val_loader, adds_up.of_score)
+    after = state()
+    assert before[:2] == after[:2] and all(torch.equal(value, after[2][name]) for name, value in before[2].items())
+
+
+def test_two_processes_end_in_one_line_before_anything_is_written(launch, tmp_path):
+    words = ["train.py", own(tmp_path, WRONG["a mean"][0]), f"save_dir={tmp_path / 'run'}", "batch_size=6"]
+    done = launch.torchrun(2, *words)
+    assert done.code == 1 and len(done.errors) == 1, done.err
+    assert re.match("error: " + WRONG["a mean"][1], done.errors[0]) and not (tmp_path / "run").exists()
+    done = succeed(launch.torchrun(2, *words, "check_sums=false", "steps=1"))
+    assert "adds up" not in done.out

@@ -1,0 +1,209 @@
+"""A training on a GPU that `fake_gpu.py` stands in for: the CPU's bits, no wait in a step, as many kernels as ever.
+What a real one adds is seen by `benchmarks/gpu_check.py`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TOY, succeed
+from test_graph import same
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_check
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+FAKE = str(ROOT / "tests/fake_gpu.py")
+HAR = ["har", "dataset.stride=512", "model.width=8"]
+VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
+ROBOT = ["robot", "env.demonstrations=8", "env.size=16", "eval.n_episodes=0", "policy.chunk_size=5", "batch_size=8"]
+ACT = (
+    "policy.type=act policy.dim_model=16 policy.n_heads=2 policy.dim_feedforward=16 policy.n_encoder_layers=1 "
+    "policy.n_vae_encoder_layers=1 policy.latent_dim=4 dataset.cameras=none"
+).split()
+BUFFERS, TERMS = (str(ROOT / f"tests/tasks/{name}.py") for name in ("buffers", "terms"))
+EMA, TWO, FETCHED = "optim.ema_decay=0.9", ["gradient_accumulation_steps=2", "batch_size=8"], "cache=none"
+
+
+@pytest.fixture
+def gpu(launch, tmp_path):
+    """Runs a training on the fake GPU; returns what it said, each wait with its step, and the kernels of each step."""
+
+    def run(*words, code=0, script="train.py", **env):
+        where = ["device=cuda", f"save_dir={tmp_path / 'gpu'}"] if script == "train.py" else []
+        done = launch.python(FAKE, script, *words, *where, **env)
+        assert done.code == code, done.out[-3000:] + done.err[-3000:]
+        seen = json.loads((re.findall(r"^FAKE (.*)$", done.out, re.M) or ['{"waits": [], "kernels": {}}'])[-1])
+        kernels = {int(step): counted for step, counted in seen["kernels"].items()}
+        return SimpleNamespace(out=done.out, err=done.err, errors=done.errors, waits=seen["waits"], kernels=kernels)
+
+    return run
+
+
+KILLED = """
+import os
+from engine.phases import phase
+from tasks.har import Task as Har
+class Task(Har):
+    def loss(self, net, batch):
+        if phase.step == 6 and "KILL" in os.environ:
+            os.kill(os.getpid(), 9)
+        return super().loss(net, batch)
+"""
+
+
+@pytest.fixture
+def of_the_cpu(once, launch):
+    """The last checkpoint of the same training on the CPU, in one go."""
+
+    def train(folder):
+        (folder / "task.py").write_text(KILLED)
+        succeed(launch.python("train.py", *exact(folder), "device=cpu", f"save_dir={folder / 'cpu'}"))
+
+    folder = once("of_the_cpu", train)
+    return folder, torch.load(folder / "cpu" / "last.pt", weights_only=True)
+
+
+def exact(folder):
+    words = [folder / "task.py", *HAR[1:], "amp=off", EMA, "model.dropout=0.2", *TWO, "save_every=4", "steps=10"]
+    return [*map(str, words), "log_every=100", "optim.grad_clip=1"]
+
+
+@pytest.mark.parametrize("cache", ["none", "host", "device"])
+def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
+    """Of weights, average and moments: killed, and resumed; with copies that are read before they have arrived, or
+    tensors of the host among the others, it would fail or end in other numbers."""
+    folder, right = of_the_cpu
+    gpu(*exact(folder), f"cache={cache}", code=-9, KILL="1")
+    assert "step 4," in gpu(*exact(folder), f"cache={cache}").out, "it has not been resumed"
+    state = torch.load(tmp_path / "gpu" / "last.pt", weights_only=True)
+    assert state["progress"]["step"] == right["progress"]["step"] == 10
+    for part in ("model", "ema", "optimizer"):
+        assert same(state[part], right[part]), part
+
+
+STEPS = {
+    "conv": ([*HAR, "batch_size=16", EMA, "amp=bf16"], 188),
+    "perceptron": ([*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED], 408),
+    "transformer": ([*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"], 389),
+    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 376),
+    "act": ([*ROBOT, *ACT, "amp=bf16"], 684),
+    "vla": ([*ROBOT, "amp=bf16"], 705),
+    "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 114),
+    "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 379),
+    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=2", "ddp.backend=gloo"], 611),
+}
+"""Settings, and the kernels of a step (the most of steps 4 and 5): one that grows is noticed."""
+
+SAID = {"terms": {"tests/tasks/terms.py:18 a copy from the host"}}
+"""Waits that are the task's own."""
+
+
+SLOW = ("vla", "virtual", "act", "transformer")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in STEPS])
+def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
+    """The first steps copy class weights, and read the optimizer's counters; the last one is scored and saved. The
+    order of the epoch is copied without a wait, too."""
+    words, most = STEPS[kind]
+    seen = gpu(*words, "steps=6", "log_every=100")
+    if kind in ("conv", "video", "perceptron", "transformer"):
+        assert ("compile=default fuses it" in seen.out) == (kind in ("conv", "video")), "GroupNorm, in half precision"
+    inside = {what for step, what in seen.waits if 3 <= step < 6}
+    assert inside == SAID.get(kind, set())
+    assert len(seen.kernels) >= 6 and not [what for _, what in seen.waits if what.startswith("data_loader.py")]
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("the kernels of a step are those of torch 2.13")
+    assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in gpu_check.waiting(gpu_check.Lab(Path(), True)) if "ddp" not in kind])
+def test_the_check_of_a_gpu_finds_no_wait_here(gpu, tmp_path, kind):
+    """With torch's own warnings, as on a GPU; but for DDP, whose reducer knows only real ones."""
+    lab = gpu_check.Lab(tmp_path, True)
+    words = [word.replace("device=cpu", "device=cuda") for word in gpu_check.waiting(lab)[kind]]
+    if "video" in kind:
+        gpu_check.PARTS["clips"](str(tmp_path / "few"), *gpu_check.FEW)
+    said = gpu("--part", kind.split()[0], *words, script="benchmarks/gpu_check.py").out
+    assert json.loads(said.rpartition("RESULT ")[2].splitlines()[0]) == [[], 6, True]
+
+
+@pytest.mark.slow
+def test_the_sanitizer_sees_what_the_loader_does(gpu, tmp_path):
+    """Torch's own: no race as it is, and one where no stream waits for another; in the loader's thread, too."""
+    words = [TOY, "batch_size=8", "amp=off", "steps=4", "cache=none", "device=cuda", f"save_dir={tmp_path / 'run'}"]
+    part = {"script": "benchmarks/gpu_check.py"}
+    said = gpu("--part", "sanitized_steps", *words, **part).out
+    assert int(said.rpartition("RESULT ")[2].splitlines()[0]) > 400
+    seen = gpu("--part", "race", *words, code=1, **part)
+    assert "CSAN detected a possible data race" in seen.err and "CUDASanitizerErrors" in seen.err
+
+
+WAITS = {
+    "loss.total.item()": "_local_scalar_dense",
+    "(y > 0).nonzero()": "nonzero",
+    "y[batch['mask']]": "index",
+    "y[torch.arange(2)]": "indices of the host",
+    "torch.ones(2).to(y.device, non_blocking=True)": "a copy from the host",
+    "torch.ones(2).pin_memory().to(y.device)": "a copy from the host",
+    "y.new_tensor([1.0, 2.0])": "a copy from the host",
+    "y.cpu()": "a copy to the host",
+    "torch.ones(2, 4, pin_memory=True).copy_(y[:2])": "a copy to the host",
+    "torch.cuda.current_stream().synchronize()": "a stream",
+}
+WRONG = """
+import torch
+from engine.phases import phase
+from tests.tasks import toy
+class Task(toy.Task):
+    def loss(self, net, batch):
+        loss, y = super().loss(net, batch), batch["y"]
+        if phase.step == 4:
+            {}
+        return loss
+"""
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    """A task that does this in its fifth step, and what trains it."""
+
+    def task(*lines):
+        (tmp_path / "wrong.py").write_text(WRONG.format("\n            ".join(lines)))
+        return [str(tmp_path / "wrong.py"), "steps=6", "log_every=100", "dataset.samples=200"]
+
+    return task
+
+
+def test_each_kind_of_wait_is_found(gpu, wrong):
+    seen = [(step, what) for step, what in gpu(*wrong(*WAITS)).waits if 3 <= step < 6]
+    assert all(step == 4 and what.startswith("train.py:") for step, what in seen), seen
+    assert [what.partition(" ")[2] for _, what in seen] == [*WAITS.values()]
+
+
+def test_what_waits_for_nothing_is_no_wait(gpu, wrong):
+    free = (
+        "y.to('cpu', non_blocking=True)",
+        "torch.ones(2).pin_memory().to(y.device, non_blocking=True)",
+        "y + torch.ones(())",
+    )
+    assert not [what for step, what in gpu(*wrong(*free)).waits if 3 <= step < 6]
+
+
+def test_a_tensor_of_the_host_among_the_others_is_an_error(gpu, wrong):
+    seen = gpu(*wrong("y + torch.ones(4)"), code=1)
+    assert "Expected all tensors to be on the same device: add of cuda:0 and cpu (4,)" in seen.errors[0]
+
+
+def test_a_copy_that_is_read_too_early_holds_rubbish(gpu, wrong):
+    lines = "late = y.to('cpu', non_blocking=True)", "early = late.clone(); event = torch.cuda.Event(); event.record()"
+    more = "after = y.to('cpu', non_blocking=True)", "event.synchronize()"
+    says = "print('READ', bool((early == 113).all()), torch.equal(late, y.cpu()), bool((after == 113).all()))"
+    says = says.replace("late, y.cpu()", "late, y.inner").replace("y.inner", "y.detach().inner")
+    assert "READ True True True" in gpu(*wrong(*lines, *more, says)).out

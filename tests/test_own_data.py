@@ -1,0 +1,165 @@
+"""The scripts for own data: what was measured is trained on, a gap is cut, a fault names the own file and line."""
+
+import importlib.util
+import re
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import tasks
+from engine import config
+from engine.contract import LockstepError
+from formats import windows
+
+HEADER = "time_s,acc_x,acc_y,acc_z"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def own():
+    return example("own_sensors")
+
+
+def rows(times):
+    return [f"{t:.3f},{t:.3f},{2 * t:.3f},1" for t in times]
+
+
+def write(folder, first, table="file,subject,label\na.csv,ann,rest\nb.csv,bob,walk\n", encoding="utf-8"):
+    """Two recordings of 8 s at 50 Hz, channels a line in time; the lines of the first one are given."""
+    folder.mkdir(exist_ok=True)
+    (folder / "a.csv").write_bytes("\n".join(first).encode(encoding))
+    (folder / "b.csv").write_text("\n".join([HEADER, *rows(np.arange(0, 8, 0.02))]))
+    (folder / "recordings.csv").write_text(table)
+    return folder
+
+
+def test_a_gap_is_cut_told_and_not_trained_on(own, tmp_path, capsys):
+    """8 s without a sample: no window of the dataset has a step of it; a stretch shorter than a window is left out."""
+    times = np.concatenate([np.arange(0, 4, 0.02), np.arange(12, 16, 0.02), np.arange(17, 17.5, 0.02)])
+    own.convert(write(tmp_path / "raw", [HEADER, *rows(times)]), tmp_path / "a.npz", 100)
+    found = windows.read(tmp_path / "a.npz", length=100, stride=50)
+    data = windows.Windows(found, np.arange(len(found)) < len(found) - 1)  # of the first file
+    x = data.__getitems__(list(range(len(data))))["x"].numpy()
+    seen = x[:, 0]  # the channel is the time
+    assert len(x) == 6 and not ((seen > 4) & (seen < 12)).any() and seen.max() < 16
+    assert np.allclose(np.diff(seen, axis=1), 0.02, atol=1e-4) and np.allclose(x[:, 1], 2 * seen, atol=1e-3)
+    out, err = capsys.readouterr()
+    said = re.findall(r"warning: \S*a\.csv:(\d+): no sample for ([\d.]+) s, from ([\d.]+) s on: cut there", err)
+    assert [(int(line), float(gap), float(start)) for line, gap, start in said] == [
+        (202, 8.02, 3.98),
+        (402, 1.02, 15.98),
+    ]
+    assert "a.csv: 25 of 425 samples are left out, in stretches shorter than a window" in err
+    assert "2 recordings" in out and "3 without gaps (rest 2, walk 1)" in out
+
+
+def test_uneven_samples_without_a_gap_are_one_recording(own, tmp_path, capsys):
+    times = np.sort(np.random.default_rng(1).uniform(0, 12, 600))
+    own.convert(write(tmp_path / "raw", [HEADER, *rows(times)]), tmp_path / "a.npz", 100)
+    assert not capsys.readouterr().err and len(np.load(tmp_path / "a.npz")["lengths"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("mark", "end", "encoding"), [(";", "\r", "utf-8-sig"), ("\t", "", "utf-8"), (", ", "", "utf-8")]
+)
+def test_other_separators_line_ends_and_a_byte_order_mark(own, tmp_path, mark, end, encoding):
+    lines = [line.replace(",", mark) + end for line in ['"time_s",acc_z,acc_x,more,acc_y', *("0.00,1,2,x,3",) * 2]]
+    lines += [f"{0.02 * n:.2f},1,{n},,3{end}".replace(",", mark) for n in range(1, 300)] + ["", " "]
+    own.convert(write(tmp_path / "raw", lines, encoding=encoding), tmp_path / "a.npz", 100)
+    signal = np.load(tmp_path / "a.npz")["signal"]
+    assert np.allclose(signal[5], [5, 3, 1]) and np.allclose(signal[0], [2, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "says"),
+    [
+        (3, "0.04,1,,1", r"acc_y is empty \(.*a\.csv:4\): write a number, .* or delete the line"),
+        (3, "0.04,1", r"acc_y is empty \(.*a\.csv:4\)"),
+        (3, "0.04,1,NaN,1", r"acc_y is 'NaN' \(.*a\.csv:4\)"),
+        (3, "0.04,1,inf,1", r"acc_y is 'inf' \(.*a\.csv:4\)"),
+        (3, "0.04,1,1.2.3,1", r"acc_y is '1\.2\.3' \(.*a\.csv:4\)"),
+        (3, "0.001,1,1,1", r"time_s goes back to 0\.001 \(.*a\.csv:4\)"),
+        (0, "time,acc_x,acc_y,acc_z", r"the header has time, acc_x, .*\(.*a\.csv:1\): it needs time_s, once"),
+        (0, "", r"the header has nothing \(.*a\.csv:1\)"),
+    ],
+)
+def test_a_fault_names_the_persons_own_file_and_line(own, tmp_path, place, line, says):
+    lines = [HEADER, *rows(np.arange(0, 8, 0.02))]
+    lines[place] = line
+    with pytest.raises(LockstepError, match=says):
+        own.convert(write(tmp_path / "raw", lines), tmp_path / "a.npz", 100)
+    assert not (tmp_path / "a.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        (np.arange(0, 8000, 20), r"a sample every 20 s, taken at 50 Hz \(.*a\.csv\): give the time in seconds"),
+        (np.arange(0, 8, 0.02).round(0), r"400 samples have 9 different values of time_s"),
+        (np.arange(0, 1, 0.02), r"no stretch without a gap has the 100 steps of a window"),
+        ([], r"0 samples have 0 different values"),
+    ],
+    ids=["milliseconds", "packets", "short", "nothing"],
+)
+def test_a_time_that_cannot_be_is_refused(own, tmp_path, times, says):
+    with pytest.raises(LockstepError, match=says):
+        own.convert(write(tmp_path / "raw", [HEADER, *rows(times)]), tmp_path / "a.npz", 100)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ("file,subject,label\na.csv,ann,rest\nc.csv,bob,walk\n", r"no file c\.csv \(.*recordings\.csv:3\)"),
+        ("file,subject,label\na.csv,ann,rest\na.csv,bob,walk\n", r"a\.csv stands twice.*recordings\.csv:3"),
+        ("file,subject,label\na.csv,ann,\n", r"a cell is empty.*recordings\.csv:2"),
+        ("file,label\na.csv,rest\n", r"no column subject \(.*recordings\.csv:1\)"),
+        ("file,subject,label\n", r"no recordings \(.*recordings\.csv\)"),
+    ],
+)
+def test_a_fault_in_the_table_names_its_line(own, tmp_path, table, says):
+    with pytest.raises(LockstepError, match=says):
+        own.convert(write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))], table), tmp_path / "a.npz", 100)
+
+
+def test_labels_and_people_that_may_be_one_are_named(own, tmp_path, capsys):
+    raw = write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))])
+    table = [(f"{n}.csv", "ann" if n % 2 else "bob", "walk" if n < 6 else "rest") for n in range(8)]
+    table += [("c.csv", "Ann", "wlak"), ("d.csv", "bob", "Rest ")]
+    for name, *_ in table:
+        (raw / name).write_bytes((raw / "b.csv").read_bytes())
+    (raw / "recordings.csv").write_text("file,subject,label\n" + "".join(f"{','.join(row)}\n" for row in table))
+    own.convert(raw, tmp_path / "a.npz", 100)
+    out, err = capsys.readouterr()
+    for words in ("'wlak' (1) is spelled nearly as 'walk' (6)", "'Rest' (1) is spelled nearly as 'rest' (2)",
+                  "'Ann' (1) is spelled nearly as 'ann' (4)", "recordings.csv: it names no a.csv, b.csv"):  # fmt: skip
+        assert words in err
+    assert err.count("warning") == 4 and "Rest 1, rest 2, walk 6, wlak 1" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "stays"),
+    [
+        ("own_sensors", "--epochs 3 dataset.length=50 --lr=1e-3", "dataset.stride=50"),
+        ("own_videos", "--epochs 3 --batch-size=2 frames=6", ""),
+        ("own_robot", "--steps 3 policy.chunk_size=2", "batch_size=16"),
+    ],
+)
+def test_arguments_in_both_spellings_go_to_the_training(tmp_path, monkeypatch, capsys, name, given, stays):
+    module, lines = example(name), []
+    monkeypatch.setattr(module, "run", lambda *words: lines.append(words))
+    write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))])
+    for made in ("clips", "dataset"):
+        (tmp_path / made).mkdir()
+    module.main(str(tmp_path), *given.split())
+    (_, task, *words), _ = lines
+    config.parse(["--task", task, *words], tasks.load)  # neither unknown nor given twice
+    assert " ".join(words).endswith(given) and stays in " ".join(words)
+    if name != "own_sensors":  # which is converted each time
+        assert "is there already: remove it after a change in" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""The seal on what the processes of a run tell each other: whose notes are believed, and who knows the secret."""
+
+import pytest
+import torch.distributed as dist
+
+from engine.faults import agent, sealed, watchdog
+from engine.faults.sealed import Sealed
+from engine.faults.watchdog import Failure
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_written(monkeypatch):
+    monkeypatch.setattr(Sealed, "warned", False)
+
+
+def test_only_the_notes_of_this_run_are_read(capfd):
+    store = dist.HashStore()
+    mine, theirs, stranger = Sealed(store, b"key"), Sealed(store, b"key"), Sealed(store, b"another run's")
+    theirs.set("a", "1")
+    assert mine.get("a") == b"1"
+    store.set("b", store.get("a"))  # the note under another name
+    stranger.set("c", "1")
+    store.set("d", b"\xff")
+    assert [mine.get(name) for name in "bcd"] == [None] * 3
+    stranger.set("a", "2")
+    assert mine.get("a") == b"1", "what it was, where this process has read that"
+    assert capfd.readouterr().err.count("warning: a note in the store is not this run's") == 1
+    for written in ("", "c", "d"):  # a stranger who is first silences nobody
+        name = written or "e"
+        assert mine.compare_set(name, "", "mine") == theirs.compare_set(name, "", "theirs") == b"mine"
+
+
+SAYS = Failure(1, "x", 3).__dict__
+
+
+@pytest.mark.parametrize(
+    ("note", "told"),
+    [
+        (SAYS, Failure(1, "x", 3)),
+        (SAYS | {"exit_code": 0}, Failure(1, "x", 1)),
+        (SAYS | {"exit_code": 75}, Failure(1, "x", 1)),
+        (SAYS | {"text": "\x1b]0;owned\x07\x9b2J" + "x" * 10_000}, Failure(1, ("]0;owned2J" + "x" * 10_000)[:3997], 3)),
+        (SAYS | {"again": {"task": "evil.py", "batch_size": 2}}, Failure(1, "x", 3, again={"batch_size": 2})),
+        (SAYS | {"again": {"batch_size": "$(x)"}}, Failure(1, "x", 3)),
+        (SAYS | {"rank": "1"}, None),
+        ({"text": "x"}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_a_note_may_change_little(note, told):
+    assert Failure.told(note) == told
+
+
+@pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])
+def test_a_note_without_form_ends_no_watch(found):
+    store = dist.HashStore()
+    for key in ("failure", "stop", "beat0", "dump"):
+        store.set(key, found)
+    notes = watchdog._Notes(watchdog.World(0, 0, 1, None), 5.0, store)
+    assert notes.root_cause() is None and notes.beats() == {} and notes.get_first("stop") is None
+    notes.asking.shutdown()
+
+
+def test_who_knows_the_secret(tmp_path, monkeypatch):
+    for name in (sealed.SECRET, sealed.SECRET_FILE, "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert sealed.secret(True) == b"", "who has none"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "1" / "error.json"))
+    made = sealed.secret(True)
+    assert len(made) == 64 and sealed.secret(True) == made and sealed.secret(False) == b""
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv(sealed.SECRET_FILE, str(file))
+    assert sealed.secret(False) == made, "of several machines"
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match="is not this user's alone"):
+        sealed.secret(False)
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(ValueError, match="holds 5 bytes"):
+        sealed.secret(False)
+    monkeypatch.setenv(sealed.SECRET_FILE, str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        sealed.secret(False)
+    monkeypatch.setenv(sealed.SECRET, "of the launcher")
+    assert sealed.secret(False) == b"of the launcher"
+
+
+@pytest.mark.parametrize(
+    ("host", "stands_for", "one_machine", "address"),
+    [
+        ("localhost", ["127.0.0.1"], True, "127.0.0.1"),
+        ("one", ["10.0.0.1"], True, "127.0.0.1"),
+        ("127.0.0.2", ["127.0.0.2"], False, None),  # the loopback, as the own name on Debian
+        ("two", ["10.0.0.1", "10.0.0.2"], False, None),
+        ("none", OSError, False, None),
+        ("203.0.113.9", ["203.0.113.9"], False, "127.0.0.3"),  # translated on the way
+    ],
+)
+def test_where_a_store_listens(monkeypatch, host, stands_for, one_machine, address):
+    def found(*_, **__):
+        if stands_for is OSError:
+            raise OSError("no such name")
+        return [(0, 0, 0, "", (each, 0)) for each in stands_for]
+
+    monkeypatch.setattr(agent.socket, "getaddrinfo", found)
+    monkeypatch.setattr(agent, "way_to", lambda host: ("127.0.0.3", "eth1"))
+    listener = agent._listen(host, 0, one_machine)
+    assert (listener and listener.getsockname()[0]) == address
+    if listener:
+        with listener, pytest.raises(RuntimeError, match="Address already in use"):
+            agent._listen(host, listener.getsockname()[1], one_machine)
