@@ -21,7 +21,7 @@ OF_OTHERS = {
     "_foreach_div_",
     "_foreach_norm",
 }
-OF_OTHERS |= {"_foreach_lerp_", "_foreach_add", "_foreach_add_", "_foreach_copy_"}
+OF_OTHERS |= {"_foreach_lerp_", "_foreach_add", "_foreach_add_", "_foreach_copy_", "_foreach_mul"}
 """Of Python, and torch's documented functions over lists."""
 
 

@@ -67,7 +67,7 @@ class Log(Silent):
         self.blind = False  # the loss of the terminal has been logged
         self.torn = False  # the last line of metrics.jsonl may be half there
         self.memory_mb, self.memory_read_at = 0.0, -math.inf
-        self.bars = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        self.bars = _has_room_for_bars()
         show_bars(self.bars)
         self.crowd = cores.Crowd()
         self.bar: Any = None
@@ -269,6 +269,14 @@ class Log(Silent):
         show_bars(False)
         if self.wandb:
             self.wandb.finish()
+
+
+def _has_room_for_bars() -> bool:
+    """Whether stderr is a terminal; one that says it has no columns shows neither a bar nor the log's lines."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:  # no file behind it, such as a notebook's: it is what it says
+        return True
 
 
 def _tag(group: str, name: str) -> str:
