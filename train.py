@@ -213,10 +213,11 @@ def main(argv: list[str], strict: bool = False) -> int:
     with survive.watch(world, stop, args.cfg):  # a heartbeat per rank: who failed, who hangs
         preflight.check_wandb(args.cfg, world)
         run = build(args, world, stop, strict)
-        preflight.describe(run, strict)  # the plan
-        if not args.dry_run and not already_complete(run):
-            with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
-                train(run)
+        if args.dry_run or not already_complete(run):
+            preflight.describe(run, strict)  # the plan
+            if not args.dry_run:
+                with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
+                    train(run)
         stopped = run.stopped
     del run  # DDP's hooks must die before their group does
     launch.drain()  # (all ranks) wait for the others

@@ -231,6 +231,10 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
     return batch, cut
 
 
+def _count(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
+
+
 def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int | None, precision: Precision) -> str:
     """Return the arithmetic of a run for a person, a line each.
 
@@ -254,7 +258,7 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
     decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
     besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
-    length = f"{plan.total_steps} = {plan.total_steps / plan.steps_per_epoch:.4g} epochs"
+    length = f"{plan.total_steps} = {_count(plan.total_steps / plan.steps_per_epoch)} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
     rows = [
@@ -275,9 +279,12 @@ def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: i
     if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
         text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
         rows.append(("worth a try", text))
-    saves = f"each epoch and every {cfg.save_minutes:g} min" if cfg.save_minutes else "each epoch"
-    saves = f"every {cfg.save_every} steps" if cfg.save_every else saves
-    rows.append(("checkpoints", f"{saves}; a kill repeats at most that"))
+    saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
+    if cfg.save_minutes:
+        saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"
+    if cfg.save_every:
+        saves = f"every {amount(cfg.save_every, 'step')}; a kill repeats that"
+    rows.append(("checkpoints", f"{saves} at most"))
     if plan.workers:
         rows[:1] = _describe_workers(plan, trained_bytes)
     elif parts_of := cut_dependent(model, plan.accumulation):

@@ -333,6 +333,23 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
     assert "warning: the warm-up of 3 steps is longer than the schedule of 2 (schedule): give a smaller" in said
 
 
+def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys):
+    console.set_up(main=True)
+
+    def row(name, *words):
+        preflight.describe(steps(*words)[0], strict=False)
+        return next(line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if f"  {name}" in line)
+
+    assert row("optimizer", "steps=1000000", "epochs=0").endswith("1000000 = 166667 epochs")
+    assert row("optimizer", "steps=40", "epochs=0").endswith("40 = 6.667 epochs")
+    for words, said in (
+        ([], "each epoch and every 10 min, or 100 times a save's CPU time; a kill repeats that at most"),
+        (["save_minutes=0"], "at the end of an epoch; a kill repeats the epoch, and 10 s before it at most"),
+        (["save_every=7"], "every 7 steps; a kill repeats that at most"),
+    ):
+        assert f"{row('checkpoints', *words)}".endswith(said.split(None, 1)[1]), words
+
+
 TIED = """
 import torch
 from torch import nn

@@ -247,6 +247,7 @@ def test_a_finished_run_started_again_changes_nothing(launch, finished):
     before = contents(finished)
     done = succeed(launch.python("train.py", TOY, "epochs=1", f"save_dir={finished}"))
     assert f"Already complete: {finished / 'best_model_epoch0.pt'} stands at step 6 of 6; raise epochs" in done.out
+    assert "optimizer steps" not in done.out, "a plan of nothing"
     assert contents(finished) == before
     more = succeed(launch.python("train.py", TOY, "epochs=2", f"save_dir={finished}"))
     assert "Resuming" in more.out and load(finished)["progress"]["step"] == 12

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from engine.faults import agent, sealed, watchdog
 from engine.faults.sealed import Sealed
 from engine.faults.watchdog import Failure
+from engine.files import status
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,8 @@ def test_only_the_notes_of_this_run_are_read(capfd):
 
 
 SAYS = Failure(1, "x", 3).__dict__
+SMALLER = {"global_batch": 12, "batch_size": 2, "gradient_accumulation_steps": 0}
+"""What each rank would try where memory runs out."""
 
 
 @pytest.mark.parametrize(
@@ -40,16 +43,22 @@ SAYS = Failure(1, "x", 3).__dict__
         (SAYS | {"exit_code": 0}, Failure(1, "x", 1)),
         (SAYS | {"exit_code": 75}, Failure(1, "x", 1)),
         (SAYS | {"text": "\x1b]0;owned\x07\x9b2J" + "x" * 10_000}, Failure(1, ("]0;owned2J" + "x" * 10_000)[:3997], 3)),
-        (SAYS | {"again": {"task": "evil.py", "batch_size": 2}}, Failure(1, "x", 3, again={"batch_size": 2})),
-        (SAYS | {"again": {"batch_size": "$(x)"}}, Failure(1, "x", 3)),
+        (SAYS | {"again": SMALLER}, Failure(1, "x", 3, again=SMALLER)),
+        *((SAYS | {"again": SMALLER | odd}, Failure(1, "x", 3)) for odd in ({"task": "evil.py"}, {"batch_size": 1})),
+        (SAYS | {"again": {"global_batch": 7}}, Failure(1, "x", 3)),
         (SAYS | {"rank": "1"}, None),
         ({"text": "x"}, None),
         ([], None),
         (None, None),
     ],
 )
-def test_a_note_may_change_little(note, told):
+def test_a_note_may_change_little(note, told, monkeypatch):
+    """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
+    monkeypatch.setattr(status.current, "smaller", lambda evaluating: (4, {} if evaluating else SMALLER))
+    monkeypatch.setattr(status.current, "shrinks", True)
     assert Failure.told(note) == told
+    monkeypatch.setattr(status.current, "shrinks", False)
+    assert told is None or Failure.told(note).again == {}
 
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])
@@ -83,8 +92,11 @@ def test_who_knows_the_secret(tmp_path, monkeypatch):
     monkeypatch.setenv(sealed.SECRET_FILE, str(tmp_path / "none"))
     with pytest.raises(ValueError, match="cannot be read"):
         sealed.secret(False)
+    monkeypatch.setenv(sealed.SECRET, "of the launcher.")
+    assert sealed.secret(False) == b"of the launcher."
     monkeypatch.setenv(sealed.SECRET, "of the launcher")
-    assert sealed.secret(False) == b"of the launcher"
+    with pytest.raises(ValueError, match="LOCKSTEP_SECRET holds 15 bytes"):
+        sealed.secret(False)
 
 
 @pytest.mark.parametrize(

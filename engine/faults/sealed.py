@@ -26,9 +26,9 @@ key = b""
 
 def secret(one_machine: bool) -> bytes:
     """Return what only the processes of this run know; nothing where that cannot be: plain torchrun on several machines
-    without a file. Raises ValueError where others may read the file."""
+    without a file. Raises ValueError for a short one, and where others may read the file."""
     if os.environ.get(SECRET):
-        return os.environ[SECRET].encode()
+        return _long_enough(os.environ[SECRET].encode(), SECRET)
     if os.environ.get(SECRET_FILE):
         return _private(Path(os.environ[SECRET_FILE]))
     told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -50,9 +50,13 @@ def _private(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read ({error.strerror}): check {SECRET_FILE}") from error
     if about.st_mode & 0o077 or about.st_uid not in (0, os.geteuid()):
         raise ValueError(f"{path} is not this user's alone ({SECRET_FILE}): chmod 600, and a new secret")
+    return hashlib.sha256(_long_enough(found, str(path))).hexdigest().encode()
+
+
+def _long_enough(found: bytes, where: str) -> bytes:
     if len(found) < 16:
-        raise ValueError(f"{path} holds {len(found)} bytes ({SECRET_FILE}): head -c 32 /dev/urandom | base64")
-    return hashlib.sha256(found).hexdigest().encode()
+        raise ValueError(f"{where} holds {len(found)} bytes, and not 16 or more: head -c 32 /dev/urandom | base64")
+    return found
 
 
 def digest(key: bytes, *parts: bytes) -> bytes:

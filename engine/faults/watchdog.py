@@ -38,9 +38,6 @@ BEAT_S = 1.0
 
 MACHINE = machine()
 
-SHRINKS = {"global_batch", "batch_size", "eval_batch_size", "gradient_accumulation_steps"}
-"""What a rank that has run out of memory may ask the others to change."""
-
 BEAT = {"beats": 0, "pid": 0, "host": "", "machine": "", "step": 0, "phase": "", "waits": True, "for_s": 0.0}
 """A heartbeat, in form."""
 
@@ -61,8 +58,8 @@ class Failure:
         like = cls(0, "", 0).__dict__
         if not _is_like(note, like):
             return None
-        again = {key: value for key, value in note["again"].items() if key in SHRINKS}  # in their order
-        again = again if all(type(value) is int and value >= 0 for value in again.values()) else {}
+        smaller = status.current.smaller if status.current.shrinks else None  # as this rank would have it
+        again = note["again"] if smaller and note["again"] in (smaller(False)[1], smaller(True)[1]) else {}
         code = note["exit_code"] if 1 <= note["exit_code"] <= status.DISTRIBUTED else 1
         return cls(note["rank"], terminal.plain(note["text"]), code, terminal.plain(note["details"], 100_000), again)
 

@@ -60,9 +60,28 @@ def write_atomically(path: Path, fill: Callable[[Any], None]) -> tuple[str, int]
     return digest, file.size
 
 
-def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+def write_json(path: Path, value: Any, where_full: bool = False) -> None:
+    """Write a value. With `where_full` a disk without room gets it in the blocks that the old file has, where they
+    suffice: a crash meanwhile leaves neither, but nothing else would tell of the full disk."""
+    text = (json.dumps(value, indent=2) + "\n").encode()
+    try:
+        write_atomically(path, lambda file: file.write(text))
+    except OSError as error:
+        if not (where_full and error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, text)):
+            raise
+
+
+def _overwrite(path: Path, text: bytes) -> bool:
+    """Return whether there was room in the file itself."""
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+            if len(text) > 512 * os.fstat(file.fileno()).st_blocks:
+                return False
+            file.write(text)
+            file.truncate()
+    except OSError:
+        return False
+    return True
 
 
 def sha256_of(path: Path) -> str:

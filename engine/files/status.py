@@ -34,6 +34,7 @@ class Status:
         self.shrinks = False  # whether to resume with them
         self.parameter_names: list[str] = []  # in DDP's order; its errors name parameters by index
         self.writing = threading.Lock()  # the checkpoint thread writes, too
+        self.unwritten = False  # and a warning has told so
         self.ended = threading.Lock()  # taken by the thread that ends this process: the main one, or the watchdog
 
     def begin(self, folder: Path, step: int, checkpoint: Path | None, words: list[str]) -> None:
@@ -61,7 +62,7 @@ class Status:
         self.update(state=state, exit_code=exit_code, reason=reason, **more)
 
     def update(self, **fields: Any) -> None:
-        """Change only these fields. Failing to write them is a warning: the training matters more."""
+        """Change only these fields. Failing to write them is a warning, once: the training matters more."""
         if self.folder is None:
             return
         process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -69,9 +70,12 @@ class Status:
             with self.writing:
                 self.fields |= fields
                 about = self.fields | {"resume_command": self.resume_command} | process
-                atomic.write_json(self.folder / "status.json", about)
+                atomic.write_json(self.folder / "status.json", about, where_full=True)
+            self.unwritten = False
         except OSError as error:
-            print(f"warning: status.json was not written: {error.strerror}", file=sys.stderr)
+            if not self.unwritten:
+                print(f"warning: status.json was not written: {error.strerror}", file=sys.stderr)
+            self.unwritten = True
 
 
 current = Status()

@@ -522,7 +522,8 @@ from engine.files import checkpoints
 from tests.tasks import toy
 real, tried = checkpoints.write_atomically, []
 def write(path, give):
-    if path.stem.startswith("step_") and int(path.stem[5:]) > 8 and len(tried) < {times}:
+    step = path.stem.removeprefix("step_")
+    if path.suffix == ".pt" and not (step.isdigit() and int(step) <= 8) and len(tried) < {times}:
         tried.append(path)
         raise OSError(errno.ENOSPC, "No space left on device")
     return real(path, give)
@@ -548,6 +549,45 @@ def test_a_disk_that_stays_full_is_a_danger_that_is_said(launch, tmp_path, times
 
 
 # ---- no room --------------------------------------------------------------------------------------------------------
+
+FULL_FROM_5 = """
+import errno, os
+from engine.files import checkpoints
+from tests.tasks import toy
+real = checkpoints.write_atomically
+def write(path, give):
+    if path.suffix == ".pt" and path.name != "step_4.pt":
+        with open(path.parent / "somebody_else", "ab", buffering=0) as file:
+            try:
+                while file.write(b"0" * 4096):
+                    pass
+            except OSError:
+                pass
+    return real(path, give)
+checkpoints.write_atomically = write
+class Task(toy.Task):
+    pass
+"""
+
+FULL_RUN = """
+import subprocess, sys
+code = subprocess.run([sys.executable, "train.py", *sys.argv[2:]]).returncode
+print("ended with", code)
+print(open(sys.argv[1] + "/status.json").read())
+"""
+
+
+def test_a_full_disk_is_in_the_status(launch, tmp_path):
+    """Which is written into its own blocks then: nothing new has room."""
+    (tmp_path / "own.py").write_text(FULL_FROM_5)
+    (folder := tmp_path / "run").mkdir()
+    words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=4", "eval_every=100"]
+    done = launch.on_a_small_disk(folder, "1m", "-c", FULL_RUN, str(folder), *words, f"save_dir={folder}")
+    about = json.loads(done.out.partition("ended with 3\n")[2])
+    assert (about["state"], about["exit_code"], about["step"]) == ("failed", 3, 4), about
+    assert about["warning"] == "4 saves in a row have failed: nothing since step 4 is on disk"
+    assert "No space left on device" in about["reason"] and "status.json was not written" not in done.err
+
 
 FULL = """
 import sys
