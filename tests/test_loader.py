@@ -387,6 +387,21 @@ def test_passes_that_are_prepared_together_have_the_same_bits(monkeypatch, size)
             assert all(map(torch.equal, tensors(batch), tensors(other)))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_mean_weight_of_a_step_is_that_of_its_own_samples(size):
+    """Of those that all ranks have in it, and not of those that stand at the same places of the dataset."""
+    the_plan, steps = make_plan(61, size, batch=2, accumulation=2), {}
+    for rank in range(size):
+        sampler = TrainSampler(Windows(), the_plan, rank, seed=5)
+        for micro in sampler.micro_batches():
+            samples, means = steps.setdefault(micro.consumed, (set(), set()))
+            samples.update([] if micro.filler else micro.indices)
+            means.add(micro.mean_weight)
+    assert len(steps) == the_plan.steps_per_epoch
+    for samples, means in steps.values():
+        assert means == {sum(index + 1 for index in samples) / len(samples)}
+
+
 @pytest.mark.parametrize("odd", [{"x": torch.zeros(())}, {"names": ["a", "b"]}, {"x": torch.zeros(1, 3)}])
 def test_what_cannot_be_cut_into_passes_is_prepared_pass_by_pass(odd):
     task = type("Odd", (), {"prepare": lambda self, batch: batch | odd})()
