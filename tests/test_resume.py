@@ -387,6 +387,15 @@ def test_force_resumes_all_the_same(launch, finished):
     assert load(finished)["progress"]["step"] == 12
 
 
+def test_force_without_names_reaches_the_optimizer_too(launch, finished):
+    """A checkpoint holds the decay in the optimizer's groups: those that train on have the one that is asked for."""
+    words = ["train.py", TOY, "epochs=2", "weight_decay=0.5", "--force", f"save_dir={finished}"]
+    succeed(launch.python(*words))
+    assert {group["weight_decay"] for group in load(finished)["optimizer"]["param_groups"]} == {0.5, 0.0}
+    changes = [line["change"] for line in logged(finished) if line["event"] == "changed"]
+    assert "optim.weight_decay: 0.01 -> 0.5" in changes
+
+
 def test_force_lets_the_keys_that_it_names_differ_and_no_other(launch, finished):
     """The rate and what a checkpoint holds in the optimizer's groups; the log tells both, once."""
     words = ["train.py", TOY, "lr=0.005", "weight_decay=0.5", "schedule.horizon=18", f"save_dir={finished}"]
