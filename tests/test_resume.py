@@ -225,6 +225,18 @@ def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     assert times == sorted(times), "the clock continues, too"
 
 
+def test_an_evaluation_that_fails_after_the_last_step_is_made_again(launch, tmp_path):
+    """All steps were taken, but the run is not complete: the last epoch's weights may be the best."""
+    fault = ["fault.kind=raise in validation", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
+    words = ["train.py", FAULTY, *fault, "epochs=1", f"save_dir={tmp_path / 'run'}"]
+    assert launch.python(*words).code == 1
+    before = load(tmp_path / "run")["progress"]
+    assert before["step"] == 6 and before["evaluation_due"] and before["best"] is None
+    succeed(launch.python(*words))
+    succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):
     for name in ("one", "two"):
