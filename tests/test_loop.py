@@ -178,6 +178,18 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
     assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
 
 
+def test_a_worker_without_a_sample_votes_too(steps):
+    """Of the two samples of the last step the last of four virtual workers, which closes it, has none."""
+    run, outcomes = steps("epochs=2", "virtual_workers=4", "global_batch=35", "log_every=100")
+    run.checkpoints, saved = SimpleNamespace(worth_it=lambda minutes: minutes is None), []
+    for _ in outcomes:
+        saved += [run.progress.step] if run.save_due else []
+        if run.progress.step == 2:
+            run.stop.request("asked")
+    assert saved == [3], "the end of the epoch"
+    assert run.stopped == "asked" and run.progress.step == 3
+
+
 class Reads(TorchDispatchMode):
     """Note the calls by which the host reads a number of a tensor, or copies between host and device and waits.
 
