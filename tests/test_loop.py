@@ -190,6 +190,13 @@ def test_a_worker_without_a_sample_votes_too(steps):
     assert run.stopped == "asked" and run.progress.step == 3
 
 
+def test_an_epoch_whose_rest_is_dropped_ends_for_the_save_too(steps):
+    """Its last step is worth a save by the rule of epochs, which asks for no ten minutes since the one before."""
+    run, outcomes = steps("epochs=2", "drop_last=true", "batch_size=35", "log_every=100")
+    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: minutes is None)
+    assert [run.progress.step for _ in outcomes if run.save_due] == [2]
+
+
 class Reads(TorchDispatchMode):
     """Note the calls by which the host reads a number of a tensor, or copies between host and device and waits.
 
