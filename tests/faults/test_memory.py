@@ -2,12 +2,14 @@
 for more than any machine has, wherever a pass has more samples than `fault.fits`."""
 
 import sys
+import time
 
 import pytest
 import torch
 from conftest import FAULTY, ROOT, free_port, launching, succeed
 
 from engine.faults import oom
+from engine.faults.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
 SO_MANY += ["ddp.timeout_s=4"]  # a rank that waits for one that failed looks up sooner
@@ -95,6 +97,17 @@ def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
     assert done.code == 1 and len(done.errors) == 1 and "no smaller batch takes the same steps" in done.errors[0], (
         done.err
     )
+
+
+@pytest.mark.parametrize(("times", "over"), [("0", False), ("1", True)])
+def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
+    """It counts from the first start: whoever gave the limit, such as Slurm, ends the run at that time."""
+    monkeypatch.setenv(oom.TIMES, times)
+    monkeypatch.setenv(oom.BEGAN, str(time.monotonic() - 7200))
+    stop, deadline = StopRequest(3600), time.monotonic() + 10
+    while over and not stop.reason and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stop.reason == ("max_time_s is over" if over else "")
 
 
 @pytest.mark.parametrize(
