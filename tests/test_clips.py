@@ -543,6 +543,19 @@ def test_augmentation_moves_whole_clips_and_can_be_switched_off():
     assert all(torch.equal(late[b, 1:-1], x[b, 1 + step : 4 + step]) for b, step in enumerate(steps))
 
 
+@pytest.mark.parametrize("way", [{"flip": "horizontal"}, {"shift": 0.2}, {"jitter": 2}, {"brightness": 0.1}])
+def test_each_way_to_change_a_clip_works_without_the_others(way):
+    task = tasks.load("video")(schema_of(tasks.load("video"))())
+    task.cfg.augment = Augment(**{"flip": "none", "shift": 0.0, "jitter": 0, "brightness": 0.0} | way)
+    x, seeds = torch.randint(0, 256, (64, 7, 10, 10), dtype=torch.uint8), sample_seeds(0, 0, torch.arange(64))
+    y = task.augment(x, seeds)
+    assert y.shape == x.shape and not torch.equal(y, x)
+    if "jitter" in way:
+        moved = [x[:, np.clip(np.arange(7) + step, 0, 6)] for step in range(-2, 3)]
+        same = torch.stack([(y == each).flatten(1).all(1) for each in moved])
+        assert same.sum(0).eq(1).all() and same.any(1).all(), "by up to two frames either way, and whole"
+
+
 def test_shifts_and_light_are_as_large_as_asked_and_drawn_apart():
     u, still = uniform(sample_seeds(0, 0, torch.arange(3000)), 8), {"flip": "none", "jitter": 0}
     rows = torch.arange(64, dtype=torch.uint8)[:, None].expand(3000, 2, 64, 32)
