@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tasks
 from engine import config, contract
@@ -497,6 +498,24 @@ def test_dropout_acts_in_training_only(mode):
     model, x = build(mode, 3, 16, dropout=0.5), torch.randn(2, 3, 16)
     assert not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
+
+
+def test_the_transformer_is_torchs_own_on_overlapping_patches():
+    """With the same weights, and the sines and cosines of the published formula for the places of the patches."""
+    model = build("transformer", 3, 40, depth=2, width=16).double().eval()
+    places = np.arange(11)[:, None] / 10000 ** (np.arange(0, 16, 2) / 16)  # a patch begins every 4 steps
+    code = torch.from_numpy(np.stack([np.sin(places), np.cos(places)], 2).reshape(11, 16))
+    x = torch.randn(4, 3, 40, dtype=torch.float64)
+    scaled = (x - model.standardise.mean) / model.standardise.std
+    y = F.conv1d(scaled, model.patches.weight, model.patches.bias, stride=4, padding=4).transpose(1, 2) + code
+    for block in model.body[:2]:
+        same = torch.nn.TransformerEncoderLayer(16, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True).double()
+        pairs = {"self_attn.in_proj_": block.qkv, "self_attn.out_proj.": block.out, "norm1.": block.norm1}
+        pairs |= {"linear1.": block.mlp[0], "linear2.": block.mlp[2], "norm2.": block.norm2}
+        same.load_state_dict({f"{to}{n}": p for to, part in pairs.items() for n, p in part.named_parameters()})
+        y = same(y)
+    truth = model.head(model.body[2](y).mean(1))
+    torch.testing.assert_close(model(x), truth, rtol=1e-5, atol=1e-6)  # the code of the places is float32
 
 
 # ---------------------------------------------------------------------------------------------------- the task
