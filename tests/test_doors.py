@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import config, network
+from engine import command_line, config, network
 from engine.contract import LockstepError
 from engine.digests import code
 from engine.errors import headline
@@ -248,6 +248,18 @@ def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     # `--multi-gpu ddp --gpu-ids 0,1,3`: torchrun's children see only those, counted from 0, and are given the flag too.
     assert pick_device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), second_of_two).index == 1
+
+
+@pytest.mark.parametrize(("visible", "given"), [(None, "2,0"), ("4,6,GPU-7f", "GPU-7f,4")])
+def test_the_numbers_of_gpus_count_among_those_that_are_visible(monkeypatch, visible, given):
+    """As CUDA itself counts: GPU 2 of `CUDA_VISIBLE_DEVICES=4,6,GPU-7f` is the third of these, not the machine's."""
+    monkeypatch.setattr(os, "environ", {"PATH": ""} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append((os.environ["CUDA_VISIBLE_DEVICES"], words)))
+    command_line.become_torchrun(config.Config(multi_gpu="ddp", gpu_ids=[2, 0]), strict=False)
+    ((found, words),) = started
+    assert found == given and "--nproc_per_node=2" in words
 
 
 @pytest.fixture
