@@ -288,6 +288,14 @@ def test_shipped_configs_parse(path):
     assert parse("--config", str(path)).task in tasks.names()
 
 
+@pytest.mark.parametrize("name", ["har", "video_small", "policy/vla"])
+def test_a_config_of_a_tasks_own_size_is_the_task_as_it_comes(name):
+    """Its header tells the score of a bare `python train.py TASK`, so each number in it must be the task's."""
+    cfg = parse("--config", str(ROOT / f"configs/{name}.yaml"))
+    ours, bare = (config.flatten(config.to_dict(each)) for each in (cfg, parse(cfg.task)))
+    assert {key: value for key, value in ours.items() if bare[key] != value} == {}
+
+
 def test_help_lists_every_everyday_flag_with_its_default(launch):
     done = succeed(launch.python("train.py", "har", "--help"))
     cfg = parse("har")
