@@ -42,6 +42,14 @@ class Task(Toy):
         return Own(model.parameters(), self.cfg.optim.lr)
 """
 
+BAD_AT_FIRST = """
+def loss(self, net, batch):
+    self.calls = getattr(self, "calls", 0) + 1
+    loss = Toy.loss(self, net, batch)
+    return loss._replace(total=loss.total / 0) if self.calls == 1 else loss
+Task.loss = loss
+"""
+
 NOT_HELD = (
     "Own has changed its {}, which no checkpoint holds (the task's `optimizer`): keep it in self.state[p], or in a "
 )
@@ -122,6 +130,19 @@ def test_what_a_new_process_would_not_have_is_named(steps, tmp_path, kind):  # n
     run, outcomes = steps("check_resume=false", task=str(tmp_path / "own.py"))
     next(outcomes)
     preflight.compare_weights(run)
+
+
+def test_after_a_step_that_was_skipped_the_next_check_compares(steps, tmp_path):  # noqa: F811
+    """An optimizer that has taken no step yet has nothing to forget, and fp16 begins with some of these."""
+    code, said = FORGOTTEN["a counter"]
+    (tmp_path / "own.py").write_text(HEAD + code + BAD_AT_FIRST)
+    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
+    next(outcomes)
+    assert not run.optimizer.state and run.progress.step == 1
+    preflight.compare_weights(run)
+    next(outcomes)
+    with pytest.raises(LockstepError, match=re.escape(said)):
+        preflight.compare_weights(run)
 
 
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
