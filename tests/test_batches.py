@@ -26,7 +26,7 @@ from engine.samples import Source, ask
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 
-TASK = str(ROOT / "tests" / "tasks" / "forms.py")
+TASK, OWN_TEXT = str(ROOT / "tests" / "tasks" / "forms.py"), str(ROOT / "examples" / "own_text.py")
 MANY, BITS = (str(ROOT / "tests" / "ranks" / f"{name}.py") for name in ("many", "bits"))
 
 
@@ -477,6 +477,44 @@ def test_resumed_amid_an_epoch_on_other_processes_to_the_same_bits(launch, tmp_p
 def losses_of(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """examples/own_text.py on a small text: (the text, the task with its data, the windows to validate on)."""
+    words = "def f(x):\n        return  x\n" * 40
+    (tmp_path / "text.txt").write_text(words)
+    own = ["text.length=16", "text.val_share=0.4", "model.width=16", "model.layers=2", "model.heads=2"]
+    cfg = config.parse([OWN_TEXT, f"text.path={tmp_path / 'text.txt'}", *own], tasks.load).cfg
+    task = tasks.load(OWN_TEXT)(cfg)
+    return words, task, task.datasets()[1]
+
+
+def test_each_character_of_a_text_is_to_be_told_with_its_own_weight(text):
+    """Against a plain loop over the text: of two spaces the second counts a tenth, where it is what comes next."""
+    words, task, val = text
+    begin = len(words) - int(0.4 * len(words))
+    batch = val.__getitems__([0, 3], torch.zeros(2, dtype=torch.int64))
+    for row, window in enumerate((0, 3)):
+        places = range(begin + 16 * window, begin + 16 * window + 16)
+        assert "".join(task.chars[n] for n in batch["x"][row]) == "".join(words[at] for at in places)
+        assert "".join(task.chars[n] for n in batch["y"][row]) == "".join(words[at + 1] for at in places)
+        weights = [0.1 if words[at : at + 2] == "  " else 1.0 for at in places]
+        assert 0.1 in weights and batch["weight"][row].tolist() == pytest.approx(weights)
+
+
+def test_a_language_model_sees_nothing_of_what_it_is_to_tell(text):
+    """The characters from a place on change no output before it; all that are there reach the last one."""
+    _, task, val = text
+    model = task.model()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    x = val.__getitems__([0], torch.zeros(1, dtype=torch.int64))["x"]
+    for place in range(16):
+        other = x.clone()
+        other[:, place:] = (other[:, place:] + 1) % len(task.chars)
+        off = (model(other) - model(x)).abs().amax((0, 2))
+        assert (off[:place] < 1e-6).all() and (off[place:] > 1e-6).all()
 
 
 @pytest.mark.slow
