@@ -58,7 +58,7 @@ def check(run: Run) -> None:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.fresh.optimizer is not None:
             _check_optimizer(_own(run.optimizer), run.fresh.optimizer)
-    if any(run.world.gather(bool(run.optimizer.state))):  # else the step was skipped: again at the next check
+    if not run.progress.skipped_in_a_row:  # else the optimizer has not begun: again after the next step
         run.fresh = None
 
 

@@ -203,10 +203,11 @@ class Run:
         if self.val_loader is None:
             progress.evaluation_due, self.save_due = False, self.save_due or finished
         self.log_due = pauses or progress.evaluation_due or step % self.plan.log_every == 0
-        self.check_due = step == 1 or (cfg.check_every > 0 and step % cfg.check_every == 0)
+        looks = step == 1 or self.fresh is not None  # also after a resume, and where the first steps are skipped
+        self.check_due = looks or (cfg.check_every > 0 and step % cfg.check_every == 0)
         numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
         names = ["loss", "weight", *(self.sum_names or [])]
-        wait = self.log_due or self.save_due  # its outcome must be known by then
+        wait = self.log_due or self.save_due or looks  # its outcome must be known by then
         self.news = self.meter.add(numbers, names, step, self.passes, wait)
         self.save_due = self.save_due or any(outcome.votes % 1 for outcome in self.news)
 

@@ -132,17 +132,19 @@ def test_what_a_new_process_would_not_have_is_named(steps, tmp_path, kind):  # n
     preflight.compare_weights(run)
 
 
-def test_after_a_step_that_was_skipped_the_next_check_compares(steps, tmp_path):  # noqa: F811
-    """An optimizer that has taken no step yet has nothing to forget, and fp16 begins with some of these."""
+@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])
+def test_an_optimizer_that_has_not_begun_is_looked_at_after_its_first_step(launch, tmp_path, resumed):
+    """Where the first step is skipped, as fp16's often are, and of a resumed run; and not only at check_every."""
     code, said = FORGOTTEN["a counter"]
     (tmp_path / "own.py").write_text(HEAD + code + BAD_AT_FIRST)
-    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
-    next(outcomes)
-    assert not run.optimizer.state and run.progress.step == 1
-    preflight.compare_weights(run)
-    next(outcomes)
-    with pytest.raises(LockstepError, match=re.escape(said)):
-        preflight.compare_weights(run)
+    words = ["train.py", str(tmp_path / "own.py"), "save_every=1", "check_every=0", f"save_dir={tmp_path / 'run'}"]
+    if resumed:
+        succeed(launch.python(*words, "check_resume=false", "steps=3", "schedule.horizon=40"))
+    done = launch.python(*words, "steps=40")
+    (error,) = done.errors
+    first = 4 if resumed else 1  # it is skipped
+    assert said in error and not (tmp_path / f"run/step_{first + 1}.pt").exists()
+    assert (tmp_path / f"run/step_{first}.pt").exists()
 
 
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
