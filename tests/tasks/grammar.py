@@ -38,7 +38,7 @@ class Rare(nn.Module):
 
     def forward(self, x):
         mine = x[:, 0] > x[:, 1:].mean(1) + 1.0
-        return x.index_add(0, mine.nonzero()[:, 0], self.branch(x[mine])) if mine.any() else x
+        return x.index_add(0, mine.nonzero()[:, 0], self.branch(x[mine]).to(x.dtype)) if mine.any() else x
 
 
 class Tied(nn.Module):
@@ -72,15 +72,16 @@ LAYERS = {
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "tied": Tied,
     "rare": Rare,
-    "conv1d": lambda: Folded((1, WIDTH), nn.Conv1d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 1, 3, padding=1)),
-    "conv2d": lambda: Folded((1, 4, 4), nn.Conv2d(1, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 1, 3, padding=1)),
+    "conv1d": lambda: Folded((1, WIDTH), nn.Conv1d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 1, 3, padding=1, bias=False)),
+    "conv2d": lambda: Folded((1, 4, 4), nn.Conv2d(1, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 1, 3, padding=1, bias=False)),
     "layernorm": lambda: nn.LayerNorm(WIDTH),
     "groupnorm": lambda: Folded((4, 4), nn.GroupNorm(2, 4)),
     "attention": lambda: Folded((2, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
     "recurrent": lambda: Folded((4, 4), Recurrent(4, 4, batch_first=True)),
     "weightnorm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
-"""What gives the same for every cut of a batch."""
+"""What gives the same for every cut of a batch. No bias goes into a norm that takes it away: its gradient would be
+rounding, of which AdamW makes steps of full length."""
 
 OF_THE_CUT = {
     "dropout": lambda: nn.Dropout(0.3),
