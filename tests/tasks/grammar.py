@@ -72,8 +72,12 @@ LAYERS = {
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "tied": Tied,
     "rare": Rare,
-    "conv1d": lambda: Folded((1, WIDTH), nn.Conv1d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 1, 3, padding=1, bias=False)),
-    "conv2d": lambda: Folded((1, 4, 4), nn.Conv2d(1, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 1, 3, padding=1, bias=False)),
+    "conv1d": lambda: Folded(
+        (1, WIDTH), nn.Conv1d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 1, 3, padding=1, bias=False)
+    ),
+    "conv2d": lambda: Folded(
+        (1, 4, 4), nn.Conv2d(1, 6, 3, padding=1), nn.GELU(), nn.Conv2d(6, 1, 3, padding=1, bias=False)
+    ),
     "layernorm": lambda: nn.LayerNorm(WIDTH),
     "groupnorm": lambda: Folded((4, 4), nn.GroupNorm(2, 4)),
     "attention": lambda: Folded((2, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
