@@ -212,12 +212,12 @@ class TrainLoader:
         """Optimizer steps to come in this epoch."""
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
-    def example(self, end: int = sys.maxsize, begin: int = 0) -> Batch:
-        """Return samples `begin` to `end` of the epoch, at most a pass of them, to try something with: the same on all
-        ranks. This process fetches them."""
+    def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
+        """Return samples `begin` to `end` of the epoch, of the first pass or of the `least` first, to try something
+        with: the same on all ranks. This process fetches them."""
         plan = self.sampler.plan
         with phase.during("data loading"):
-            return self._prepared(*self._some(slice(begin, min(end, plan.micro_batch, plan.num_samples))))
+            return self._prepared(*self._some(slice(begin, min(end, max(least, plan.micro_batch), plan.num_samples))))
 
     def _some(self, slots: slice) -> tuple[Batch, Given]:
         """Return samples of the epoch by their positions, not prepared, and the loader's own numbers."""
@@ -372,7 +372,7 @@ class EvalLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def example(self, end: int, begin: int = 0) -> Batch:
+    def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
         """Return samples `begin` to `end` of the first batch, to try something with; this process fetches them."""
         asked = ask(next(iter(self.sampler)).indices[begin:end], self.source.seeded)
         index = to_device(torch.tensor(asked.indices), self.device)

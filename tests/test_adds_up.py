@@ -23,6 +23,12 @@ from engine import contract
 from engine.contract import Loss, Sums, gather_batch, uniform
 from tests.tasks import toy
 
+def ZERO(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    return net
+
 class Net(toy.Net):
     def __init__(self, *more):
         super().__init__(16, 0.0)
@@ -53,6 +59,14 @@ def model(self):
   return nn.Sequential(nn.Embedding(11, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 11))
 """
 
+DIFFUSION = "def loss(self, net, batch):\n  t, noise = torch.rand(len(batch['x']), 1), torch.randn_like(batch['x'])\n"
+
+LABELS = SEQUENCES + (
+    "def loss(self, net, batch):\n"
+    "  ids = batch['ids']; labels = ids.masked_fill(ids == 0, -100).flatten(); n = len(ids)\n"
+    "  out = net[2](net[0](ids)).flatten(0, 1)\n"
+)
+
 # A body of `Task`, and what is printed.
 RIGHT = {
     "a mean times the samples": (
@@ -74,7 +88,7 @@ RIGHT = {
     ),
     "nothing in it": (
         "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum() * 0, 0)",
-        "the loss adds up: 5 samples = 3 + 2, to 0e+00",
+        "whether the loss adds up is not known: it is 0 of these 5 samples",
     ),
     "almost nothing left, beside large numbers": (
         "def loss(self, net, batch):\n"
@@ -106,11 +120,28 @@ RIGHT = {
         "  return Loss((F.dropout(net(batch['x']), 0.5, True) - batch['y']).square().sum(), len(batch['x']))",
         "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
     ),
-    "a norm of weights": (
+    "a norm of weights, times the samples": (
         "def loss(self, net, batch):\n"
-        "  norm = sum(p.square().sum() for p in net.parameters())\n"
+        "  norm = len(batch['x']) * sum(p.square().sum() for p in net.parameters())\n"
         "  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))",
-        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: rounding, or a part that does not grow with the sam",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
+    "diffusion": (
+        DIFFUSION + "  return Loss((net(batch['x'] + t * noise)[:, :4] - noise[:, :4]).square().sum(), len(t))",
+        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
+    ),
+    "a warm-up and a teacher that each call moves": (
+        "def __init__(self, cfg):\n"
+        "  super().__init__(cfg)\n"
+        "  self.kept, self.teacher = {'calls': [0]}, nn.BatchNorm1d(8)\n"
+        "def loss(self, net, batch):\n"
+        "  self.kept['calls'][0] += 1\n"
+        "  self.teacher.calls = getattr(self.teacher, 'calls', 0) + 1\n"
+        "  self.teacher.momentum = self.teacher.momentum / 2\n"
+        "  with torch.no_grad():\n    self.teacher.weight += 1; self.teacher.running_mean += 1\n"
+        "  x = self.teacher.eval()(batch['x'].float())\n"
+        "  return Loss(net(x).square().sum() * self.kept['calls'][0], len(x))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
     ),
     "terms": (
         "loss = contract.Task.loss\ndef losses(self, net, batch):\n"
@@ -129,6 +160,13 @@ RIGHT = {
     ),
     "a batch of one": (
         "defaults = toy.Task.defaults | {'batch_size': 1}",
+        "the loss adds up: 2 samples = 1 + 1, to ",
+    ),
+    "a batch of one, which no other goes with": (
+        "defaults = toy.Task.defaults | {'batch_size': 1, 'eval_batch_size': 1}\n"
+        "def datasets(self):\n"
+        "  return [{'x': torch.randn(3 + n, 8)} for n in range(9)], None\n"
+        "def loss(self, net, batch):\n  return Loss(net(batch['x'][0].float()).square().sum(), 1)",
         "whether the loss adds up is not known: a pass of 1 sample cannot be cut",
     ),
     "three samples": (
@@ -195,7 +233,7 @@ WRONG = {
         "def loss(self, net, batch):\n"
         "  x = F.normalize(net(batch['x']))\n"
         "  return Loss(F.cross_entropy(x @ x.T * 5, torch.arange(len(x)), reduction='sum'), len(x))",
-        r"the loss of 5 samples is .*\(the task's `loss`\): return a sum over the samples: where each .*`gather_batch`",
+        r"the loss of 5 samples is .*\(the task's `loss`\): return a sum over the samples .*`gather_batch`",
     ),
     "triplets in a batch": (
         "def loss(self, net, batch):\n"
@@ -219,7 +257,49 @@ WRONG = {
     ),
     "padding": (
         SEQUENCES + "def loss(self, net, batch):\n  return Loss(net(batch['ids']).square().sum(), len(batch['ids']))",
-        r"the loss of 5 samples is .*`collate` change each by itself",
+        r"the loss of 5 samples is .*padding must not count",
+    ),
+    "a mean of tokens, times the samples": (
+        LABELS + "  return Loss(F.cross_entropy(out, labels) * n, n)",
+        r"the loss of 5 samples is .*over tokens, or with class weights: the sum, and their number, or weights, as the",
+    ),
+    "the same, of a layer of zeros": (
+        LABELS.replace("nn.Linear(8, 11))", "ZERO(nn.Linear(8, 11)))")
+        + "  return Loss(F.cross_entropy(out, labels) * n, n)",
+        r"the loss of 5 samples is .*over tokens, or with class weights",
+    ),
+    "the same, a sample at a time": (
+        "defaults = toy.Task.defaults | {'batch_size': 1}\n"
+        + LABELS
+        + "  return Loss(F.cross_entropy(out, labels) * n, n)",
+        r"the loss of 2 samples is \S+, of 1 and 1 of them .*over tokens, or with class weights",
+    ),
+    "a mean by class weights, times the samples": (
+        "def loss(self, net, batch):\n"
+        "  y = (batch['y'][:, 0] > 0.8).long(); out = net(batch['x'])[:, :2]\n"
+        "  return Loss(F.cross_entropy(out, y, weight=out.new_tensor([0.3, 1.7])) * len(y), len(y))",
+        r"the loss of 5 samples is .*over tokens, or with class weights",
+    ),
+    "a sum and a small mean": (
+        "def loss(self, net, batch):\n"
+        "  out = net(batch['x'])\n"
+        "  return Loss((out - batch['y']).abs().sum() + 0.1 * out.square().mean(), len(out))",
+        r"the loss of 5 samples is ",
+    ),
+    "a mean of squares that begins with 0": (
+        "def model(self):\n  return ZERO(Net())\n"
+        "def loss(self, net, batch):\n  return Loss(net(batch['x']).square().mean(), len(batch['x']))",
+        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
+    ),
+    "a norm of weights": (
+        "def loss(self, net, batch):\n"
+        "  norm = sum(p.square().sum() for p in net.parameters())\n"
+        "  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))",
+        r"the loss of 5 samples is .*a norm of weights: times the samples",
+    ),
+    "a mean of diffusion": (
+        DIFFUSION + "  return Loss((net(batch['x'] + t * noise)[:, :4] - noise[:, :4]).square().mean(), len(t))",
+        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
     ),
     "its own generator": (
         "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
