@@ -68,11 +68,13 @@ def convert(raw: Path, target: Path, shortest: int) -> None:
     signals, labels, people, named, notes = [], [], [], set(), []
     for line, row in read_table(table, "\n".join(text_lines(table)), ("file", "subject", "label")):
         name, subject, label = (row[column].strip() for column in ("file", "subject", "label"))
-        if not (name and subject and label) or name in named or not (raw / name).is_file():
-            what = (
-                f"no file {name}" if name and not (raw / name).exists() else f"{name} stands twice, or a cell is empty"
-            )
-            raise LockstepError(what, where=f"{table}:{line}", todo="give each recording a file, a person and a label")
+        if empty := [column for column in ("file", "subject", "label") if not row[column].strip()]:
+            what, todo = " and ".join(empty), "give each recording a file, a person and a label"
+            raise LockstepError(f"{what} {'is' if len(empty) < 2 else 'are'} empty", where=f"{table}:{line}", todo=todo)
+        if name in named:
+            raise LockstepError(f"{name} stands twice", where=f"{table}:{line}", todo="keep one: it has one label")
+        if not (raw / name).is_file():
+            raise LockstepError(f"no file {name}", where=f"{table}:{line}", todo=f"put it into {raw}, or fix the name")
         named.add(name)
         pieces, more = read_recording(raw / name, shortest)
         signals, notes = signals + pieces, notes + more

@@ -1,4 +1,5 @@
-"""Untrusted data: .npy and .npz files, whose headers are checked against the file's size, and names for paths.
+"""Untrusted data: .npy and .npz files, whose headers are checked against the file's size, tables of text, and names for
+paths.
 
 Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 """
@@ -6,6 +7,7 @@ Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 from __future__ import annotations
 
 import contextlib
+import csv
 import difflib
 import itertools
 import math
@@ -47,6 +49,49 @@ def text_lines(path: Path) -> list[str]:
         ) from None
     except UnicodeDecodeError:
         raise LockstepError("not a text file", where=str(path), todo="save it as UTF-8") from None
+
+
+def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """Return the header of a table and an iterator over (line, cells) of its rows, without lines that are empty.
+
+    Commas, semicolons or tabs separate: what the header has most of. Its names are stripped. Raises LockstepError for a
+    name that stands twice, for a cell beyond the header, whose row may be shifted, and for a quote that swallows lines.
+    """
+    rows = _csv_rows(path, lines)
+    header = [name.strip() for name in next(rows, (1, []))[1]]
+    while header and not header[-1]:  # a spreadsheet's empty columns
+        header.pop()
+    if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
+        raise LockstepError(f"the header names {twice[0]} twice", where=f"{path}:1", todo="name each column once")
+
+    def checked() -> Iterator[tuple[int, list[str]]]:
+        for line, cells in rows:
+            if any(cell.strip() for cell in cells[len(header) :]):
+                what = f"{len(cells)} cells, the header names {len(header)}"
+                todo = "write a decimal point in numbers, quote a text that has the separator, or name the column"
+                raise LockstepError(what, where=f"{path}:{line}", todo=todo)
+            if len(cells) > 1 or "".join(cells).strip():
+                yield line, cells
+
+    return header, checked()
+
+
+def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, cells). Raises LockstepError for a row of several lines, which a stray quote makes of many."""
+    reader, line = csv.reader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count)), 0
+    try:
+        for line, cells in enumerate(reader, 1):
+            if reader.line_num > line:
+                break
+            yield line, cells
+        else:
+            return
+    except csv.Error as error:
+        line += 1
+        if lines[line - 1].count('"') % 2 == 0:
+            raise LockstepError(f"no CSV: {error}", where=f"{path}:{line}", todo="fix that line") from None
+    what = "a quote opens that does not end on its line"
+    raise LockstepError(what, where=f"{path}:{line}", todo="close it, or delete it")
 
 
 def is_file_name(name: str) -> bool:

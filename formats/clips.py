@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, map_npy, read_ahead, renumber
+from formats.arrays import check_text, csv_rows, map_npy, read_ahead, renumber
 from formats.partial import Partial
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
@@ -366,18 +367,17 @@ def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str
 
 
 def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield (line, row) of a CSV table; a missing cell is empty. Raises LockstepError if its header lacks `columns`."""
-    reader = csv.DictReader(text.splitlines(), restval="")
-    try:
-        missing = [name for name in columns if name not in (reader.fieldnames or ())]
-        if missing:
-            raise LockstepError(
-                f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(columns)}"
-            )
-        for row in reader:
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise LockstepError(f"no CSV: {error}", where=f"{path}:{reader.line_num + 1}", todo="fix that line") from None
+    """Yield (line, row) of a table as `csv_rows` reads it; a missing cell is empty. Raises LockstepError if its header
+    lacks `columns`, and for a row without any cell."""
+    header, rows = csv_rows(path, text.splitlines())
+    if missing := [name for name in columns if name not in header]:
+        raise LockstepError(
+            f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(columns)}"
+        )
+    for line, cells in rows:
+        if not any(cell.strip() for cell in cells):
+            raise LockstepError("an empty row", where=f"{path}:{line}", todo="delete it")
+        yield line, dict(itertools.zip_longest(header, cells[: len(header)], fillvalue=""))
 
 
 def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, where: str) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from engine.contract import LockstepError
-from formats.arrays import text_lines
+from formats.arrays import csv_rows, text_lines
 
 GAP = 20
 """Usual intervals without a sample that cut a recording; samples at random times stay below it."""
@@ -18,18 +17,16 @@ GAP = 20
 def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return (N, 1 + C), the time in seconds, which rises, and the channels; and (N,) the line of each row. Columns are
     separated by commas, semicolons or tabs; rows of one time are averaged. Raises LockstepError with file and line."""
-    text = text_lines(path)
-    reader = csv.reader(text, delimiter=next((mark for mark in ";\t" if mark in "".join(text[:1])), ","))
-    header = [name.strip() for name in next(reader, [])]
-    if missing := [name for name in (time, *channels) if header.count(name) != 1]:
+    header, found = csv_rows(path, text_lines(path))
+    if missing := [name for name in (time, *channels) if name not in header]:
         what = f"the header has {', '.join(header) or 'nothing'}"
         raise LockstepError(what, where=f"{path}:1", todo=f"it needs {', '.join(missing)}, once")
     places, rows, lines = {name: header.index(name) for name in (time, *channels)}, [], []
-    for row in reader:
+    for line, row in found:
         if any(cell.strip() for cell in row):
             cells = {name: row[at].strip() if at < len(row) else "" for name, at in places.items()}
-            rows.append([_number(name, cell, f"{path}:{reader.line_num}") for name, cell in cells.items()])
-            lines.append(reader.line_num)
+            rows.append([_number(name, cell, f"{path}:{line}") for name, cell in cells.items()])
+            lines.append(line)
             if rows[-1][0] < rows[max(0, len(rows) - 2)][0]:
                 what, todo = f"{time} goes back to {rows[-1][0]:g}", "sort the rows, or make two files of it"
                 raise LockstepError(what, where=f"{path}:{lines[-1]}", todo=todo)

@@ -88,7 +88,12 @@ def test_other_separators_line_ends_and_a_byte_order_mark(own, tmp_path, mark, e
         (3, "0.001,1,1,1", r"time_s goes back to 0\.001 \(.*a\.csv:4\)"),
         (0, "time,acc_x,acc_y,acc_z", r"the header has time, acc_x, .*\(.*a\.csv:1\): it needs time_s, once"),
         (0, "", r"the header has nothing \(.*a\.csv:1\)"),
+        (0, "time_s,acc_x,acc_y,acc_z, acc_x", r"the header names acc_x twice \(.*a\.csv:1\)"),
+        (3, "0,04,1,1,1", r"5 cells, the header names 4 \(.*a\.csv:4\): write a decimal point in numbers"),
+        (3, '0.04,"1,1,1', r"a quote opens that does not end on its line \(.*a\.csv:4\): close it, or delete it"),
+        (3, '0.04,"1,1,1' + "1" * 200_000, r"a quote opens that does not end on its line \(.*a\.csv:4\)"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_fault_names_the_persons_own_file_and_line(own, tmp_path, place, line, says):
     lines = [HEADER, *rows(np.arange(0, 8, 0.02))]
@@ -118,7 +123,13 @@ def test_a_time_that_cannot_be_is_refused(own, tmp_path, times, says):
     [
         ("file,subject,label\na.csv,ann,rest\nc.csv,bob,walk\n", r"no file c\.csv \(.*recordings\.csv:3\)"),
         ("file,subject,label\na.csv,ann,rest\na.csv,bob,walk\n", r"a\.csv stands twice.*recordings\.csv:3"),
-        ("file,subject,label\na.csv,ann,\n", r"a cell is empty.*recordings\.csv:2"),
+        ("file,subject,label\na.csv,ann,\n", r"label is empty \(.*recordings\.csv:2\)"),
+        ("file,subject,label\na.csv\n", r"subject and label are empty \(.*recordings\.csv:2\)"),
+        ("file,subject,label\n,,\n", r"^an empty row \(.*recordings\.csv:2\): delete it$"),
+        ("file,subject,label\na.csv,ann,rest,walk\n", r"4 cells, the header names 3 \(.*recordings\.csv:2\)"),
+        ("file,subject,label,,\na.csv,ann,rest,,walk\n", r"5 cells, the header names 3 \(.*recordings\.csv:2\)"),
+        ('file,subject,label\na.csv,ann,"rest\nb.csv,bob,walk\n', r"a quote opens that .*\(.*recordings\.csv:2\)"),
+        ("file,subject,label,file\na.csv,ann,rest,\n", r"the header names file twice \(.*recordings\.csv:1\)"),
         ("file,label\na.csv,rest\n", r"no column subject \(.*recordings\.csv:1\)"),
         ("file,subject,label\n", r"no recordings \(.*recordings\.csv\)"),
     ],
@@ -126,6 +137,14 @@ def test_a_time_that_cannot_be_is_refused(own, tmp_path, times, says):
 def test_a_fault_in_the_table_names_its_line(own, tmp_path, table, says):
     with pytest.raises(LockstepError, match=says):
         own.convert(write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))], table), tmp_path / "a.npz", 100)
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_the_table_is_read_as_recordings_are(own, tmp_path, mark, capsys):
+    """Other separators, spaces about a name, a comma in a cell, empty cells beyond the header, lines without a cell."""
+    table = " file ; subject;label;note, if any\na.csv;ann;rest;a, b;\n\nb.csv; bob;walk\n \n".replace(";", mark)
+    own.convert(write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))], table), tmp_path / "a.npz", 100)
+    assert np.load(tmp_path / "a.npz")["subject"].tolist() == ["ann", "bob"] and not capsys.readouterr().err
 
 
 def test_labels_and_people_that_may_be_one_are_named(own, tmp_path, capsys):

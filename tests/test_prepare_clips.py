@@ -166,6 +166,10 @@ def test_crop_takes_the_box(videos, capsys):
         ("video,label\na.mp4,rest\n", [], r"table.csv:1.*exactly one of"),
         ("video,start,end,label\na.mp4,1,9,rest\n", [], r"table.csv:1.*exactly one of"),
         ("", [], r"table.csv:1"),
+        ("video,start,label\na,b.mp4,0,rest\n", [], r"4 cells, the header names 3 \(.*table.csv:2\)"),
+        ("video,start,label,start\na.mp4,0,rest,3\n", [], r"the header names start twice \(.*table.csv:1\)"),
+        ("video,start,label\n,,\n", [], r"an empty row \(.*table.csv:2\): delete it"),
+        ('video,start,label\na.mp4,0,"rest\na.mp4,9,walk\n', [], r"a quote opens that .*\(.*table.csv:2\)"),
         ("video,start,label\n", [], "no trials"),
         ("video,start,label\na.mp4,36,rest\n", [], r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
         ("video,center,label\na.mp4,1,rest\n", [], r"start at frame -1 of .*a.mp4 .*table.csv:2"),
@@ -180,6 +184,14 @@ def test_bad_input_is_one_line_that_names_the_place(videos, capsys, text, option
     (line,) = re.findall(r"error: .*", err)  # beside the progress bar's line
     assert code == 2 and not out and re.search(says, line) and "Traceback" not in err
     assert sorted(videos.iterdir()) == before
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_other_separators_and_spaces_in_the_header(videos, capsys, mark):
+    table = annotate(videos, " video;start ;label\na.mp4; 0;rest\nb.mp4;0;walk\n".replace(";", mark))
+    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+    assert code == 0 and "rest 1, walk 1" in out, err
+    assert Clips(videos / "out").videos.tolist() == ["a.mp4", "b.mp4"]
 
 
 def test_a_broken_video_is_an_error_or_skipped_by_name(videos, capsys):

@@ -18,7 +18,6 @@ Needs PyAV: pip install av
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.errors import LockstepError
-from formats.arrays import look_alikes, stays_below, text_lines
+from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
 from formats.clips import CUTTING, ClipsWriter, lasting, read_table
 from formats.videos import BrokenVideo, gray_square, import_av, opened
 
@@ -81,7 +80,7 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     a video outside of the folder of videos.
     """
     lines = text_lines(path)
-    header = next(csv.reader(lines[:1]), [])
+    header, _ = csv_rows(path, lines)
     columns = [name for name in TIMES if name in header]
     if not {"video", "label"} <= {*header} or len(columns) != 1:
         raise LockstepError(
