@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,11 +72,11 @@ def convert(raw: Path, target: Path, shortest: int) -> None:
         if empty := [column for column in ("file", "subject", "label") if not row[column].strip()]:
             what, todo = " and ".join(empty), "give each recording a file, a person and a label"
             raise LockstepError(f"{what} {'is' if len(empty) < 2 else 'are'} empty", where=f"{table}:{line}", todo=todo)
-        if name in named:
+        if (raw / name).resolve() in named:
             raise LockstepError(f"{name} stands twice", where=f"{table}:{line}", todo="keep one: it has one label")
-        if not (raw / name).is_file():
+        if not os.path.isfile(raw / name):
             raise LockstepError(f"no file {name}", where=f"{table}:{line}", todo=f"put it into {raw}, or fix the name")
-        named.add(name)
+        named.add((raw / name).resolve())  # ./a.csv is a.csv
         pieces, more = read_recording(raw / name, shortest)
         signals, notes = signals + pieces, notes + more
         labels, people = labels + [label] * len(pieces), people + [subject] * len(pieces)
@@ -83,7 +84,7 @@ def convert(raw: Path, target: Path, shortest: int) -> None:
         raise LockstepError("no recordings", where=str(table), todo="write a row for each")
     counts = collections.Counter(labels)
     doubts = look_alikes(counts) + look_alikes(collections.Counter(people), typos=False)
-    left = sorted({path.name for path in raw.glob("*.csv")} - named - {table.name})
+    left = sorted({path.name for path in raw.glob("*.csv") if path.resolve() not in {*named, table.resolve()}})
     doubts += [f"it names no {', '.join(left[:5])}{', ...' if left[5:] else ''}"] if left else []
     for note in [*notes, *(f"{table}: {doubt}" for doubt in doubts)]:
         print(f"warning: {note}", file=sys.stderr)

@@ -230,6 +230,7 @@ def split_by_video(
 
 def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
     """Return a (V,) bool mask of the named videos."""
+    val_videos = [name if name in names else os.path.normpath(name) for name in val_videos]
     where, known = "dataset.val_videos", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     if unknown := [name for name in val_videos if name not in names]:
         raise LockstepError(f"no video {', '.join(unknown[:5])}", where=where, todo=f"it may name {known}")
@@ -401,7 +402,7 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
         )
     return {
         "trial": row["trial"],
-        "video": row["video"],
+        "video": os.path.normpath(row["video"]),  # ./a.mp4 and a.mp4 are one, on one side of the split
         "label": number[row["label"]],
         "first_frame": first,
         "num_frames": count,

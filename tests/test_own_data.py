@@ -123,6 +123,8 @@ def test_a_time_that_cannot_be_is_refused(own, tmp_path, times, says):
     [
         ("file,subject,label\na.csv,ann,rest\nc.csv,bob,walk\n", r"no file c\.csv \(.*recordings\.csv:3\)"),
         ("file,subject,label\na.csv,ann,rest\na.csv,bob,walk\n", r"a\.csv stands twice.*recordings\.csv:3"),
+        ("file,subject,label\na.csv,ann,rest\n./a.csv,bob,walk\n", r"\./a\.csv stands twice.*recordings\.csv:3"),
+        ("file,subject,label\na.csv,ann,rest\n../raw//a.csv,bob,walk\n", r"stands twice.*recordings\.csv:3"),
         ("file,subject,label\na.csv,ann,\n", r"label is empty \(.*recordings\.csv:2\)"),
         ("file,subject,label\na.csv\n", r"subject and label are empty \(.*recordings\.csv:2\)"),
         ("file,subject,label\n,,\n", r"^an empty row \(.*recordings\.csv:2\): delete it$"),

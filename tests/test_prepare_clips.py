@@ -18,7 +18,7 @@ from conftest import succeed
 import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
-from formats.clips import Clips
+from formats.clips import Clips, split_by_video
 from tools import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,6 +163,7 @@ def test_crop_takes_the_box(videos, capsys):
         ("video,start,label\na.mp4,0.5,rest\n", [], r"start=0.5.*start_s"),
         ("video,start,label\na.mp4\n", [], r"table.csv:2"),
         ("video,start,label\na.mp4,3,rest\na.mp4,3,walk\n", [], r"trial at the same time in line 2 .*table.csv:3"),
+        ("video,start,label\na.mp4,3,rest\n./a.mp4,3,walk\n", [], r"a.mp4 has a trial .* in line 2 .*table.csv:3"),
         ("video,label\na.mp4,rest\n", [], r"table.csv:1.*exactly one of"),
         ("video,start,end,label\na.mp4,1,9,rest\n", [], r"table.csv:1.*exactly one of"),
         ("", [], r"table.csv:1"),
@@ -192,6 +193,28 @@ def test_other_separators_and_spaces_in_the_header(videos, capsys, mark):
     code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
     assert code == 0 and "rest 1, walk 1" in out, err
     assert Clips(videos / "out").videos.tolist() == ["a.mp4", "b.mp4"]
+
+
+def test_a_video_of_several_spellings_is_one(videos, capsys):
+    """It is cut once and lies on one side of the split; two names of one file are refused, two endings are told."""
+    rows = [("a.mp4", 0), ("./a.mp4", 9), (" x/..//a.mp4 ", 18), ("b.mp4", 0)]
+    table = annotate(videos, "video,start,label\n" + "".join(f"{name},{at},rest\n" for name, at in rows))
+    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+    assert code == 0 and Clips(videos / "out").videos.tolist() == ["a.mp4"] * 3 + ["b.mp4"], err
+    trials = (videos / "out/trials.csv").read_text()
+    (videos / "out/trials.csv").write_text(trials.replace("1,a.mp4", "1,./a.mp4"))  # as an older version wrote it
+    clips = Clips(videos / "out")
+    _, val = split_by_video(clips.videos, clips.labels, 0.5, val_videos=["./a.mp4"])
+    assert val.tolist() == [0, 1, 2]
+    (videos / "c.mp4").symlink_to("a.mp4")
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\nb.mp4,0,walk\nc.mp4,0,walk\n")
+    code, _, err = run(capsys, table, videos / "out2", "--frames", 5)
+    assert code == 2 and re.search(r"error: c\.mp4 is the file a\.mp4 of line 2 \(.*table.csv:4\)", err)
+    (videos / "c.mp4").unlink()
+    (videos / "b.mp4").rename(videos / "a.avi")
+    table = annotate(videos, "video,start,label\na.mp4,0,rest\na.avi,0,walk\n")
+    _, out, _ = run(capsys, table, videos / "out2", "--frames", 5, "--size", 16)
+    assert "warning: a.avi and a.mp4 differ in their ending: two videos, or one?" in out
 
 
 def test_a_broken_video_is_an_error_or_skipped_by_name(videos, capsys):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -91,10 +92,11 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     plan = Plan(column=columns[0], **plan_of)
     for line, row in read_table(path, "\n".join(lines), columns):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
-        if twin := [other.line for other in plan.trials.get(row["video"], []) if other.at == trial.at]:
-            what = f"{row['video']} has a trial at the same time in line {twin[0]}"
+        video = os.path.normpath(row["video"].strip())
+        if twin := [other.line for other in plan.trials.get(video, []) if other.at == trial.at]:
+            what = f"{video} has a trial at the same time in line {twin[0]}"
             raise LockstepError(what, where=f"{path}:{line}", todo="keep one: a trial has one label, and counts once")
-        plan.trials.setdefault(row["video"], []).append(trial)
+        plan.trials.setdefault(video, []).append(trial)
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
         raise LockstepError("no trials", where=str(path), todo="write a row for each")
@@ -109,9 +111,9 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
             where=where,
             todo=f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
         )
-    if not row["video"]:
+    if not row["video"].strip():
         raise LockstepError("an empty video", where=where, todo="name the file")
-    if not stays_below(row["video"]):
+    if not stays_below(row["video"].strip()):
         what = f"video {row['video']!r} is not in the folder of videos"
         raise LockstepError(what, where=where, todo="give a name relative to --videos, without ..")
     try:
@@ -228,10 +230,19 @@ def prepare(asked: argparse.Namespace) -> str:
     plan, classes = read_annotations(asked.annotations, cutting, classes)
     folder = asked.videos or asked.annotations.parent
     broken: list[str] = []
+    files: dict[tuple[int, int], str] = {}
     for video, trials in plan.trials.items():  # before hours of decoding
-        if not (asked.skip_broken or (folder / video).exists()):
-            what, todo = f"cannot read the video: there is no {folder / video}", "fix the name, or give --videos FOLDER"
-            raise BrokenVideo(what, where=f"{asked.annotations}:{trials[0].line}", todo=todo)
+        where = f"{asked.annotations}:{trials[0].line}"
+        try:
+            found = os.stat(folder / video)
+        except OSError:
+            if not asked.skip_broken:
+                what = f"cannot read the video: there is no {folder / video}"
+                raise BrokenVideo(what, where=where, todo="fix the name, or give --videos FOLDER") from None
+        else:
+            if (twin := files.setdefault((found.st_dev, found.st_ino), video)) != video:
+                what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
+                raise LockstepError(what, where=where, todo="call it by one name: the split is by video")
     seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
     extra = ("source_frame", "source_line")
     total = sum(len(trials) for trials in plan.trials.values())
@@ -271,6 +282,10 @@ def prepare(asked: argparse.Namespace) -> str:
         warnings.append(f"a clip lasts {lasts}")
     alone = {label: of[0] for label, of in seen.items() if videos > 1 and len({*of}) == 1}
     warnings += [f"all of {label!r} is in {name}: trained on or validated, never both" for label, name in alone.items()]
+    stems: dict[str, str] = {}
+    for name in sorted(plan.trials):
+        if (other := stems.setdefault(os.path.splitext(name)[0], name)) != name:
+            warnings.append(f"{other} and {name} differ in their ending: two videos, or one?")
     warnings += look_alikes({name: count for name, count in counts.items() if count})
     lines += [f"warning: {warning}" for warning in warnings]
     return "\n".join(lines)
