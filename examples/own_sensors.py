@@ -60,7 +60,9 @@ def make_raw(folder: Path) -> None:
 def read_recording(path: Path, shortest: int) -> tuple[list[np.ndarray], list[str]]:
     """Return the pieces of a recording between its gaps, each (T, C) float32 at an even rate, at least `shortest` steps
     long and in the sensor's own units (the model normalises), and a sentence on each gap."""
-    return even_pieces(*read(path, "time_s", CHANNELS), path, RATE_HZ, shortest)
+    table, lines, notes = read(path, "time_s", CHANNELS)
+    pieces, more = even_pieces(table, lines, path, RATE_HZ, shortest)
+    return pieces, notes + more
 
 
 def convert(raw: Path, target: Path, shortest: int) -> None:

@@ -13,10 +13,16 @@ from formats.arrays import csv_rows, text_lines
 GAP = 20
 """Usual intervals without a sample that cut a recording; samples at random times stay below it."""
 
+FEW = 3
+"""Usual intervals that cut one where they are a quarter of a window; a lost sample or two and jitter stay below it."""
 
-def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (N, 1 + C), the time in seconds, which rises, and the channels; and (N,) the line of each row. Columns are
-    separated by commas, semicolons or tabs; rows of one time are averaged. Raises LockstepError with file and line."""
+BLOCK = 50
+"""Intervals whose median is compared with the usual one: of random times it is never FEW times as long or as short."""
+
+
+def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return (N, 1 + C), the time in seconds, which rises, and the channels; (N,) the line of each row; and a sentence
+    where many rows of one time were averaged. Raises LockstepError with file and line."""
     header, found = csv_rows(path, text_lines(path))
     if missing := [name for name in (time, *channels) if name not in header]:
         what = f"the header has {', '.join(header) or 'nothing'}"
@@ -35,7 +41,10 @@ def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np
     if len(first) < max(2, len(table) / 2):
         what = f"{len(table)} samples have {len(first)} different values of {time}"
         raise LockstepError(what, where=str(path), todo="give each sample a time of its own")
-    return np.add.reduceat(table, first) / count[:, None], np.array(lines)[first]
+    shared, notes = len(table) - len(first), []
+    if shared > len(table) / 10:
+        notes.append(f"{path}: {shared} of {len(table)} samples have the time of the one before: such are averaged")
+    return np.add.reduceat(table, first) / count[:, None], np.array(lines)[first], notes
 
 
 def _number(name: str, cell: str, where: str) -> float:
@@ -52,15 +61,21 @@ def even_pieces(
     table: np.ndarray, lines: np.ndarray, path: Path, rate_hz: float, shortest: int
 ) -> tuple[list[np.ndarray], list[str]]:
     """Cut what `read` returns at its gaps, over which nothing is known, and resample each piece -> ([(T, C) float32 at
-    `rate_hz`, at least `shortest` steps], a sentence on each gap and on what is too short)."""
+    `rate_hz`, at least `shortest` steps], a sentence on each gap, on another rate and on what is too short)."""
     time, notes, pieces, short = table[:, 0], [], [], 0
     usual = float(np.median(np.diff(time)))
-    if not 0.2 < usual * rate_hz < 5:
+    if not 0.19 < usual * rate_hz < 5.3:  # a fifth and five times, and jitter
         what, todo = f"a sample every {usual:g} s, taken at {rate_hz:g} Hz", "give the time in seconds, or another rate"
         raise LockstepError(what, where=str(path), todo=f"{todo} (for a lower one filter first)")
-    ends = np.flatnonzero(np.diff(time) > GAP * usual)
+    gap = min(GAP * usual, max(FEW * usual, shortest / rate_hz / 4))  # no window is mostly a line
+    ends = np.flatnonzero(np.diff(time) > 1.001 * gap)
     for before, after, line in zip(time[ends], time[ends + 1], lines[ends + 1], strict=True):
         notes.append(f"{path}:{line}: no sample for {after - before:.3g} s, from {before:g} s on: cut there")
+    blocks = np.median(np.diff(time)[: len(time[1:]) // BLOCK * BLOCK].reshape(-1, BLOCK), 1)
+    if len(other := np.flatnonzero((blocks > FEW * usual) | (blocks * FEW < usual))):
+        first = BLOCK * other[0]
+        what = f"a sample every {blocks[other[0]]:.3g} s from {time[first]:g} s on, usually every {usual:.3g} s"
+        notes.append(f"{path}:{lines[first]}: {what}: has the rate changed?")
     for part in np.split(table, ends + 1):
         steps = int((part[-1, 0] - part[0, 0]) * rate_hz + 1e-6) + 1
         if steps < shortest:

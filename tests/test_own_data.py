@@ -66,6 +66,53 @@ def test_uneven_samples_without_a_gap_are_one_recording(own, tmp_path, capsys):
     assert not capsys.readouterr().err and len(np.load(tmp_path / "a.npz")["lengths"]) == 2
 
 
+def pieces_of(own, folder, times, length=100):
+    """The times of each piece of a recording's windows, and what was said."""
+    folder.mkdir()
+    (folder / "a.csv").write_text("\n".join([HEADER, *rows(times)]))
+    pieces, notes = own.read_recording(folder / "a.csv", length)
+    return [piece[:, 0] for piece in pieces], notes
+
+
+@pytest.mark.parametrize(
+    ("hertz", "hole", "length", "cut"),
+    [(10, 1.8, 100, True), (10, 0.6, 100, True), (10, 0.4, 100, False), (10, 0.4, 50, True), (25, 0.6, 100, True),
+     (50, 0.46, 400, True), (50, 0.3, 100, False), (10, 0.3, 10, False)],
+)  # fmt: skip
+def test_no_window_is_mostly_a_line(own, tmp_path, hertz, hole, length, cut):
+    """A slow sensor's gap is cut where it takes a quarter of a window; a few samples lost are no gap."""
+    half = np.arange(0, 10 * hertz) / hertz
+    pieces, notes = pieces_of(own, tmp_path / "raw", np.concatenate([half, half + half[-1] + hole]), length)
+    assert len(pieces) == 1 + cut == 1 + len(notes)
+    assert not cut or (f"no sample for {hole:g} s" in notes[0] and pieces[0][-1] < half[-1] + 0.01 < pieces[1][0])
+
+
+@pytest.mark.parametrize("hertz", [10, 20, 50, 200])
+def test_a_slow_or_uneven_recording_without_a_gap_is_one_piece(own, tmp_path, hertz):
+    """Regular; each sample up to four tenths early or late; one in ten lost."""
+    draw = np.random.default_rng(2)
+    times = np.arange(0, 60 * hertz) / hertz
+    late = times + draw.uniform(-0.4, 0.4, len(times)) / hertz
+    lost = np.delete(times, np.flatnonzero(draw.random(len(times)) < 0.1) // 2 * 2)  # never two in a row
+    for name, given in (("regular", times), ("late", late - late[0]), ("lost", lost)):
+        pieces, notes = pieces_of(own, tmp_path / name, given)
+        assert len(pieces) == 1 and not notes, name
+
+
+def test_shared_times_and_a_change_of_the_rate_are_told(own, tmp_path):
+    pieces, notes = pieces_of(own, tmp_path / "two", np.arange(0, 8, 0.01).round(2) // 0.02 * 0.02)
+    assert len(pieces) == 1 and len(notes) == 1
+    assert re.search(r"a\.csv: \d+ of 800 samples have the time of the one before: such are averaged", notes[0])
+    times = np.concatenate([np.arange(0, 8, 0.02), np.arange(8, 28, 0.1)])
+    pieces, notes = pieces_of(own, tmp_path / "slower", times)
+    assert len(pieces) == 1 and len(notes) == 1
+    assert notes[0].endswith("a.csv:402: a sample every 0.1 s from 8 s on, usually every 0.02 s: has the rate changed?")
+    _, notes = pieces_of(own, tmp_path / "faster", np.cumsum(np.where(np.arange(2000) // 300 == 2, 0.005, 0.02)))
+    assert len(notes) == 1 and "a sample every 0.005 s from 12.0" in notes[0]
+    _, notes = pieces_of(own, tmp_path / "random", np.sort(np.random.default_rng(3).uniform(0, 600, 30_000)))
+    assert not notes
+
+
 @pytest.mark.parametrize(
     ("mark", "end", "encoding"), [(";", "\r", "utf-8-sig"), ("\t", "", "utf-8"), (", ", "", "utf-8")]
 )
