@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import csv_rows, text_lines
+
+MOST = float(np.finfo(np.float32).max)
 
 GAP = 20
 """Usual intervals without a sample that cut a recording; samples at random times stay below it."""
@@ -31,7 +34,7 @@ def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np
     for line, row in found:
         if any(cell.strip() for cell in row):
             cells = {name: row[at].strip() if at < len(row) else "" for name, at in places.items()}
-            rows.append([_number(name, cell, f"{path}:{line}") for name, cell in cells.items()])
+            rows.append([_number(name, cell, f"{path}:{line}", name == time) for name, cell in cells.items()])
             lines.append(line)
             if rows[-1][0] < rows[max(0, len(rows) - 2)][0]:
                 what, todo = f"{time} goes back to {rows[-1][0]:g}", "sort the rows, or make two files of it"
@@ -47,14 +50,19 @@ def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np
     return np.add.reduceat(table, first) / count[:, None], np.array(lines)[first], notes
 
 
-def _number(name: str, cell: str, where: str) -> float:
+def _number(name: str, cell: str, where: str, time: bool) -> float:
+    what, todo = f"{name} is {cell[:40]!r}", "write a number, with a decimal point, or delete the line"
     try:
-        if np.isfinite(value := float(cell)):
+        if abs(value := float(cell)) <= MOST:
             return value
+        if np.isfinite(value):
+            what, todo = f"{what}, beyond float32", "write what was measured, or delete the line"
     except ValueError:
-        pass
-    what = f"{name} is {cell[:40]!r}" if cell else f"{name} is empty"
-    raise LockstepError(what, where=where, todo="write a number, with a decimal point, or delete the line")
+        if not cell:
+            what = f"{name} is empty"
+        elif time and re.search(r"\d:\d|\d[-/.]\d+[-/.]\d", cell):  # of a clock or a calendar
+            todo = "write seconds, as a number since the start of the recording"
+    raise LockstepError(what, where=where, todo=todo)
 
 
 def even_pieces(
