@@ -3,13 +3,15 @@
 
     python examples/own_robot.py FOLDER [arguments of the training, such as steps=2000]
 
-The logs here are made up: a gripper that goes to a ball, one .npz per episode with states, pictures and actions.
-Replace `make_raw` by your own files, and change `FEATURES` and `read_episode` to fit. A dataset that was recorded with
-LeRobot needs no conversion: dataset.root=DIR takes it as it is. Needs pyarrow: pip install pyarrow
+FOLDER (or FOLDER/raw) holds your logs, one .npz per episode with states, pictures and actions. Change `FEATURES` and
+`read_episode` to fit. Without logs of yours some are made up, in FOLDER/made_up, and that is printed: a gripper that
+goes to a ball. A dataset that was recorded with LeRobot needs no conversion: dataset.root=DIR takes it as it is.
+`python train.py robot --help` lists the arguments of the training. Needs pyarrow: pip install pyarrow
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from engine.contract import LockstepError
 from formats.lerobot_writer import Recorder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,8 +34,22 @@ SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 """Settings of the training; arguments of the command line override them."""
 
 
+def find_raw(folder: Path) -> tuple[Path, Path]:
+    """Return the folder of your logs and the folder of what is made of them; else those of logs that are made up."""
+    if folder.exists() and not folder.is_dir():
+        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+    if raw := next((raw for raw in (folder, folder / "raw") if any(raw.glob("*.npz"))), None):
+        return raw, folder
+    raw = folder / "made_up" / "raw"
+    if not any(raw.glob("*.npz")):
+        raw.mkdir(parents=True, exist_ok=True)
+        make_raw(raw)
+    print(f"the data are made up: put your logs, one .npz per episode, into {folder} to train on yours")
+    return raw, raw.parent
+
+
 def make_raw(folder: Path) -> None:
-    """YOUR DATA go here: one log per demonstration."""
+    """YOUR DATA take this place: one log per demonstration."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
     for episode in range(40):
@@ -72,12 +89,14 @@ def run(*words: str) -> None:
         sys.exit(code)
 
 
-def main(where: str, *more: str) -> None:
-    folder = Path(where).resolve()
-    raw, data = folder / "raw", folder / "dataset"
-    if not raw.exists():
-        raw.mkdir(parents=True)
-        make_raw(raw)
+def main(*words: str) -> None:
+    if {"-h", "--help"} & {*words}:
+        return print(__doc__)
+    if not words or re.match(r"-|[\w.]+=", words[0]):  # no FOLDER
+        words = ("checkpoints/own_robot", *words)
+    where, *more = words
+    raw, folder = find_raw(Path(where).resolve())
+    data = folder / "dataset"
     if not data.exists():
         convert(raw, data)
     else:
@@ -91,4 +110,10 @@ def main(where: str, *more: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["checkpoints/own_robot"])
+    try:
+        main(*sys.argv[1:])
+    except LockstepError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        place = f" ({error.filename}): choose a FOLDER that you may read and write" if error.filename else ""
+        sys.exit(f"error: {error.strerror or error}{place}")

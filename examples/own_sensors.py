@@ -3,9 +3,10 @@
 
     python examples/own_sensors.py FOLDER [arguments of the training, such as epochs=20]
 
-The raw files here are made up, in the usual form: one CSV per recording, sampled unevenly, and a table that names the
-person and the label of each. Replace `make_raw` by your own files, and change `read_recording` to fit. Where samples
-are missing a recording is cut in two, and that is printed.
+FOLDER holds your files in the usual form: one CSV per recording, and recordings.csv, which names the file, the person
+(subject) and the label of each. They may lie in FOLDER/raw, too. Change `read_recording` to fit. Where samples are
+missing a recording is cut in two, and that is printed. Without files of yours some are made up, in FOLDER/made_up, and
+that is printed, too. `python train.py har --help` lists the arguments of the training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import collections
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +23,43 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import tasks
+from engine import config
 from engine.contract import LockstepError
 from formats.arrays import look_alikes, text_lines
 from formats.clips import read_table
 from formats.sensor_csv import even_pieces, read
 
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = "recordings.csv"
 RATE_HZ = 50.0
 CHANNELS = ["acc_x", "acc_y", "acc_z"]  # three axes of one sensor side by side: the augmentation turns them together
 SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
 """Settings of the training; arguments of the command line override them."""
 
 
+def find_raw(folder: Path) -> tuple[Path, Path]:
+    """Return the folder of your table and the folder of what is made of it; else those of files that are made up."""
+    if folder.exists() and not folder.is_dir():
+        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+    if raw := next((raw for raw in (folder, folder / "raw") if (raw / TABLE).is_file()), None):
+        return raw, folder
+    made = folder / "made_up"
+    yours = sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".csv" and made not in path.parents)
+    if yours:
+        names = ", ".join([str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3))
+        todo = "write it: file,subject,label, and a row for each recording"
+        raise LockstepError(f"{names} but no {TABLE}", where=str(folder), todo=todo)
+    raw = made / "raw"
+    if not (raw / TABLE).is_file():
+        raw.mkdir(parents=True, exist_ok=True)
+        make_raw(raw)
+    print(f"the data are made up: put your recordings and {TABLE} into {folder} to train on yours")
+    return raw, made
+
+
 def make_raw(folder: Path) -> None:
-    """YOUR DATA go here: folder/recordings.csv (file, subject, label) and the files that it names."""
+    """YOUR DATA take this place: folder/recordings.csv (file, subject, label) and the files that it names."""
     rng = np.random.default_rng(0)
     hertz = {"rest": 0.0, "walk": 2.0, "wave": 4.0}
     rows = []
@@ -53,7 +78,7 @@ def make_raw(folder: Path) -> None:
                         [f"{t:.4f}", *(f"{v:.4f}" for v in row)] for t, row in zip(time, values, strict=True)
                     )
                 rows.append([name, subject, label])
-    with open(folder / "recordings.csv", "w", newline="", encoding="utf-8") as file:
+    with open(folder / TABLE, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["file", "subject", "label"], *rows])
 
 
@@ -67,7 +92,7 @@ def read_recording(path: Path, shortest: int) -> tuple[list[np.ndarray], list[st
 
 def convert(raw: Path, target: Path, shortest: int) -> None:
     """Write the layout "recordings" of formats/windows.py: all signals concatenated, with their lengths and labels."""
-    table = raw / "recordings.csv"
+    table = raw / TABLE
     signals, labels, people, named, notes = [], [], [], set(), []
     for line, row in read_table(table, "\n".join(text_lines(table)), ("file", "subject", "label")):
         name, subject, label = (row[column].strip() for column in ("file", "subject", "label"))
@@ -109,22 +134,27 @@ def run(*words: str) -> None:
         sys.exit(code)
 
 
-def main(where: str, *more: str) -> None:
-    folder = Path(where).resolve()
-    raw, data = folder / "raw", folder / "sensors.npz"
-    if not raw.exists():
-        raw.mkdir(parents=True)
-        make_raw(raw)
-    given = {word.lstrip("-").partition("=")[0].replace("-", "_"): word.partition("=")[2] for word in more}
+def main(*words: str) -> None:
+    if {"-h", "--help"} & {*words}:
+        return print(__doc__)
+    if not words or re.match(r"-|[\w.]+=", words[0]):  # no FOLDER
+        words = ("checkpoints/own_sensors", *words)
+    where, *more = words
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
     settings = {key: value for key, value in SETTINGS.items() if key not in given}
-    convert(raw, data, int(given.get("dataset.length") or SETTINGS["dataset.length"]))
-    settings |= {"dataset.root": data, "save_dir": folder / "run"}
-    run("train.py", "har", *(f"{key}={value}" for key, value in settings.items()), *more)
+    words = (*(f"{key}={value}" for key, value in settings.items()), *more)
+    length = config.parse(["--task", "har", *words], tasks.load).cfg.dataset.length  # fails before anything is written
+    raw, folder = find_raw(Path(where).resolve())
+    convert(raw, folder / "sensors.npz", length)
+    run("train.py", "har", f"dataset.root={folder / 'sensors.npz'}", f"save_dir={folder / 'run'}", *words)
     run("tools/evaluate.py", str(folder / "run"))
 
 
 if __name__ == "__main__":
     try:
-        main(*sys.argv[1:] or ["checkpoints/own_sensors"])
+        main(*sys.argv[1:])
     except LockstepError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        place = f" ({error.filename}): choose a FOLDER that you may read and write" if error.filename else ""
+        sys.exit(f"error: {error.strerror or error}{place}")

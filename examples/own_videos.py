@@ -3,35 +3,64 @@
 
     python examples/own_videos.py FOLDER [arguments of the training, such as epochs=20]
 
-The videos here are made up: a bright spot, the "animal", that rests, runs or turns. Replace `make_raw` by your own
-files. tools/prepare_clips.py converts them: to gray, cropped, resized; a trial that reaches beyond its video is an
-error. Needs PyAV: pip install av
+FOLDER holds your videos and trials.csv, which has the video, the time and the label of each trial. They may lie in
+FOLDER/raw, too. tools/prepare_clips.py converts them: to gray, cropped, resized; a trial that reaches beyond its video
+is an error. Without files of yours some are made up, in FOLDER/made_up, and that is printed: a bright spot, the
+"animal", that rests, runs or turns. `python train.py video --help` lists the arguments of the training.
+Needs PyAV: pip install av
 """
 
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.contract import LockstepError
+from formats.videos import SUFFIXES, import_av
+
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = "trials.csv"
 FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial
 SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
 """Settings of the training; arguments of the command line override them."""
 
 
+def find_raw(folder: Path) -> tuple[Path, Path]:
+    """Return the folder of your table and the folder of what is made of it; else those of files that are made up."""
+    if folder.exists() and not folder.is_dir():
+        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+    if raw := next((raw for raw in (folder, folder / "raw") if (raw / TABLE).is_file()), None):
+        return raw, folder
+    made, kinds = folder / "made_up", (".csv", *SUFFIXES)
+    yours = sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and made not in path.parents)
+    if yours:
+        names = ", ".join([str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3))
+        todo = "write it: video,start_s,label, and a row for each trial"
+        raise LockstepError(f"{names} but no {TABLE}", where=str(folder), todo=todo)
+    raw = made / "raw"
+    if not (raw / TABLE).is_file():
+        raw.mkdir(parents=True, exist_ok=True)
+        make_raw(raw)
+    print(f"the data are made up: put your videos and {TABLE} into {folder} to train on yours")
+    return raw, made
+
+
 def make_raw(folder: Path) -> None:
-    """YOUR DATA go here: folder/trials.csv (video, start_s, label) and the videos that it names."""
+    """YOUR DATA take this place: folder/trials.csv (video, start_s, label) and the videos that it names."""
     rng = np.random.default_rng(0)
     rows = []
     for v in range(5):
         labels = rng.permutation(np.repeat(["rest", "run", "turn"], 4))
         write_video(folder / f"mouse{v}.mp4", np.concatenate([one_trial(label, rng) for label in labels]))
         rows += [[f"mouse{v}.mp4", f"{n * LENGTH / FPS:.2f}", label] for n, label in enumerate(labels)]
-    with open(folder / "trials.csv", "w", newline="", encoding="utf-8") as file:
+    with open(folder / TABLE, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["video", "start_s", "label"], *rows])
 
 
@@ -68,15 +97,18 @@ def run(*words: str) -> None:
         sys.exit(code)
 
 
-def main(where: str, *more: str) -> None:
-    folder = Path(where).resolve()
-    raw, data = folder / "raw", folder / "clips"
-    if not raw.exists():
-        raw.mkdir(parents=True)
-        make_raw(raw)
+def main(*words: str) -> None:
+    if {"-h", "--help"} & {*words}:
+        return print(__doc__)
+    if not words or re.match(r"-|[\w.]+=", words[0]):  # no FOLDER
+        words = ("checkpoints/own_videos", *words)
+    where, *more = words
+    import_av()  # fails before anything is written
+    raw, folder = find_raw(Path(where).resolve())
+    data = folder / "clips"
     if not data.exists():
         size = ["--frames", "12", "--stride", "2", "--size", "32"]
-        run("tools/prepare_clips.py", str(raw / "trials.csv"), str(data), "--videos", str(raw), *size)
+        run("tools/prepare_clips.py", str(raw / TABLE), str(data), "--videos", str(raw), *size)
     else:
         print(f"{data} is there already: remove it after a change in {raw}")
     given = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in more}
@@ -87,4 +119,10 @@ def main(where: str, *more: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["checkpoints/own_videos"])
+    try:
+        main(*sys.argv[1:])
+    except LockstepError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        place = f" ({error.filename}): choose a FOLDER that you may read and write" if error.filename else ""
+        sys.exit(f"error: {error.strerror or error}{place}")

@@ -90,7 +90,7 @@ def test_own_data_from_raw_files_to_metrics(launch, tmp_path, name, short, metri
     )
     trained, scored = done.out.split("$ python tools/evaluate.py")
     assert "Done: " in trained and re.search(rf"^  {metric} +[\d.]+$", scored, re.M)
-    assert list((tmp_path / "own" / "raw").iterdir()), "what the user replaces"
+    assert "the data are made up" in done.out and [*(tmp_path / "own/made_up/raw").iterdir()], "what the user replaces"
 
 
 @pytest.mark.slow

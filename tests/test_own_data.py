@@ -227,11 +227,114 @@ def test_arguments_in_both_spellings_go_to_the_training(tmp_path, monkeypatch, c
     module, lines = example(name), []
     monkeypatch.setattr(module, "run", lambda *words: lines.append(words))
     write(tmp_path / "raw", [HEADER, *rows(np.arange(0, 8, 0.02))])
+    for mine in ("trials.csv", "episode.npz"):
+        (tmp_path / "raw" / mine).touch()
     for made in ("clips", "dataset"):
         (tmp_path / made).mkdir()
     module.main(str(tmp_path), *given.split())
     (_, task, *words), _ = lines
     config.parse(["--task", task, *words], tasks.load)  # neither unknown nor given twice
     assert " ".join(words).endswith(given) and stays in " ".join(words)
+    said = capsys.readouterr().out
+    assert "made up" not in said
     if name != "own_sensors":  # which is converted each time
-        assert "is there already: remove it after a change in" in capsys.readouterr().out
+        assert "is there already: remove it after a change in" in said
+
+
+TABLES = {"own_sensors": "recordings.csv", "own_videos": "trials.csv", "own_robot": "episode_000.npz"}
+
+
+def started(name, monkeypatch, folder, *words):
+    """Start an example in a folder; return the lines that it would run."""
+    module, lines = example(name), []
+    monkeypatch.setattr(module, "run", lambda *words: lines.append(words))
+    monkeypatch.chdir(folder)
+    module.main(*words)
+    return lines
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_made_up_data_are_told_each_time_and_lie_apart(tmp_path, monkeypatch, capsys, name):
+    if name == "own_videos":
+        pytest.importorskip("av")
+    for _ in range(2):
+        lines = started(name, monkeypatch, tmp_path, "try")
+        assert re.search(rf"^the data are made up: .* into {tmp_path}/try", capsys.readouterr().out, re.M)
+        assert f"save_dir={tmp_path}/try/made_up/run" in lines[-2]
+    assert [path.name for path in (tmp_path / "try").iterdir()] == ["made_up"]
+    assert (tmp_path / "try/made_up/raw" / TABLES[name]).is_file()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_folder_with_the_persons_own_files_is_the_raw_folder(tmp_path, monkeypatch, capsys, name):
+    """Also where a first look has left files that are made up."""
+    own = write(tmp_path / "mine", [HEADER, *rows(np.arange(0, 8, 0.02))])
+    (own / "made_up/raw").mkdir(parents=True)
+    (own / "made_up/raw" / TABLES[name]).touch()
+    if name == "own_videos":
+        (own / "trials.csv").write_text("video,start,label\n")
+    if name == "own_robot":
+        module = example("own_robot")
+        module.make_raw(own)
+    lines = started(name, monkeypatch, tmp_path, str(own), "--epochs" if name != "own_robot" else "--steps", "3")
+    assert "made up" not in capsys.readouterr().out and f"save_dir={own}/run" in lines[-2]
+    if name == "own_videos":
+        assert " ".join(lines[0]).startswith(f"tools/prepare_clips.py {own}/trials.csv {own}/clips --videos {own} ")
+    if name == "own_sensors":
+        assert np.load(own / "sensors.npz")["subject"].tolist() == ["ann", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "says"),
+    [
+        ("own_sensors", ["a.csv", "b.CSV", "c.csv", "d.csv"], r"a\.csv, b\.CSV, c\.csv, \.\.\. but no recordings\.csv"),
+        ("own_sensors", ["raw/a.csv"], r"raw/a\.csv but no recordings\.csv \(.*/mine\): write it: file,subject,label"),
+        ("own_sensors", ["ann/walk.csv"], r"ann/walk\.csv but no recordings\.csv"),
+        (
+            "own_videos",
+            ["a.MP4", "notes.csv"],
+            r"a\.MP4, notes\.csv but no trials\.csv .*: write it: video,start_s,label",
+        ),
+        ("own_videos", ["raw/a.avi"], r"raw/a\.avi but no trials\.csv"),
+    ],
+)
+def test_own_files_without_a_table_are_refused_and_nothing_is_written(tmp_path, monkeypatch, name, files, says):
+    for file in files:
+        (tmp_path / "mine" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / file).touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LockstepError, match=says):
+        started(name, monkeypatch, tmp_path, "mine")
+    with pytest.raises(LockstepError, match=r"not a folder \(.*\): give the folder that holds it"):
+        started(name, monkeypatch, tmp_path, f"mine/{files[0]}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_an_option_is_no_folder_and_help_starts_nothing(tmp_path, monkeypatch, capsys, name):
+    if name == "own_videos":
+        pytest.importorskip("av")
+    step = "steps" if name == "own_robot" else "epochs"
+    for words in (["--help"], ["try", "-h"]):
+        assert not started(name, monkeypatch, tmp_path, *words) and not [*tmp_path.iterdir()]
+        assert f"python examples/{name}.py FOLDER" in capsys.readouterr().out
+    for words in ([f"--{step}", "3"], [f"{step}=3"], []):
+        lines = started(name, monkeypatch, tmp_path, *words)
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+        assert [*lines[-2]][len(lines[-2]) - len(words) :] == words
+
+
+@pytest.mark.parametrize(
+    ("words", "length"), [("", 100), ("--dataset.length 200", 200), ("dataset.length=200", 200), ("-e 3", None),
+                          ("--dataset.length=abc", None), ("--dataset.lenght 200", None)]
+)  # fmt: skip
+def test_pieces_are_as_long_as_the_windows_of_the_training(tmp_path, monkeypatch, words, length):
+    """However the length is spelled; what the training would refuse is refused before anything is written."""
+    if length:
+        own = write(tmp_path / "mine", [HEADER, *rows(np.arange(0, 3, 0.02)), *rows(np.arange(9, 15, 0.02))])
+        started("own_sensors", monkeypatch, tmp_path, "mine", *words.split())
+        assert np.load(own / "sensors.npz")["lengths"].tolist() == [150, 300, 400][length > 100 :]
+    else:
+        with pytest.raises(LockstepError, match=r"dataset\.leng|-e"):
+            started("own_sensors", monkeypatch, tmp_path, "try", *words.split())
+        assert not [*tmp_path.iterdir()]
