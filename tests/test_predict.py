@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 import shutil
 import weakref
 from functools import partial
@@ -99,7 +100,7 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     done = succeed(launch.python(*words, "--annotations", str(tmp_path / "seen.csv"), "--json"))
     said = json.loads(done.out)
     rows = table(out)
-    assert [*rows[0]] == ["video", "frame", "time_s", "label", "p_moving", "p_still"]
+    assert [*rows[0]] == ["video", "frame", "time_s", "side", "label", "p_moving", "p_still"]
     for name, truth in (("a.mp4", moves), ("day 2/b.AVI", ~moves)):
         mine = [row for row in rows if row["video"] == name]
         assert [int(row["frame"]) for row in mine] == [*range(150)] and float(mine[30]["time_s"]) == 30 / FPS
@@ -152,6 +153,11 @@ def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, vide
     assert {one["name"]: one["side"] for one in found if one["name"] not in trained_on} == {
         name: "new" if name == "new.mp4" else "held out" for name in {*names, "new.mp4"} - trained_on
     }
+    in_table = {row["video"]: row["side"] for row in table(tmp_path / "a.csv")}
+    assert in_table == {one["name"]: one["side"] for one in found}
+    plain = succeed(launch.python(*words[:3], "--out", str(tmp_path / "b.csv")))  # without annotations, too
+    assert all(re.search(rf"^  {name} .*  {side}$", plain.out, re.M) for name, side in in_table.items())
+    assert {row["video"]: row["side"] for row in table(tmp_path / "b.csv")} == in_table and "mean" not in plain.out
     mean = np.mean([one["as_annotated"] for one in found if one["name"] not in trained_on])
     assert f"mean of {7 - len(trained_on)} videos not trained on" in done.out and f" {100 * mean:.1f}%" in done.out
     assert done.err.count("warning: new.mp4 has 30 frames/s, the run learned from videos of 20") == 1
@@ -160,10 +166,15 @@ def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, vide
 @pytest.mark.parametrize(
     ("name", "side"),
     [("a.mp4", "trained on"), ("day 1/a.mp4", "trained on"), ("x/day 1/a.mp4", "trained on"), ("b.mp4", "held out"),
-     ("aa.mp4", "new"), ("day 2/a.mp4", "new")],
+     ("./a.mp4", "trained on"), ("x/../day 1//a.mp4", "trained on"), ("day 1/a.AVI", "trained on"), ("c", "trained on"),
+     ("x/c.mov", "trained on"), ("aa.mp4", "new"), ("a.b.mp4", "new"), ("day 2/a.mp4", "trained on?"),
+     ("day 2/b.mkv", "held out?"), ("cage 1/top.mp4", "trained on"), ("x/cage 2/top.avi", "held out"),
+     ("cage 3/top.mp4", "new")],
 )  # fmt: skip
 def test_a_video_is_known_by_its_path(name, side):
-    assert predict.side_of(name, {"trained on": ["day 1/a.mp4"], "held out": ["day 1/b.mp4"]}) == side
+    """But for its ending. Another folder makes it doubtful; where the run's own differ by their folder alone, new."""
+    trained_on, held_out = ["./day 1/a.mp4", "c.mp4", "cage 1/top.mp4"], ["day 1/b.mp4", "cage 2/top.mp4"]
+    assert predict.side_of(name, {"trained on": trained_on, "held out": held_out}) == side
     assert predict.side_of(name, {}) == ""
 
 
@@ -194,15 +205,22 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     out = tmp_path / "out.csv"
     succeed(launch.python("tools/predict.py", str(video_run), str(tmp_path / "packed"), "--out", str(out)))
     rows, truth = table(out), table(tmp_path / "packed" / "trials.csv")
-    assert [row["trial"] for row in rows] == [row["trial"] for row in truth] and [*rows[0]][:3] == [
-        "video",
-        "trial",
-        "label",
-    ]
+    assert [row["trial"] for row in rows] == [row["trial"] for row in truth]
+    assert [*rows[0]][:4] == ["video", "trial", "side", "label"] and {row["side"] for row in rows} == {"new"}
     words = ["tools/evaluate.py", str(video_run), f"dataset.root={tmp_path / 'packed'}", "--split=all", "--json"]
     scored = json.loads(succeed(launch.python(*words)).out)
     hits = np.mean([mine["label"] == theirs["label"] for mine, theirs in zip(rows, truth, strict=True)])
     assert scored["metrics"]["accuracy"] == hits and 0.2 < hits < 0.8
+    with ClipsWriter(tmp_path / "again", ["still", "moving"]) as writer:
+        for name in ("0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"):
+            writer.add(np.zeros((5, 16, 16), np.uint8), name, "still")
+    words = ["tools/predict.py", str(video_run), str(tmp_path / "again"), "--out", str(tmp_path / "again.csv")]
+    done = succeed(launch.python(*words))
+    sides = [row["side"] for row in table(tmp_path / "again.csv")]
+    assert sides[-1] == "new" and {*sides[:-1]} == {"trained on", "held out"}
+    counts = {side: sides.count(side) for side in dict.fromkeys(sides)}
+    assert re.search(", ".join(f"{count} {side}" for side, count in counts.items()) + "$", done.out, re.M)
+    assert json.loads(succeed(launch.python(*words, "--json")).out)["found"][0]["sides"] == counts
     with ClipsWriter(tmp_path / "larger", ["still", "moving"]) as writer:
         writer.add(np.zeros((5, 32, 32), np.uint8), "v", "still")
     done = launch.python("tools/predict.py", str(video_run), str(tmp_path / "larger"), "--out", str(out))

@@ -22,9 +22,10 @@ import csv
 import io
 import itertools
 import json
+import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -66,16 +67,17 @@ Ask = Callable[[Tensor], np.ndarray]
 Reads = Callable[[Any, dict[str, Any]], None]
 """What prepares a task for its `model`, given what the checkpoint knows of the data."""
 
+NOT_TRAINED_ON = ("held out", "held out?", "new")
+
 
 @dataclass
 class Prediction:
     """The predictions for one file: a row for each of its frames, trials or windows.
 
-    cells          {column: N values} that identify the rows
+    cells          {column: N values} that identify the rows; of videos with the `side_of` each, where the run knows
     probabilities  (N, C)
     fps            rows per second, 0 if unknown; for frames only, which have a picture
     truth          (N,) class numbers, -1 where nothing is annotated; for annotated videos only
-    side           "trained on", "held out" or "new", a video of that name
     """
 
     name: str
@@ -83,7 +85,11 @@ class Prediction:
     probabilities: np.ndarray
     fps: float | None = None
     truth: np.ndarray | None = None
-    side: str = ""
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """{side: rows of it}, empty if unknown."""
+        return dict(Counter(self.cells.get("side", [])))
 
     @property
     def labels(self) -> np.ndarray:
@@ -292,7 +298,11 @@ def of_windows(task: har.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[
 def of_clips(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator[Prediction | LockstepError]:
     """Predict each trial of a packed folder."""
     clips = task.fitting(Clips(asked.data, task.about["shape"][0]))
-    yield Prediction(asked.data.name, {"video": clips.videos, "trial": clips.trials}, _all_of(clips, task, ask))
+    cells: dict[str, Any] = {"video": clips.videos, "trial": clips.trials}
+    if known := task.about["videos"]:
+        side = {name: side_of(name, known) for name in {*clips.videos.tolist()}}
+        cells["side"] = [side[name] for name in clips.videos.tolist()]
+    yield Prediction(asked.data.name, cells, _all_of(clips, task, ask))
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------
@@ -369,17 +379,33 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
         times = np.round(frames / fps, 6) if fps else [""] * len(frames)
         count, classes = len(frames), task.classes
         truth = annotated_frames(annotated, name, fps, count, classes) if annotated else None
-        cells, side = {"video": [name] * count, "frame": frames, "time_s": times}, side_of(name, task.about["videos"])
-        yield Prediction(name, cells, probabilities, fps, truth, side)
+        cells = {"video": [name] * count, "frame": frames, "time_s": times}
+        if side := side_of(os.path.abspath(path), task.about["videos"]):  # whatever folder DATA is
+            cells["side"] = [side] * count
+        yield Prediction(name, cells, probabilities, fps, truth)
 
 
 def side_of(name: str, sides: dict[str, list[str]]) -> str:
-    """Return the side {side: names} of the run's own videos that has this one, by as much of the path as both give;
-    "new" if none has it, and nothing if an older checkpoint does not know."""
-    for side, names in sides.items():
-        if any(f"/{name}".endswith(f"/{known}") or f"/{known}".endswith(f"/{name}") for known in names):
+    """Return the side {"trained on", "held out": names} of the run's own videos that has this one; "new" if none has
+    it, and nothing if an older checkpoint does not know.
+
+    It is known by its name without the ending and by as much of the path as both give. Where a folder differs the side
+    has a question mark, for a copy lies elsewhere; but the video is new where those of the run differ by folders alone.
+    """
+    mine = _steps(name)
+    own = [(side, _steps(known)) for side, names in sides.items() for known in names]
+    namesakes = [(side, known) for side, known in own if known[-1] == mine[-1]]
+    for side, known in namesakes:
+        if all(a == b for a, b in zip(reversed(mine), reversed(known), strict=False)):
             return side
-    return "new" if sides else ""
+    one = len({known for _, known in namesakes}) == 1
+    return "" if not sides else f"{namesakes[0][0]}?" if one else "new"
+
+
+def _steps(name: str) -> tuple[str, ...]:
+    """a/b.mp4 -> (a, b)"""
+    stem, ending = os.path.splitext(os.path.normpath(name))
+    return tuple((stem if ending.lower() in videos.SUFFIXES else stem + ending).split(os.sep))
 
 
 def annotated_trials(table: Path, how: Sliding) -> Plan:
@@ -502,8 +528,8 @@ def _about(said: Prediction, classes: list[str], drawn: Ethograms) -> dict[str, 
         "labels": dict(zip(classes, counts, strict=True)),
     }
     if said.fps is None:
-        return about
-    about |= {"side": said.side} if said.side else {}
+        return about | ({"sides": said.sides} if said.sides else {})
+    about |= {"side": "".join(said.sides)} if said.sides else {}  # one of them
     if said.truth is not None and (seen := said.truth >= 0).any():
         about["as_annotated"] = round(float((said.labels == said.truth)[seen].mean()), 6)
     return about | {"fps": said.fps, "ethogram": str(drawn.draw(said))}
@@ -520,15 +546,18 @@ def _png(picture: np.ndarray) -> bytes:
 def _table(summary: list[dict[str, Any]], classes: list[str]) -> str:
     """A row for each file, and the mean agreement of the videos that were not trained on."""
     compared = any("as_annotated" in about for about in summary)
-    rows = [["", "rows", *classes, *["as annotated", ""] * compared]]
+    known = any("side" in about or "sides" in about for about in summary)
+    rows = [["", "rows", *classes, *["as annotated"] * compared, *["side"] * known]]
     for about in summary:
         shares = [f"{100 * about['labels'][name] / about['rows']:.1f}%" for name in classes]
         same = f"{100 * about['as_annotated']:.1f}%" if "as_annotated" in about else ""
-        rows.append([about["name"], str(about["rows"]), *shares, *[same, about.get("side", "")] * compared])
-    new = [one["as_annotated"] for one in summary if "as_annotated" in one and one.get("side") in ("held out", "new")]
+        sides = ", ".join(f"{count} {side}" for side, count in about.get("sides", {}).items())
+        rows.append([about["name"], str(about["rows"]), *shares])
+        rows[-1] += [same] * compared + [about.get("side", sides)] * known
+    new = [one["as_annotated"] for one in summary if "as_annotated" in one and one.get("side") in NOT_TRAINED_ON]
     if new:
         mean = f"mean of {amount(len(new), 'video')} not trained on"
-        rows.append([mean, *[""] * (1 + len(classes)), f"{100 * sum(new) / len(new):.1f}%", ""])
+        rows.append([mean, *[""] * (1 + len(classes)), f"{100 * sum(new) / len(new):.1f}%", *[""] * known])
     return "\n".join(aligned(rows))
 
 
