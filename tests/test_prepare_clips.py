@@ -158,6 +158,12 @@ def test_crop_takes_the_box(videos, capsys):
         ("video,start,label\na.mp4,0,\n", [], r"empty label.*table.csv:2"),
         ("video,start,label\n,0,rest\n", [], r"empty video.*table.csv:2"),
         ("video,start,label\na.mp4,0,rest\na.mp4,soon,rest\n", [], r"start='soon'.*table.csv:3"),
+        (
+            "video,start_s,label\na.mp4,0:12,rest\n",
+            [],
+            r"start_s='0:12' .*table.csv:2\): give seconds, as a number since",
+        ),
+        ("video,start,label\na.mp4,0:12,rest\n", [], r"start='0:12' .*table.csv:2\): give a number from 0 to 1e\+09"),
         ("video,start,label\na.mp4,-1,rest\n", [], r"start='-1'.*table.csv:2"),
         ("video,start,label\na.mp4,nan,rest\n", [], r"start='nan'.*table.csv:2"),
         ("video,start,label\na.mp4,0.5,rest\n", [], r"start=0.5.*start_s"),

@@ -122,6 +122,8 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
             raise ValueError
     except ValueError:
         todo = f"give a number from 0 to {MOST:g}"
+        if column.endswith("_s") and ":" in row[column]:
+            todo = "give seconds, as a number since the start of the video"
         raise LockstepError(f"{column}={row[column]!r}", where=where, todo=todo) from None
     if not column.endswith("_s") and at != int(at):
         raise LockstepError(f"{column}={at}", where=where, todo=f"give a whole frame, or seconds as {column}_s")
