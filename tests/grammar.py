@@ -79,8 +79,6 @@ def draw(seed: int) -> Training:
     if exact:  # Muon computes in bf16, where rounding is not far below 1e-9
         own, shipped = own.replace("counting", "").replace("chained", "rates"), shipped.replace("muon", "sgd")
         own = "odd chained" if own == "odd rates" else own
-        if "attention" in layers:  # a key's bias has no gradient but rounding, which Adafactor makes steps of
-            shipped = shipped.replace("adafactor", "adamw")
     own = "" if own == "counting" and kind == "bits" else own
     kinds = ["constant", "cosine", "linear", *([] if exact else ["wsd"])]
     words = [
@@ -190,6 +188,9 @@ def plain_loop(words: list[str]) -> tuple[dict, dict]:
             batch = data.__getitems__(rows) | {"lockstep": SimpleNamespace(seed=seeds)}
             batch = task.prepare(batch)
             terms = task.losses(net, batch).values() if cfg.own.terms else [task.loss(net, batch)]
+            if not any(term.weight for term in terms):  # nothing to learn from: no step
+                step += 1
+                continue
             optimizer.zero_grad()
             sum(term.factor * term.total / term.weight for term in terms if term.weight).backward()
             if o.grad_clip:

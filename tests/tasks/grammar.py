@@ -80,12 +80,14 @@ LAYERS = {
     ),
     "layernorm": lambda: nn.LayerNorm(WIDTH),
     "groupnorm": lambda: Folded((4, 4), nn.GroupNorm(2, 4)),
-    "attention": lambda: Folded((2, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
+    "attention": lambda: Folded(
+        (2, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, bias=False)
+    ),
     "recurrent": lambda: Folded((4, 4), Recurrent(4, 4, batch_first=True)),
     "weightnorm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
-"""What gives the same for every cut of a batch. No bias goes into a norm that takes it away: its gradient would be
-rounding, of which AdamW makes steps of full length."""
+"""What gives the same for every cut of a batch. No bias goes into a norm or keys, which take it away: its
+gradient would be rounding, of which AdamW and Adafactor make steps."""
 
 OF_THE_CUT = {
     "dropout": lambda: nn.Dropout(0.3),
