@@ -108,6 +108,8 @@ find_pods() {
     local name
     if [[ ${PET_RDZV_ENDPOINT:-} =~ ^(.+):([0-9]+)$ ]]; then
         : "${PET_MASTER_ADDR:=${BASH_REMATCH[1]}}" "${PET_MASTER_PORT:=${BASH_REMATCH[2]}}"
+    elif [[ -n ${PET_RDZV_ENDPOINT:-} ]]; then
+        : "${PET_MASTER_ADDR:=$PET_RDZV_ENDPOINT}" "${PET_MASTER_PORT:=29400}" # torch's own port there
     fi
     for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do same "$name" "PET_$name"; done
     same RDZV PET_RDZV_BACKEND
@@ -125,7 +127,7 @@ find_nodes() {
     if [[ ${RDZV:-} == c10d ]]; then whole NNODES "${nodes%%:*}" 1 100000; fi # 2:4 are two to four
     whole NNODES "${nodes##*:}" 1 100000
     if [[ ${nodes##*:} =~ ^0*1$ ]]; then
-        [[ ${node:-0} == 0 ]] || fail "NODE_RANK=$node but one node: set NNODES and MASTER_ADDR too, or unset NODE_RANK"
+        [[ $node =~ ^0*$ ]] || fail "NODE_RANK=$node but one node: set NNODES and MASTER_ADDR too, or unset NODE_RANK"
         rendezvous=(--standalone --nnodes=1) place='' # a free port: with a fixed one a second run here would die
         return
     fi
@@ -191,10 +193,11 @@ done
 [[ -f $script ]] || fail "no $script: keep train_multigpu.sh in the folder of the training scripts"
 find_pods
 find_nodes
-if [[ ${PET_NPROC_PER_NODE:-} =~ ^[0-9]+$ ]]; then # or auto, gpu: all there are
-    [[ ${asked:-$PET_NPROC_PER_NODE} == "$PET_NPROC_PER_NODE" ]] ||
+if [[ ! ${PET_NPROC_PER_NODE:-auto} =~ ^(auto|gpu)$ ]]; then # these are all there are
+    whole PET_NPROC_PER_NODE "$PET_NPROC_PER_NODE" 1 9999
+    ((${asked:-10#$PET_NPROC_PER_NODE} == 10#$PET_NPROC_PER_NODE)) ||
         fail "$asked processes asked but PET_NPROC_PER_NODE=$PET_NPROC_PER_NODE: drop the number, or unset the variable"
-    asked=$PET_NPROC_PER_NODE
+    asked=$((10#$PET_NPROC_PER_NODE))
 fi
 find_python
 find_gpus

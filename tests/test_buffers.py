@@ -82,6 +82,7 @@ def test_a_buffer_that_an_evaluation_changes_is_named(launch, tmp_path):
         "warning: the evaluation changes the buffer mean, so a batch's numbers depend on those before: change it only"
     )
     assert done.out.count(said) == 1
+    assert "whether `score` adds up" not in done.out  # for the same reason: said once
 
 
 @pytest.fixture(scope="module")

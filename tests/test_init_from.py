@@ -43,6 +43,20 @@ def test_a_state_dict_is_found_wherever_it_is(tmp_path, kind):
     assert_same_weights(model.state_dict(), state)
 
 
+@pytest.mark.parametrize("compiled", ["all of it", "a part of it"])
+def test_a_model_that_is_compiled_gets_what_one_that_is_not_has_saved(compiled):
+    given, model = network().state_dict(), network().apply(lambda each: [nn.init.zeros_(p) for p in each.parameters()])
+    if compiled == "all of it":
+        model = torch.compile(model)
+    else:
+        model[0] = torch.compile(model[0])
+    assert weights.load_matching(model, given, "it.pt") == "it.pt: 9 of 9 loaded"
+    assert all(map(torch.equal, model.state_dict().values(), given.values()))
+    other = network(classes=3).apply(lambda each: [nn.init.zeros_(p) for p in each.parameters()])
+    weights.load_matching(other, {f"module.{name}": value for name, value in model.state_dict().items()}, "it.pt")
+    assert_same_weights(other.state_dict(), given)
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_names_that_fit_as_they_are_stay(prefix):
     """What the model itself calls `module`, or torch.compile within its `model`, and one of the two more around it."""
@@ -95,10 +109,11 @@ class Trap:
         (lambda path: path.write_bytes(b"PK\3\4" + bytes(90)), "the weights cannot be read .*: the file is damaged"),
         (lambda path: torch.save([torch.ones(3)], path), "the weights cannot be read"),
         (lambda path: torch.save({"lr": 0.1}, path), "no weights by name in it"),
+        (lambda path: torch.save({0: torch.ones(3)}, path), "no weights by name in it"),
         (lambda path: path.mkdir(), "no weights there"),
         (lambda path: None, "no weights there"),
     ],
-    ids=["code", "module", "damaged", "list", "numbers", "folder", "missing"],
+    ids=["code", "module", "damaged", "list", "numbers", "numbered", "folder", "missing"],
 )
 def test_what_holds_no_plain_weights_is_refused_in_one_line(tmp_path, monkeypatch, content, message):
     monkeypatch.chdir(tmp_path)
@@ -134,7 +149,9 @@ BAD = {
     "a float counter": (("1.num_batches_tracked", torch.tensor(0.5)), "is float32 there and int64 here"),
     "NaN": (("0.weight", torch.full((5, 4), torch.nan)), "0.weight holds NaN or infinity"),
     "infinity": (("2.bias", torch.tensor([0.0, -torch.inf, 1.0])), "2.bias holds NaN or infinity"),
-    "NaN statistics": (("1.running_var", torch.full((5,), torch.nan)), "1.running_var holds NaN"),
+    "NaN statistics": (("1.running_var", torch.full((5,), torch.nan)), "1.running_var holds NaN or infinity"),
+    "infinite statistics": (("1.running_var", torch.full((5,), torch.inf)), "1.running_var holds NaN or infinity"),
+    "sparse": (("0.weight", torch.eye(5, 4).to_sparse()), "0.weight is sparse_coo there and strided here"),
     "huge": (("0.bias", torch.full((5,), 1e30)), r"0.bias holds numbers up to 1e\+30"),
     "too much here": (("0.bias", torch.full((5,), 1e300, dtype=torch.float64)), "0.bias holds NaN or infinity"),
 }
@@ -164,6 +181,8 @@ def test_weights_of_other_floats_are_loaded_and_so_are_masks():
         weights.load_matching(model, given, "it.pt")
         assert model.weight.dtype == torch.float32 and model.weight.sum() == 6
         assert model.seen == 7 and torch.equal(model.mask, mask)
+        with pytest.raises(LockstepError, match=r"^mask holds NaN \("):
+            weights.load_matching(model, given | {"mask": mask * torch.nan}, "it.pt")
 
 
 def test_a_file_that_would_take_more_memory_than_it_is_long_is_not_unpacked(tmp_path):

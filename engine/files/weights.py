@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.errors import LockstepError
 from engine.files.archive import examine, reason
 from engine.files.checkpoints import LAST, Checkpoints
+from engine.hardware.private import NORM_WITH_STATISTICS
 
 WRAPPERS = ("module.", "_orig_mod.")
 
@@ -59,17 +60,25 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         found = found["ema"] or found["model"]
     elif nested := next((found[name] for name in NESTED if isinstance(found.get(name), dict)), None):
         found = nested
-    return {name: value for name, value in found.items() if isinstance(value, Tensor) and name != "n_averaged"}
+    named = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    return {name: value for name, value in named.items() if name != "n_averaged"}
 
 
-def fitted(weights: dict[str, Any], own: Container[str]) -> dict[str, Any]:
-    """Return the weights as they are, or without prefixes that DDP, averages and torch.compile leave in all names,
-    whichever has more of the model's own names: a model may call a part of itself `module`."""
+def fitted(weights: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Return the weights as they are, without prefixes that DDP, averages and torch.compile leave in all names, or with
+    the model's own, whichever has more of its names: a model may call a part of itself `module`, or compile one."""
     found = [weights]
+    bare = {_bare(name): name for name in own}
+    if len(bare) == len(own) and len({*map(_bare, weights)}) == len(weights):
+        found.append({bare.get(_bare(name), name): value for name, value in weights.items()})
     while prefix := next((each for each in WRAPPERS if weights and all(name.startswith(each) for name in weights)), ""):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
         found.append(weights)
     return max(found, key=lambda each: sum(name in own for name in each))
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if f"{part}." not in WRAPPERS)
 
 
 def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
@@ -81,9 +90,12 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
         names = [", ".join([*each][:2]) for each in (weights, mine)]
         what = f"no weight fits by name and shape: it has such as {names[0]}, the model such as {names[1]}"
         raise LockstepError(what, where=f"init_from={path}", todo="give the weights of such a model")
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    finite = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for owner, module in model.named_modules():
+        if isinstance(module, NORM_WITH_STATISTICS):
+            finite |= {f"{owner}.{name}".removeprefix(".") for name, _ in module.named_buffers()}
     for name, value in fits.items():
-        if fault := _fault(value, mine[name], name in parameters):
+        if fault := _fault(value, mine[name], name in finite):
             todo = "give weights as they were trained: neither quantised nor of a run that has diverged"
             raise LockstepError(f"{name} {fault}", where=f"init_from={path}", todo=todo)
     model.load_state_dict(fits, strict=False)
@@ -99,8 +111,11 @@ HUGE = 1e19
 """Its square is no float32 number any more."""
 
 
-def _fault(value: Tensor, own: Tensor, trained: bool) -> str:
+def _fault(value: Tensor, own: Tensor, finite: bool) -> str:
     """Return why a tensor can be no such weight, or an empty text. Buffers hold masks, which may be infinite."""
+    if value.layout != own.layout:
+        there, here = (str(each.layout).removeprefix("torch.") for each in (value, own))
+        return f"is {there} there and {here} here"
     number = value.is_complex(), value.is_floating_point()
     if number != (own.is_complex(), own.is_floating_point()) or (number[1] and value.itemsize < min(2, own.itemsize)):
         there, here = (str(each.dtype).removeprefix("torch.") for each in (value, own))
@@ -109,7 +124,7 @@ def _fault(value: Tensor, own: Tensor, trained: bool) -> str:
         return ""
     low, high = (float(each) for each in value.to(own.dtype).aminmax())
     largest = max(-low, high)
-    if not trained:
+    if not finite:
         return "holds NaN" if largest != largest else ""
     if not math.isfinite(largest):
         return "holds NaN or infinity"
