@@ -37,7 +37,7 @@ from engine.phases import phase
 from engine.plan import Plan
 from engine.samples import Asked, Source, ask, check_datasets, named
 from engine.samples import fingerprint as fingerprint
-from engine.seeds import data_seeds, kept_generators, sample_seeds
+from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
 from engine.virtual import block
 from engine.world import World
 
@@ -232,20 +232,24 @@ class TrainLoader:
     def check_prepare(self, random_samples: str) -> None:
         """Prepare four samples, again, and, of data that are held, one by one: where that has other bits, passes are
         not prepared together; nor with virtual workers, whose bits would depend on how many a process runs. Raises
-        LockstepError where the second time has other bits."""
+        LockstepError where the second time has other bits, or moves a generator that it does not seed itself."""
         held, plan = _lies_on(self.device, self.dataset), self.sampler.plan
         samples = min(4, plan.num_samples if held else plan.micro_batch, plan.num_samples)
+        moved: list[str] = []  # by the last call
 
         def prepared(begin: int, end: int) -> dict[str, Any]:
-            return {
-                name: leaf for name, leaf in leaves(self._prepared(*self._some(slice(begin, end)))) if leaf is not None
-            }
+            some = self._some(slice(begin, end))
+            before = positions(self.device)
+            found = {name: leaf for name, leaf in leaves(self._prepared(*some)) if leaf is not None}
+            moved[:] = [whose for whose, place in positions(self.device).items() if place != before[whose]]
+            return found
 
         with kept_generators(self.device):
             whole, again = prepared(0, samples), prepared(0, samples)
             odd = next((name for name, leaf in whole.items() if not _same(leaf, again.get(name))), None)
-            if odd is not None:
+            if odd is not None or moved:
                 what = f"{odd!r} of the same samples is another each time they are prepared"
+                what = f"it draws from {moved[0]}'s generator" if odd is None else what
                 todo = "draw from batch['lockstep'].seed, not from a generator; random_samples=warn trains all the same"
                 error = LockstepError(what, where="the task's `prepare`", todo=todo)
                 if random_samples == "stop":

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 ANYWAY = "; check_resume=false trains all the same"
 
+RENEWED = {"state", "param_groups", "defaults", "optimizers", "grad_scale", "found_inf", "kept_lists"}
+"""Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""
+
 
 class Fresh(NamedTuple):
     """What a new process begins with, before it loads a checkpoint."""
@@ -123,9 +126,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     kind, where = type(optimizer).__name__, "the task's `optimizer`"
     state = optimizer.state_dict()
     _check_plain(state, f"what {kind} keeps")
+    shared = _shared(state)
+    twice = {id(value) for value in shared.values()}  # copies in a checkpoint: one each
+    saved = batches.map_leaves(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf) if twice else state
     torchs = type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine."))
     try:
-        load_state(twin, state if torchs else copy.deepcopy(state))  # another's might change in place what it is given
+        load_state(twin, saved if torchs else copy.deepcopy(saved))  # another's might change in place what it is given
         restored = twin.state_dict()
     except Exception as error:
         what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
@@ -135,27 +141,35 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
         if not _same(value, then.pop(name, None)):
             what = f"{kind} does not get {name} back as it was saved"
             raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY)
+    if lost := sorted(shared.keys() - _shared(restored).keys()):
+        what = f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint makes two of it"
+        raise LockstepError(what, where=where, todo="keep one for each" + ANYWAY)
     for each, other in zip([optimizer, *_parts(optimizer)], [twin, *_parts(twin)], strict=True):
-        attributes = vars(each).keys() & vars(other).keys() - {"state", "param_groups", "defaults", "optimizers"}
-        for name in sorted(attributes):
-            for changed in _changed(name, vars(each)[name], vars(other)[name]):
+        for name in sorted(vars(each).keys() - RENEWED):
+            for changed in _changed(name, vars(each)[name], vars(other).get(name)):
                 what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
                 todo = "keep it in self.state[p], or in a param_group: these are restored"
                 raise LockstepError(what, where=where, todo=todo + ANYWAY)
 
 
+def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state that are there under another name, too."""
+    places: dict[Any, dict[str, Tensor]] = {}
+    for name, value in batches.leaves(state.get("state", {})):
+        if isinstance(value, Tensor) and value.numel():
+            places.setdefault((value.data_ptr(), value.shape, value.stride()), {})[name] = value
+    return {name: value for same in places.values() if len(same) > 1 for name, value in same.items()}
+
+
 def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
-    """Yield the places of numbers, tensors and generators that are there in both and differ."""
+    """Yield the places of numbers, tensors and generators that differ, or were not there."""
     parts, others = batches.parts_of(now), batches.parts_of(then) or {}
-    for key in parts or ():
-        if key in others:  # a parameter may be a key, whose text would be long
-            yield from _changed(
-                f"{name}.{key}" if isinstance(key, str | int) else name, (parts or {})[key], others[key]
-            )
-    if isinstance(now, torch.Generator) and isinstance(then, torch.Generator):
-        now, then = now.get_state(), then.get_state()
-    counts = isinstance(now, int | float | list | Tensor) and parts is None and not isinstance(now, bool)
-    if counts and not _same(now, then):
+    for key, part in (parts or {}).items():  # a parameter may be a key, whose text would be long
+        yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))
+    if isinstance(now, torch.Generator):
+        now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
+    counts = isinstance(now, int | float | list | Tensor) and not isinstance(now, bool | nn.Parameter)
+    if counts and parts is None and not _same(now, then):
         yield name
 
 

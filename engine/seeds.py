@@ -67,6 +67,17 @@ def kept_generators(device: torch.device | None = None) -> Iterator[None]:
         np.random.set_state(theirs)
 
 
+def positions(device: torch.device) -> dict[str, bytes]:
+    """Return where the generators of a process stand, by whose they are, to see whether one has been drawn from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    _, keys, *rest = np.random.get_state()
+    numpys = np.asarray(keys).tobytes() + repr(rest).encode()
+    torchs = b"".join(state.numpy().tobytes() for state in states)
+    return {"torch": torchs, "random": repr(random.getstate()).encode(), "NumPy": numpys}
+
+
 def uniform(seeds: Tensor, count: int) -> Tensor:
     """(B,) int64 seeds -> (B, count) float32 in [0, 1), the same on every device and for every cut of the batch."""
     counter = torch.arange(1, count + 1, device=seeds.device) * GAMMA

@@ -481,6 +481,28 @@ def test_a_prepare_that_draws_from_a_generator_is_refused(capsys, draw, cache):
     assert "warning: 'x' of the same samples is another each time they are prepared" in capsys.readouterr().out
 
 
+class Seldom:
+    """Draws what changes nothing most of the time, or seeds what it draws from."""
+
+    def __init__(self, draw, seed=None):
+        self.draw, self.seed = draw, seed
+
+    def prepare(self, batch):
+        if self.seed is not None:
+            torch.manual_seed(self.seed), random.seed(self.seed), np.random.seed(self.seed)
+        drawn = {"torch": lambda: float(torch.rand(())), "random": random.random, "NumPy": np.random.rand}[self.draw]()
+        return batch | {"x": batch["x"] + (drawn < 1e-12)}
+
+
+@pytest.mark.parametrize("draw", ["torch", "random", "NumPy"])
+def test_a_prepare_that_seldom_uses_what_it_draws_is_refused(draw):
+    cfg, plan = config.Config(batch_size=2), make_plan(61, 1, batch=2)
+    said = rf"^it draws from {draw}'s generator \(the task's `prepare`\): draw from batch\['lockstep'\].seed"
+    with pytest.raises(LockstepError, match=said):
+        create_data_loaders(cfg, world(), plan, Windows(), None, Seldom(draw))
+    create_data_loaders(cfg, world(), plan, Windows(), None, Seldom(draw, seed=3))
+
+
 class Crossings(TorchFunctionMode):
     """Note operations on tensors of two devices, and tensors made of the host's numbers."""
 

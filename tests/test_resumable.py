@@ -6,7 +6,7 @@ import pytest
 from conftest import succeed
 from test_loop import steps  # noqa: F401, a fixture
 
-from engine import preflight
+from engine import checkpoint, preflight
 from engine.contract import LockstepError
 
 HEAD = """
@@ -59,6 +59,29 @@ PLAIN = "a checkpoint cannot hold it: it holds {}: neither a tensor nor a plain 
 FORGOTTEN = {
     "a counter": ("Own.one = lambda self, p, state: vars(self).update(t=self.t + 1)", NOT_HELD.format("t")),
     "a tensor": ("Own.one = lambda self, p, state: self.seen['steps'].add_(1)", NOT_HELD.format("seen.steps")),
+    "a counter made by the first step": (
+        "Own.one = lambda self, p, state: vars(self).update(late=getattr(self, 'late', 0) + 1)",
+        NOT_HELD.format("late"),
+    ),
+    "moments made by the first step": (
+        "def one(self, p, state):\n    vars(self).setdefault('moments', {})[p] = p.grad.clone()\nOwn.one = one",
+        NOT_HELD.format("moments"),
+    ),
+    "a generator made by the first step": (
+        "Own.one = lambda self, p, state: torch.rand(1, generator=vars(self).setdefault('late', torch.Generator()))",
+        NOT_HELD.format("late"),
+    ),
+    "one tensor twice": (
+        "def one(self, p, state):\n    state['m'] = state['v'] = p.grad.clone()\nOwn.one = one",
+        "Own keeps one tensor as 0.m and 0.v of its state: a checkpoint makes two of it (the task's `optimizer`): keep "
+        "one for each; check_resume=false trains all the same",
+    ),
+    "one tensor for all parameters": (
+        "def one(self, p, state):\n    state['step'] = vars(self).setdefault('shared', torch.zeros(()))\n"
+        "def begin(self, params, lr):\n    super(Own, self).__init__(params, {'lr': lr})\n"
+        "    self.shared = torch.zeros(())\nOwn.one, Own.__init__ = one, begin",
+        "Own keeps one tensor as 0.step and 1.step of its state: a checkpoint makes two of it",
+    ),
     "a moment by parameter": (
         "def one(self, p, state):\n    self.seen[p] += p.grad\n"
         "def begin(self, params, lr):\n    super(Own, self).__init__(params, {'lr': lr})\n"
@@ -145,6 +168,45 @@ def test_an_optimizer_that_has_not_begun_is_looked_at_after_its_first_step(launc
     first = 4 if resumed else 1  # it is skipped
     assert said in error and not (tmp_path / f"run/step_{first + 1}.pt").exists()
     assert (tmp_path / f"run/step_{first}.pt").exists()
+
+
+FINE = {
+    "what a step makes anew": "def one(self, p, state):\n    self.trained = [p]\n    self.begun = True\nOwn.one = one",
+    "its own state": "def one(self, p, state):\n    state['m'] = p.grad.clone(), {'n': 1}\nOwn.one = one",
+    "AdamW with other attributes": (
+        "class Own(torch.optim.AdamW):\n    pass\n"
+        "Task.optimizer = lambda self, model: Own(model.parameters(), lr=0.01, fused=True)"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FINE)
+def test_what_a_new_process_has_is_not(steps, tmp_path, kind):  # noqa: F811
+    (tmp_path / "own.py").write_text(HEAD + FINE[kind])
+    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
+    next(outcomes)
+    preflight.compare_weights(run)
+    assert run.fresh is None
+
+
+def test_a_checkpoint_is_a_copy_of_what_an_optimizer_keeps_in_tuples_and_dicts(steps, tmp_path):  # noqa: F811
+    """The next step changes it in place, while the checkpoint is being written."""
+    code = """
+def one(self, p, state):
+    if state:
+        state["m"][0].add_(1), state["m"][1]["v"][0].add_(1)
+    else:
+        state["m"] = torch.zeros_like(p), {"v": [torch.zeros_like(p)]}
+Own.one = one
+"""
+    (tmp_path / "own.py").write_text(HEAD + code)
+    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
+    next(outcomes)
+    state = checkpoint.capture(run)
+    next(outcomes)
+    for kept in state["optimizer"]["state"].values():
+        assert not any(moment.any() for moment in (kept["m"][0], kept["m"][1]["v"][0]))
+    assert all(kept["m"][0].all() for kept in run.optimizer.state.values())
 
 
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
