@@ -6,7 +6,7 @@ import pytest
 from conftest import succeed
 from test_loop import steps  # noqa: F401, a fixture
 
-from engine import checkpoint, preflight
+from engine import preflight
 from engine.contract import LockstepError
 
 HEAD = """
@@ -187,26 +187,6 @@ def test_what_a_new_process_has_is_not(steps, tmp_path, kind):  # noqa: F811
     next(outcomes)
     preflight.compare_weights(run)
     assert run.fresh is None
-
-
-def test_a_checkpoint_is_a_copy_of_what_an_optimizer_keeps_in_tuples_and_dicts(steps, tmp_path):  # noqa: F811
-    """The next step changes it in place, while the checkpoint is being written."""
-    code = """
-def one(self, p, state):
-    if state:
-        state["m"][0].add_(1), state["m"][1]["v"][0].add_(1)
-    else:
-        state["m"] = torch.zeros_like(p), {"v": [torch.zeros_like(p)]}
-Own.one = one
-"""
-    (tmp_path / "own.py").write_text(HEAD + code)
-    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
-    next(outcomes)
-    state = checkpoint.capture(run)
-    next(outcomes)
-    for kept in state["optimizer"]["state"].values():
-        assert not any(moment.any() for moment in (kept["m"][0], kept["m"][1]["v"][0]))
-    assert all(kept["m"][0].all() for kept in run.optimizer.state.values())
 
 
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
