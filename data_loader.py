@@ -30,7 +30,7 @@ from engine.console import console
 from engine.contract import RESERVED, Batch, Given, Task, check_scored
 from engine.errors import LockstepError
 from engine.faults.loader_processes import in_processes, starting_processes
-from engine.faults.signals import own_scratch
+from engine.files.scratch import own_scratch
 from engine.hardware.device_cache import CachedDataset, cache_datasets
 from engine.launch import processes_sharing
 from engine.phases import phase

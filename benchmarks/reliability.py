@@ -36,7 +36,6 @@ from bars import Bar
 import tasks
 import train
 from engine import checkpoint, config, console, launch
-from engine.faults.together import on_rank0
 from engine.faults.watchdog import BEAT_S, Watchdog
 from engine.files import log
 from engine.files.checkpoints import Checkpoints
@@ -44,7 +43,7 @@ from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, Outcome, find_slow
 from engine.phases import Phases, phase
 from engine.run import Run
-from engine.world import World
+from engine.world import World, on_rank0
 from tools.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}
@@ -185,7 +184,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     busy: dict[str, list[float]] = {name: [] for name in names}
     run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or log.Silent()
+        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or run.Silent()
         ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)
@@ -239,7 +238,7 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
     def blocking() -> None:
         checkpoints.commit(checkpoint.capture(run), f"blocking_{run.progress.step}.pt", False)
 
-    with contextlib.closing(CheckpointWriter(checkpoints, log.Silent(), run.task.monitor)) as writer:
+    with contextlib.closing(CheckpointWriter(checkpoints, run.Silent(), run.task.monitor)) as writer:
         for _ in range(rounds):
             times["blocking"].append(seconds(blocking))
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))

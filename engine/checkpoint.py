@@ -17,15 +17,13 @@ from engine.console import console
 from engine.contract import Task
 from engine.digests import environment
 from engine.errors import LockstepError
-from engine.faults import oom
-from engine.faults.together import sync_errors
 from engine.files import archive, run_folder, weights
 from engine.files.checkpoints import find_checkpoint
 from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
 from engine.run import Progress, Run
-from engine.world import World
+from engine.world import World, sync_errors
 from engine.zero import Zero
 
 FORMAT = 3
@@ -53,7 +51,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
         found, warnings = None, list[str]()
         if world.main:
             folder = (launch.recall("folder") if restarted else "") or cfg.save_dir
-            again = folder and (restarted or oom.times()) and find_checkpoint("auto", Path(folder))[0]
+            again = folder and (restarted or launch.memory_restarts()) and find_checkpoint("auto", Path(folder))[0]
             cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
             found, warnings = run_folder.inspect_run_folder(cfg)
     folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))

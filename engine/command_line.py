@@ -11,8 +11,8 @@ import torch
 
 from engine import config, launch
 from engine.errors import LockstepError
-from engine.faults import agent, oom
-from engine.files import status
+from engine.faults import agent
+from engine.files import scratch, status
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:
@@ -21,7 +21,7 @@ def read(argv: list[str], tasks: Any) -> config.Args:
     tasks  has `load(name)`, the class of a task, and `names()`
     """
     try:
-        args = config.parse(argv, tasks.load, oom.settings(), tasks.names())
+        args = config.parse(argv, tasks.load, launch.restart_settings(), tasks.names())
     except LockstepError as error:
         error.everywhere = True  # every rank reads the same command line
         raise
@@ -70,7 +70,7 @@ def _start_torchrun(cfg: Any, gpus: int) -> None:
         launch.check_gpu_ids(cfg.gpu_ids, gpus)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
-    os.environ[agent.COMMAND] = status.typed()
+    os.environ[scratch.COMMAND] = status.typed()
     words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
     print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
     os.execv(sys.executable, [sys.executable, *words])

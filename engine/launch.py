@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +19,26 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from engine import network
 from engine.config import Config
 from engine.console import console, set_up
 from engine.errors import LockstepError, amount, headline
-from engine.faults import agent, oom, sealed
+from engine.faults import sealed
 from engine.network import choose_network, set_up_nccl, stay_on_this_machine
 from engine.phases import phase
+from engine.plan import data_parallel_devices
 from engine.world import World
+
+AGAIN = "LOCKSTEP_AGAIN"
+"""Environment variable: JSON of the settings that this process was restarted with; they precede all others."""
+
+TIMES = "LOCKSTEP_TIMES_AGAIN"
+"""Environment variable: how often that has happened."""
+
+BEGAN = "LOCKSTEP_BEGAN"
+"""Environment variable: time.monotonic() of the first start, from which a time limit counts."""
+
+_BEGAN = time.monotonic()
 
 
 class Environment(NamedTuple):
@@ -161,13 +176,6 @@ def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
         )
 
 
-def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
-    """Return the GPUs that `--multi-gpu dp` spreads one process over; empty without it."""
-    if cfg.multi_gpu != "dp" or device.type != "cuda":
-        return ()
-    return tuple(cfg.gpu_ids or range(torch.cuda.device_count()))
-
-
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
     """Return NCCL on GPUs, with gloo for what lies on the host; on CPUs gloo, with shared memory for sums where the
     ranks are on one machine. A process without a launcher gets none of them, but `always`: it sums alone, and needs no
@@ -195,7 +203,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     else:
         if one_machine:
             stay_on_this_machine()
-        agent.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
+        network.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
     store, key = _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
     # A prefix of our own, apart from the group's keys.
@@ -220,12 +228,12 @@ def _of_this_attempt(
     """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288), and
     the key to its notes, in which each rank has put something new: no note of another run or attempt opens with it."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or agent.STATIC in os.environ:
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or network.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store = dist.PrefixStore(f"time{oom.times()}", store)
+    store = dist.PrefixStore(f"time{memory_restarts()}", store)
     # Under torchrun the store is the agent's and always there: check here that the ranks are, or gloo waits timeout_s.
     notes, mine = sealed.Sealed(store, known), f"{backend} {secrets.token_hex(16)}"
-    notes.set(f"rank{env.rank}_is_at", agent.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
+    notes.set(f"rank{env.rank}_is_at", network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
     notes.set(f"rank{env.rank}_joins", mine)
     store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
     joins: list[Any] = [
@@ -262,8 +270,8 @@ def announce(world: World, cfg: Any, always: bool) -> None:
     if meeting.network:
         console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     console.info(f"Using device: {world.device}")
-    if oom.times():
-        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in oom.settings().items())}")
+    if memory_restarts():
+        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in restart_settings().items())}")
 
 
 @contextlib.contextmanager
@@ -327,3 +335,18 @@ def drain() -> None:
         with phase.during("barrier", waits=True):
             dist.barrier()
     meeting.notes, meeting.lasting, meeting.wrapped = None, None, False
+
+
+def first_start() -> float:
+    """Return time.monotonic() of the first start of this process, before any restart."""
+    return float(os.environ.get(BEGAN, _BEGAN))
+
+
+def restart_settings() -> dict[str, Any]:
+    """Return the settings that this process was restarted with."""
+    return json.loads(os.environ.get(AGAIN, "{}"))
+
+
+def memory_restarts() -> int:
+    """Return how often the ranks have restarted, all together, within one attempt of the launcher's."""
+    return int(os.environ.get(TIMES, "0"))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import ipaddress
 import itertools
 import os
+import socket
+import struct
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.faults import agent
+from engine.files import scratch
+
+STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
+"""Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -32,7 +40,7 @@ def set_up_nccl(timeout_s: float) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # before 2.11 parts of torch disagree on it (pytorch#172843)
     if PIPE not in os.environ:
         with contextlib.suppress(OSError):  # nowhere to write
-            _pipes.append(tempfile.TemporaryDirectory(prefix="lockstep_", dir=os.environ.get(agent.SCRATCH)))
+            _pipes.append(tempfile.TemporaryDirectory(prefix="lockstep_", dir=os.environ.get(scratch.SCRATCH)))
             os.environ[PIPE] = f"{_pipes[0].name}/rank"
 
 
@@ -72,8 +80,8 @@ def choose_network(store: Any, size: int) -> str:
     # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to another rank counts.
     others = ((store.get(f"rank{rank}_is_at") or b"").decode() for rank in range(size))
     for there in itertools.chain([os.environ.get("MASTER_ADDR", "")], others):
-        address, interface = agent.way_to(there) if there else ("", "")
-        if interface and not agent.is_loopback(address):
+        address, interface = way_to(there) if there else ("", "")
+        if interface and not is_loopback(address):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             if not _nccl_knows():
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would take eth10, too
@@ -87,3 +95,78 @@ def _nccl_knows() -> bool:
     texts = [Path(file).read_text(errors="replace") for file in files if os.access(file, os.R_OK)]
     named = any(line.strip().startswith("NCCL_SOCKET_IFNAME") for text in texts for line in text.splitlines())
     return named or (INFINIBAND.is_dir() and any(INFINIBAND.iterdir()))
+
+
+def way_to(host: str) -> tuple[str, str]:
+    """Return (this machine's own address, its network interface) for reaching `host`, by its routes: sends nothing.
+
+    Empty where there is no route or no such name. On many machines their own name stands for 127.0.0.1.
+    """
+    with contextlib.suppress(OSError):
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            here = probe.getsockname()[0].partition("%")[0]
+            return here, _interface_of(here, probe)
+    return "", ""
+
+
+def _interface_of(address: str, probe: socket.socket) -> str:
+    """Return the interface of `address`, Linux only; elsewhere, and unless it is the interface's first, return ""."""
+    packed = ipaddress.ip_address(address).packed
+    with contextlib.suppress(OSError):
+        if len(packed) == 16:
+            with open("/proc/net/if_inet6", encoding="ascii") as file:
+                return next((row.split()[-1] for row in file if row.startswith(packed.hex())), "")
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if found[20:24] == packed:
+                    return name
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    return not address or ipaddress.ip_address(address).is_loopback
+
+
+def listen_less(one_machine: bool) -> None:
+    """From here on each store that this process serves listens on the loopback where the run is on one machine, else at
+    the address by which the others find it, or the one that leads there; torch's own does on all network interfaces."""
+    import torch.distributed as dist
+
+    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)  # a second call takes the place of the first
+
+    def store(
+        host_name: str, port: int = 0, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
+    ) -> Any:
+        if is_master and (listener := _listen(host_name, port, one_machine)):
+            host_name = "127.0.0.1" if one_machine else host_name
+            port, named["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+        return torchs(host_name, port, world_size, is_master, *more, **named)
+
+    vars(store)["torchs"] = torchs
+    elastic = [f".elastic.rendezvous.{kind}" for kind in ("c10d_rendezvous_backend", "static_tcp_rendezvous")]
+    for name in ("", ".rendezvous", *elastic):
+        if module := sys.modules.get(f"torch.distributed{name}"):
+            vars(module)["TCPStore"] = store
+
+
+def _listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
+    """Return a socket for a store, or None for torch's own, on all interfaces: where `host` is the loopback, as that of
+    a machine's own name is on Debian, or several addresses, nothing tells where the others come from."""
+    places = ["127.0.0.1"]
+    if not one_machine:
+        with contextlib.suppress(OSError):
+            places = [*{str(found[4][0]) for found in socket.getaddrinfo(host, None)}]
+        if len(places) > 1 or is_loopback(places[0]):
+            return None
+        places.append(way_to(host)[0])  # theirs is translated on the way
+    for address in filter(None, places):
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=2048)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise RuntimeError(str(error)) from error  # as torch does
+    return None

@@ -6,12 +6,12 @@ import functools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from engine.config import Config, Schedule
 from engine.errors import LockstepError, amount
 from engine.hardware import private
-from engine.launch import data_parallel_devices
 from engine.precision import Precision
 from engine.virtual import block, spans
 from engine.world import World
@@ -342,3 +342,10 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         words.append(f"{kind} ({', '.join(paths[:3])}{more})")
     return ", ".join(words)
+
+
+def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:
+    """Return the GPUs that `--multi-gpu dp` spreads one process over; empty without it."""
+    if cfg.multi_gpu != "dp" or device.type != "cuda":
+        return ()
+    return tuple(cfg.gpu_ids or range(torch.cuda.device_count()))

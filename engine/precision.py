@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import LockstepError
-from engine.faults.together import sync_errors
 from engine.hardware.private import cpu_has_bf16
-from engine.world import World
+from engine.world import World, sync_errors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,12 +18,11 @@ from engine.collect import Collection
 from engine.console import console
 from engine.contract import Batch, Sums, Task
 from engine.errors import LockstepError
-from engine.faults.together import on_rank0, sync_errors
 from engine.files import log, status
 from engine.metrics import EvalSums, check_count, collects, reported
 from engine.phases import phase
 from engine.run import Run
-from engine.world import World
+from engine.world import World, on_rank0, sync_errors
 
 
 def compare_ranks(run: Run) -> None:

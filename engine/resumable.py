@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from engine import batches
 from engine.contract import LockstepError
 from engine.errors import headline
-from engine.faults.together import sync_errors
 from engine.files import archive
 from engine.optimizers import load_state
+from engine.world import sync_errors
 from engine.zero import Zero
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from engine import global_batch, optim
-from engine.contract import Loss, Task, check_loss
-from engine.faults.signals import StopRequest
-from engine.files.log import Silent
-from engine.metrics import GpuClock, Meter
+from engine.contract import Loss, Sums, Task, check_loss
+from engine.metrics import GpuClock, Meter, Skipped, Slow
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -26,6 +24,8 @@ from engine.seeds import seed_generators
 from engine.terms import Terms
 from engine.virtual import VirtualWorkers
 from engine.world import World
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,6 +58,32 @@ class Progress:
         return better
 
 
+class Stop:
+    """Why this process wants to stop, empty while it does not. The ranks vote in the all-reduce of every step."""
+
+    reason = ""
+
+    def request(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+class Silent:
+    """The log of every rank but the main one: prints and writes nothing."""
+
+    def say(self, text: str = "") -> None: ...
+    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
+        return items
+
+    def train(self, run: Run, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
+    def slow(self, run: Run, slow: Slow | None) -> None: ...
+    def skipped(self, run: Run, skipped: Skipped) -> None: ...
+    def changed(self, run: Run, changes: list[str]) -> None: ...
+    def sync(self) -> None: ...
+    def end_bars(self, run: Run) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Run:
     """Hold everything one training is made of. The functions of train.py take this one noun."""
@@ -74,7 +100,7 @@ class Run:
     ema: AveragedModel | None
     train_loader: Any
     val_loader: Any
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop: Stop = field(default_factory=Stop)
     fingerprint: str = ""  # of the data
     resumed: Path | None = None  # the checkpoint that it was resumed from
     resumed_horizon: int | None = None  # the length of that checkpoint's schedule

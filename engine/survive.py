@@ -21,14 +21,13 @@ from engine.config import Answered
 from engine.errors import LockstepError, amount
 from engine.faults import blame, terminal
 from engine.faults.signals import StopRequest, leave_nothing
-from engine.faults.together import sync_errors
 from engine.faults.watchdog import Watchdog
 from engine.files import status
 from engine.hardware import private
 from engine.metrics import Outcome, Skipped
 from engine.phases import phase
 from engine.run import Run
-from engine.world import World
+from engine.world import World, sync_errors
 
 __all__ = ["check_all_reduced", "check_outcome", "exit_code", "guarded", "keep", "sync_errors", "watch"]
 

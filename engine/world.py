@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.errors import LockstepError
 from engine.faults import sealed
 from engine.phases import phase
 
@@ -75,3 +76,30 @@ class World:
     def host_sync(self) -> AbstractContextManager[None]:
         """Mark a copy from the device to the host: on GPUs this, and not the collective, is where a rank waits."""
         return phase.during("waiting for the device", waits=self.size > 1)
+
+
+@contextmanager
+def sync_errors(world: World) -> Iterator[None]:
+    """(all ranks) Wrap a block without collectives: if it raises LockstepError on one rank, all raise the first.
+
+    Other exceptions end the run at once, with their traceback: the other ranks learn of them from the watchdog.
+    """
+    problem: tuple[str, int] | None = None
+    try:
+        yield
+    except LockstepError as error:
+        problem = (str(error), error.exit_code)
+    first = next((each for each in world.gather(problem) if each), None)
+    if first:
+        raised = LockstepError(first[0], exit_code=first[1])
+        raised.everywhere = True
+        raise raised
+
+
+def on_rank0(world: World, work: Callable[[], T]) -> T | None:
+    """(all ranks) Run `work` on rank 0 alone and return its result there, None on the others; all raise its error."""
+    result = None
+    with sync_errors(world):
+        if world.main:
+            result = work()
+    return result

@@ -17,16 +17,8 @@ from engine.contract import LockstepError
 from engine.digests import code
 from engine.errors import headline
 from engine.faults import blame
-from engine.launch import (
-    Environment,
-    data_parallel_devices,
-    environment,
-    explained,
-    meeting,
-    pick_backend,
-    pick_device,
-    rendezvous,
-)
+from engine.launch import Environment, environment, explained, meeting, pick_backend, pick_device, rendezvous
+from engine.plan import data_parallel_devices
 
 SPY = """
 import torch

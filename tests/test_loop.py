@@ -20,9 +20,9 @@ import train
 from engine import batches, checkpoint, config, console, launch, optim, preflight, survive
 from engine.contract import Loss
 from engine.files import status
-from engine.files.log import Silent
 from engine.metrics import Slow, evaluate_split, find_slow, training_metrics
 from engine.plan import make_plan
+from engine.run import Silent
 from engine.virtual import VirtualWorkers
 from engine.world import World
 from tasks._classification import Classification, LossSettings

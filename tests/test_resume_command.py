@@ -13,8 +13,8 @@ from torch.distributed import run as torchrun
 
 import tasks
 from engine import config
-from engine.faults import agent, signals
-from engine.files import status
+from engine.faults import signals
+from engine.files import scratch, status
 
 FOLDER = "checkpoints/a run's  own"
 
@@ -88,7 +88,7 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
     run = tmp_path / "it's  $HOME"
     words = [FAULTY, "fault.kind=term", "fault.step=2", "fault.rank=0", "epochs=1", "--save-dir", str(run)]
     words.append(f"fault.once={tmp_path / 'once'}")
-    env = {agent.COMMAND: None}
+    env = {scratch.COMMAND: None}
     if started == "python":
         done = launch.python("train.py", *words)
     elif started == "torchrun":
@@ -112,9 +112,9 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
 
 def test_a_second_training_in_a_process_has_a_folder_for_its_loaders(monkeypatch):
     """The first one's is removed at its end; where it stayed the place for sockets, no batch ever came."""
-    monkeypatch.setattr(signals, "_scratch", [])
+    monkeypatch.setattr(scratch, "_scratch", [])
     for _ in range(2):
-        signals.own_scratch()
+        scratch.own_scratch()
         assert os.path.isdir(multiprocessing.util.get_temp_dir())
         signals.leave_nothing()
     assert os.path.isdir(multiprocessing.util.get_temp_dir())

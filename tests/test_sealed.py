@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from engine import network
 from engine.faults import agent, sealed, watchdog
 from engine.faults.sealed import Sealed
 from engine.faults.watchdog import Failure
@@ -117,9 +118,9 @@ def test_where_a_store_listens(monkeypatch, host, stands_for, one_machine, addre
         return [(0, 0, 0, "", (each, 0)) for each in stands_for]
 
     monkeypatch.setattr(agent.socket, "getaddrinfo", found)
-    monkeypatch.setattr(agent, "way_to", lambda host: ("127.0.0.3", "eth1"))
-    listener = agent._listen(host, 0, one_machine)
+    monkeypatch.setattr(network, "way_to", lambda host: ("127.0.0.3", "eth1"))
+    listener = network._listen(host, 0, one_machine)
     assert (listener and listener.getsockname()[0]) == address
     if listener:
         with listener, pytest.raises(RuntimeError, match="Address already in use"):
-            agent._listen(host, listener.getsockname()[1], one_machine)
+            network._listen(host, listener.getsockname()[1], one_machine)

@@ -304,7 +304,7 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
     random.seed(), numpy.random.seed(), torch.default_generator.seed()  # torch.seed formats a stack
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    engine.faults.signals._parent, engine.faults.oom._BEGAN = os.getppid(), time.monotonic()
+    engine.faults.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
     engine.faults.watchdog.MACHINE = engine.faults.watchdog.machine()
     subprocess.Popen, os.execv = WarmPopen, warm_exec
 

@@ -25,18 +25,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine import launch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
 
 import train
-from engine import config, launch, preflight, survive
+from engine import config, preflight, survive
 from engine.errors import LockstepError
 from engine.faults import agent, oom
-from engine.faults.signals import StopRequest, end_with_parent
+from engine.faults.signals import StopRequest
 from engine.files import run_folder, status
 from engine.files.atomic import write_json
+from engine.files.scratch import end_with_parent
 from engine.hardware.cores import Crowd, threads_at_most
 from engine.metrics import training_metrics
 from engine.phases import phase
@@ -198,7 +201,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
-        env = os.environ | {oom.AGAIN: json.dumps(settings)} | threads_at_most(threads)
+        env = os.environ | {launch.AGAIN: json.dumps(settings)} | threads_at_most(threads)
         with open(log, "wb") as file:
             child = subprocess.Popen(
                 command,

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from engine.config.schema import ALIASES, EVERYDAY, FILES, MAPPINGS, SETS_NOTHING, SWITCHES, Config
-from engine.contract import Task
 from engine.errors import LockstepError
 
 
@@ -49,7 +48,7 @@ class Setting(NamedTuple):
 
 def parse(
     argv: list[str],
-    load_task: Callable[[str], type[Task]],
+    load_task: Callable[[str], type[Any]],
     again: Mapping[str, Any] | None = None,
     others: Iterable[str] = (),
 ) -> Args:
@@ -127,7 +126,7 @@ class Answered(Exception):
     """Raised when the command line asked a question, such as --help, and it was answered: there is nothing to run."""
 
 
-def _aliases(task: Task | type[Task]) -> dict[str, str]:
+def _aliases(task: Any) -> dict[str, str]:
     return ALIASES | task.compat_aliases | task.aliases
 
 
@@ -143,7 +142,7 @@ def _choose(cfg: Any, layers: list[list[Setting]]) -> dict[str, Any]:
     return defaults
 
 
-def schema_of(task: type[Task]) -> type:
+def schema_of(task: type[Any]) -> type:
     """Return the dataclass that holds the common config and the task's own sections."""
     return dataclass(type("Config", (task.Settings, Config), {"__doc__": Config.__doc__}))
 
@@ -190,7 +189,7 @@ def to_yaml(cfg: Any) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
 
 
-def usage(cfg: Any, prog: str, tasks: list[str], task: type[Task]) -> str:
+def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
     """Return the text of --help: every everyday flag with the default that it has for this task."""
     aliases = ALIASES | task.aliases  # the foreign ones are accepted, but not listed
     flat, fields = flatten(to_dict(cfg)), _fields(cfg)
@@ -273,7 +272,7 @@ def _tokens(argv: list[str], problems: list[str]) -> tuple[dict[str, Any], list[
     return switches, files, settings
 
 
-def resume_arguments(argv: list[str], task: Task | type[Task], folder: str) -> list[str]:
+def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
     """Return the words of a command line `argv` that resumes its run in `folder` from the run's own last checkpoint,
     whatever it was once started from."""
     aliases = _aliases(task)
@@ -469,7 +468,7 @@ def _given(setting: Setting) -> str:
     return f"{setting.key}={_shown(value)} ({setting.where})"
 
 
-def _settle(unknown: dict[int, Setting], problems: list[str], cfg: Any, task: type[Task]) -> list[str]:
+def _settle(unknown: dict[int, Setting], problems: list[str], cfg: Any, task: type[Any]) -> list[str]:
     """Take out of `unknown` what sets nothing, and put the problems with it and with the rest into their places;
     returns notes on what is accepted."""
     fields, aliases, nothing = _fields(cfg), _aliases(task), SETS_NOTHING | task.sets_nothing(cfg)
@@ -499,7 +498,7 @@ def _name_another_task(
     unknown: dict[int, Setting],
     problems: list[str],
     layers: list[list[Setting]],
-    load_task: Callable[[str], type[Task]],
+    load_task: Callable[[str], type[Any]],
     others: Iterable[str],
 ) -> None:
     """Merge the keys of another task into one problem, which names it: the task that knows most of them."""

@@ -9,32 +9,20 @@ torchrun ends with 1 whatever its processes ended with, and with a table of fort
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import ipaddress
 import logging
 import os
 import secrets
 import signal
 import socket
-import struct
 import sys
 import tempfile
 from typing import Any
 
-SCRATCH = "LOCKSTEP_SCRATCH"
-"""Environment variable: a folder that this process removes at its end, for all temporary files of the run's processes
-and for EXIT_CODE. If this process is killed, they remove it."""
+if __name__ == "__main__":  # this file lies within the package that it needs
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
-EXIT_CODE = "exit_code"
-"""File in it: the exit code that the processes agreed on."""
-
-COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: what stands before the training's own arguments in the user's shell."""
-
-STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
-"""Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
+from engine.files.scratch import EXIT_CODE, SCRATCH, temporary_folder
+from engine.network import STATIC, is_loopback, listen_less, way_to
 
 
 def main(argv: list[str]) -> int:
@@ -104,93 +92,6 @@ def main(argv: list[str]) -> int:
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def temporary_folder() -> str:
-    """Return the folder for temporary files, here and in the processes to come: shared memory where nothing else can be
-    written, as in `docker run --read-only`. Raises FileNotFoundError where that cannot be written, either."""
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:
-        if not os.access("/dev/shm", os.W_OK):
-            raise
-        os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
-        return tempfile.tempdir
-
-
-def way_to(host: str) -> tuple[str, str]:
-    """Return (this machine's own address, its network interface) for reaching `host`, by its routes: sends nothing.
-
-    Empty where there is no route or no such name. On many machines their own name stands for 127.0.0.1.
-    """
-    with contextlib.suppress(OSError):
-        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)
-            here = probe.getsockname()[0].partition("%")[0]
-            return here, _interface_of(here, probe)
-    return "", ""
-
-
-def _interface_of(address: str, probe: socket.socket) -> str:
-    """Return the interface of `address`, Linux only; elsewhere, and unless it is the interface's first, return ""."""
-    packed = ipaddress.ip_address(address).packed
-    with contextlib.suppress(OSError):
-        if len(packed) == 16:
-            with open("/proc/net/if_inet6", encoding="ascii") as file:
-                return next((row.split()[-1] for row in file if row.startswith(packed.hex())), "")
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if found[20:24] == packed:
-                    return name
-    return ""
-
-
-def is_loopback(address: str) -> bool:
-    return not address or ipaddress.ip_address(address).is_loopback
-
-
-def listen_less(one_machine: bool) -> None:
-    """From here on each store that this process serves listens on the loopback where the run is on one machine, else at
-    the address by which the others find it, or the one that leads there; torch's own does on all network interfaces."""
-    import torch.distributed as dist
-
-    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)  # a second call takes the place of the first
-
-    def store(
-        host_name: str, port: int = 0, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
-    ) -> Any:
-        if is_master and (listener := _listen(host_name, port, one_machine)):
-            host_name = "127.0.0.1" if one_machine else host_name
-            port, named["master_listen_fd"] = listener.getsockname()[1], listener.detach()
-        return torchs(host_name, port, world_size, is_master, *more, **named)
-
-    vars(store)["torchs"] = torchs
-    elastic = [f".elastic.rendezvous.{kind}" for kind in ("c10d_rendezvous_backend", "static_tcp_rendezvous")]
-    for name in ("", ".rendezvous", *elastic):
-        if module := sys.modules.get(f"torch.distributed{name}"):
-            vars(module)["TCPStore"] = store
-
-
-def _listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
-    """Return a socket for a store, or None for torch's own, on all interfaces: where `host` is the loopback, as that of
-    a machine's own name is on Debian, or several addresses, nothing tells where the others come from."""
-    places = ["127.0.0.1"]
-    if not one_machine:
-        with contextlib.suppress(OSError):
-            places = [*{str(found[4][0]) for found in socket.getaddrinfo(host, None)}]
-        if len(places) > 1 or is_loopback(places[0]):
-            return None
-        places.append(way_to(host)[0])  # theirs is translated on the way
-    for address in filter(None, places):
-        try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family, backlog=2048)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise RuntimeError(str(error)) from error  # as torch does
-    return None
-
-
 def _arrange_c10d(args: Any) -> None:
     """Set what torchrun needs for a dynamic rendezvous of several machines, and leaves to the user: which machine holds
     the store (torchrun asks this machine's name, perhaps 127.0.0.1), and at which address the others find it."""
@@ -250,7 +151,6 @@ def _not_started(error: BaseException, args: object) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
     from engine.faults import terminal
 
     terminal.outlive()

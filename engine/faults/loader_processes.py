@@ -19,7 +19,7 @@ from engine.batches import tensors
 from engine.config import Config
 from engine.contract import Batch
 from engine.errors import LockstepError
-from engine.faults.signals import end_with_parent
+from engine.files.scratch import end_with_parent
 from engine.samples import Source, no_shared_memory
 
 

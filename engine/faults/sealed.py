@@ -7,6 +7,7 @@ import hmac
 import os
 import pickle
 import secrets
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from engine.faults import terminal
 
 SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
 """Environment variables: what only the processes of this run know, and a file that holds it."""
@@ -104,7 +103,7 @@ class Sealed:
             self.known[name] = sealed[64:]
         elif not Sealed.warned:
             Sealed.warned = True
-            terminal.shout("warning: a note in the store is not this run's, and is ignored: who writes there?\n")
+            print("warning: a note in the store is not this run's, and is ignored: who writes there?", file=sys.stderr)
         return self.known.get(name)
 
 

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import multiprocessing
 import os
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
 from types import FrameType
 
 from engine import launch, network
-from engine.errors import LockstepError
-from engine.faults import agent, oom, terminal
+from engine.faults import terminal
+from engine.files import scratch
+from engine.run import Stop
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
 
-class StopRequest:
-    """Hold why this process wants to stop, empty while it does not. The ranks vote in the all-reduce of every step."""
+class StopRequest(Stop):
+    """A stop that signals and a time limit ask for."""
 
     def __init__(self, max_time_s: float = 0.0):
-        self.reason = ""
         self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
         if max_time_s:
-            spent_s = time.monotonic() - oom.began() if oom.times() else 0.0
+            spent_s = time.monotonic() - launch.first_start() if launch.memory_restarts() else 0.0
             limit = threading.Timer(max_time_s - spent_s, self.request, ["max_time_s is over"])
             limit.daemon = True
             limit.start()
-
-    def request(self, reason: str) -> None:
-        self.reason = self.reason or reason
 
     def install_handlers(self) -> None:
         """Make signals only request a stop from here on; a second Ctrl-C quits at once. Installs handlers even where a
@@ -44,7 +36,7 @@ class StopRequest:
         `nohup` ignores SIGHUP, and so does the run; but not under plain torchrun, which handles it nevertheless, and
         kills the processes that don't obey when it passes it on."""
         self.process = os.getpid()
-        plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and agent.SCRATCH not in os.environ
+        plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and scratch.SCRATCH not in os.environ
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN or plain_torchrun:
                 signal.signal(number, self._on_signal)
@@ -73,32 +65,6 @@ def quit_at_once(exit_code: int, why: str) -> None:
     os._exit(exit_code)
 
 
-def own_scratch() -> None:
-    """Set a scratch folder before the first loader process, which would make one of its own for its sockets and leave
-    it behind if killed. It inherits this process's folder, which under the launcher lies in the agent's."""
-    if not _scratch:
-        try:
-            place = os.environ.get(agent.SCRATCH) or agent.temporary_folder()
-            _scratch.append(tempfile.mkdtemp(prefix="lockstep_", dir=place))
-        except OSError as error:
-            raise LockstepError(
-                f"no folder for the temporary files of loader processes: {error.strerror}",
-                where="TMPDIR",
-                todo="mount one (docker run --tmpfs /tmp), or num_workers=0",
-            ) from error
-        atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
-        # what multiprocessing.util.get_temp_dir() reads; its own folder raises errors if it is gone at the end
-        getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]
-
-
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the one that started it ends (Linux only)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-_scratch: list[str] = []
 _parent = os.getppid()
 
 
@@ -110,9 +76,5 @@ def leave_nothing() -> None:
     for child in multiprocessing.active_children():
         child.kill()
     network.remove_pipes()
-    orphaned = agent.SCRATCH in os.environ and os.getppid() != _parent
-    for folder in _scratch + ([os.environ[agent.SCRATCH]] if orphaned else []):
-        shutil.rmtree(folder, ignore_errors=True)
-    if _scratch:  # a second training in this process makes a new one, or its loader processes would never deliver
-        _scratch.clear()
-        getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
+    orphaned = scratch.SCRATCH in os.environ and os.getppid() != _parent
+    scratch.remove_scratch(orphaned)

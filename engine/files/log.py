@@ -27,6 +27,7 @@ from engine.faults import terminal
 from engine.files import atomic, status
 from engine.hardware import cores
 from engine.metrics import Skipped, Slow, means, pictures
+from engine.run import Silent
 
 if TYPE_CHECKING:
     from engine.run import Run
@@ -34,23 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
-
-
-class Silent:
-    """The log of every rank but the main one: prints and writes nothing."""
-
-    def say(self, text: str = "") -> None: ...
-    def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        return items
-
-    def train(self, run: Run, metrics: dict[str, float]) -> None: ...
-    def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
-    def slow(self, run: Run, slow: Slow | None) -> None: ...
-    def skipped(self, run: Run, skipped: Skipped) -> None: ...
-    def changed(self, run: Run, changes: list[str]) -> None: ...
-    def sync(self) -> None: ...
-    def end_bars(self, run: Run) -> None: ...
-    def close(self) -> None: ...
 
 
 class Log(Silent):

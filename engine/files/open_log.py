@@ -9,12 +9,13 @@ from pathlib import Path
 
 from engine import config, digests, launch
 from engine.console import console
-from engine.faults.together import on_rank0, sync_errors
+from engine.faults.signals import StopRequest
 from engine.files import log, run_folder, status
 from engine.files.checkpoints import LAST
 from engine.files.saving import CheckpointWriter
 from engine.profiler import Profile
-from engine.run import Run
+from engine.run import Run, Silent
+from engine.world import on_rank0, sync_errors
 
 
 def already_complete(run: Run) -> bool:
@@ -31,7 +32,7 @@ def already_complete(run: Run) -> bool:
 
 
 @contextmanager
-def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
+def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
     last checkpoint and print how the run ended. From here on a signal requests a stop in good order."""
     world, progress = run.world, run.progress
@@ -39,8 +40,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[log.Silent]:
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
     status.current.begin(path, progress.step, run.resumed, words)
-    run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
-    run.log = on_rank0(world, lambda: log.start(path, run)) or log.Silent()
+    if isinstance(run.stop, StopRequest):
+        run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
+    run.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     run.profile = Profile(run, path, run.log.say) if profile else None
     if isinstance(run.log, log.Log) and made:
         run.checkpoints = CheckpointWriter(made[1], run.log, run.task.monitor)

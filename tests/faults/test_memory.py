@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, free_port, launching, succeed
 
+from engine import launch
 from engine.faults import oom
 from engine.faults.signals import StopRequest
 
@@ -102,8 +103,8 @@ def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
 @pytest.mark.parametrize(("times", "over"), [("0", False), ("1", True)])
 def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     """It counts from the first start: whoever gave the limit, such as Slurm, ends the run at that time."""
-    monkeypatch.setenv(oom.TIMES, times)
-    monkeypatch.setenv(oom.BEGAN, str(time.monotonic() - 7200))
+    monkeypatch.setenv(launch.TIMES, times)
+    monkeypatch.setenv(launch.BEGAN, str(time.monotonic() - 7200))
     stop, deadline = StopRequest(3600), time.monotonic() + 10
     while over and not stop.reason and time.monotonic() < deadline:
         time.sleep(0.01)

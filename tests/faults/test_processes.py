@@ -17,6 +17,7 @@ from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
 from engine.errors import LockstepError
 from engine.faults import blame
+from engine.files import scratch
 from engine.samples import Source, ask
 
 TIMEOUT = "ddp.timeout_s=2"
@@ -690,15 +691,14 @@ def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
     import tempfile
 
     from engine.contract import LockstepError
-    from engine.faults import signals
 
     monkeypatch.delenv("LOCKSTEP_SCRATCH", raising=False)
-    monkeypatch.setattr(signals, "_scratch", [])
+    monkeypatch.setattr(scratch, "_scratch", [])
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LockstepError, match=r"loader processes: No usable .* \(TMPDIR\): mount one .* num_workers=0"):
-        signals.own_scratch()
+        scratch.own_scratch()
 
 
 # ---- who can read it ----
