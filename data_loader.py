@@ -24,22 +24,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.batches import leaves, map_tensors, same_bits, tell, tensors
+from engine.comm.virtual import block
+from engine.comm.world import World
 from engine.config import Config
 from engine.console import console
 from engine.contract import RESERVED, Batch, Given, Task, check_scored
+from engine.data.batches import leaves, map_tensors, same_bits, tell, tensors
+from engine.data.cache import CachedDataset, cache_datasets
+from engine.data.processes import in_processes, starting_processes
+from engine.data.samples import Asked, Source, ask, check_datasets, named
+from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError
-from engine.faults.loader_processes import in_processes, starting_processes
 from engine.files.scratch import own_scratch
-from engine.hardware.device_cache import CachedDataset, cache_datasets
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan
-from engine.samples import Asked, Source, ask, check_datasets, named
-from engine.samples import fingerprint as fingerprint
 from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
-from engine.virtual import block
-from engine.world import World
 
 
 class Micro(NamedTuple):

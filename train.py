@@ -25,17 +25,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
-from engine import checkpoint, command_line, config, ddp, launch, optim, precision, preflight, speed, survive
+from engine import checkpoint, config, launch, optim, precision, preflight, speed
+from engine.comm import ddp
+from engine.comm.world import World
 from engine.console import console
 from engine.contract import built
-from engine.faults.signals import StopRequest
-from engine.files.open_log import already_complete, open_log
 from engine.metrics import evaluate_split, log_metrics
 from engine.phases import phase
 from engine.plan import make_plan
+from engine.report.open_log import already_complete, open_log
 from engine.run import Run
 from engine.seeds import seed_everything
-from engine.world import World
+from engine.survive import command
+from engine.survive import door as survive
+from engine.survive.signals import StopRequest
 
 
 def setup_distributed(cfg: Any, always: bool = False) -> World:
@@ -205,8 +208,8 @@ def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> N
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code
 def main(argv: list[str], strict: bool = False) -> int:
     """Resolve defaults < task < YAML < command line, and train. `strict` refuses where it would adapt."""
-    args = command_line.read(argv, tasks)
-    command_line.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
+    args = command.read(argv, tasks)
+    command.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
     launch.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)

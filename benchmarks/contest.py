@@ -427,7 +427,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from engine.hardware import memory
+    from engine.speed import memory
 
     how = about.get("limit", [])
     if "allocator" in how:
@@ -464,7 +464,7 @@ def limit(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
 
 
 def _weights(model: Any) -> str:
-    from engine import digests
+    from engine.comm import digests
 
     return digests.of_tensors(model.state_dict().items())
 

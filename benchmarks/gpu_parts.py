@@ -178,7 +178,7 @@ def words(folder: str, on: str) -> Facts:
     """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
     import torch.distributed as dist
 
-    from engine import network
+    from engine.comm import network
 
     on_gpu = on == "device=cuda"
     if on_gpu:
@@ -324,7 +324,7 @@ def plain_loop(run: Any, batch: Any) -> Callable[[], Any]:
 
 def feeds(seconds: str, *words: str) -> tuple[float, float]:
     """Return (bytes/s, samples/s) of a training's data that reach the device."""
-    from engine.batches import tensors
+    from engine.data.batches import tensors
 
     run = built(words)
     passes, size, count, first, on_gpu = iter(()), 0, 0, 3, run.world.device.type == "cuda"

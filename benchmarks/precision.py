@@ -28,8 +28,8 @@ import torch
 import tasks
 import train
 from engine import config, precision
+from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.world import World
 from tools.probe import endless
 
 ROBOT = ["robot", "eval.n_episodes=0", "env.demonstrations=20"]

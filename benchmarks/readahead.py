@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from data_loader import create_data_loaders
+from engine.comm.world import World
 from engine.config import Config
 from engine.plan import make_plan
-from engine.world import World
 from formats.clips import FRAMES, Clips, ClipsWriter
 
 BATCH, FRAME_SHAPE = 16, (17, 256, 256)

@@ -36,14 +36,14 @@ from bars import Bar
 import tasks
 import train
 from engine import checkpoint, config, console, launch
-from engine.faults.watchdog import BEAT_S, Watchdog
-from engine.files import log
+from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints
 from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, Outcome, find_slow
 from engine.phases import Phases, phase
+from engine.report import log
 from engine.run import Run
-from engine.world import World, on_rank0
+from engine.survive.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
 DEFAULTS = {"watch": (16, 30), "save": (7, 10), "zero": (12, 20)}

@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.faults import agent
-from engine.hardware.cores import BY_RULE, available
+from engine.speed.cores import BY_RULE, available
+from engine.survive import agent
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAININGS = {
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     print(f"# Threads on a quiet and on a busy machine\n\n`python benchmarks/threads.py {' '.join(argv)}`\n")
     load = f"load {os.getloadavg()[0]:.1f} before"
     print(f"{platform.machine()}, {available()} cores, {load}; {args.rounds} rounds, medians.")
-    print("Ratios within a round, of time and of CPU time, to what the rule of engine/hardware/cores.py takes.\n")
+    print("Ratios within a round, of time and of CPU time, to what the rule of engine/speed/cores.py takes.\n")
     print("| training | processes | loops beside | threads by the rule | ms a step | of alone | CPU ms "
           "| one thread: time | CPU time | all: threads | time | CPU time |")  # fmt: skip
     print("|---|" + "---:|" * 11)

@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import config, digests, launch, optimizers, resumable
+from engine import config, launch
+from engine.comm import digests
+from engine.comm.digests import environment
+from engine.comm.world import World, sync_errors
 from engine.console import console
 from engine.contract import Task
-from engine.digests import environment
 from engine.errors import LockstepError
 from engine.files import archive, run_folder, weights
 from engine.files.checkpoints import find_checkpoint
+from engine.optim import make
+from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
+from engine.proof import resumable
 from engine.run import Progress, Run
-from engine.world import World, sync_errors
-from engine.zero import Zero
 
 FORMAT = 3
 """Format 2 held the random state of each rank; every pass is seeded now."""
@@ -110,7 +113,7 @@ def capture(run: Run) -> dict[str, Any]:
         "ema": ema or None,
         "left_out": run.left_out,
         "optimizer": optimizer,
-        "optimizer_name": optimizers.name_of(run.optimizer),
+        "optimizer_name": make.name_of(run.optimizer),
         "scaler": run.scaler.state_dict(),
     }
 
@@ -215,7 +218,7 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
     run.left_out = left_out_digests(run.model, names) if names else {}
     if not state:
         return
-    optimizer = optimizers.name_of(run.optimizer)
+    optimizer = make.name_of(run.optimizer)
     if (then := state.get("optimizer_name", optimizer)) != optimizer:
         todo = f"change it back, or start a new run with init_from={path}"
         what = f"the checkpoint's optimizer is {then}, not {optimizer}"
@@ -225,7 +228,7 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         if run.ema is not None and state["ema"] is not None:
             own = {f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.left_out}
             run.ema.load_state_dict(own | state["ema"])
-        optimizers.load_state(run.optimizer, state["optimizer"], state.get("changes", ()))
+        make.load_state(run.optimizer, state["optimizer"], state.get("changes", ()))
         if state["scaler"] and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(state["scaler"])
     run.progress = Progress(**state["progress"])

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.comm.world import World
 from engine.errors import LockstepError, amount
-from engine.world import World
 
 
 class Ragged(NamedTuple):

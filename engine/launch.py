@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine import network
+from engine.comm import network, sealed
+from engine.comm.network import choose_network, set_up_nccl, stay_on_this_machine
+from engine.comm.world import World
 from engine.config import Config
 from engine.console import console, set_up
 from engine.errors import LockstepError, amount, headline
-from engine.faults import sealed
-from engine.network import choose_network, set_up_nccl, stay_on_this_machine
 from engine.phases import phase
 from engine.plan import data_parallel_devices
-from engine.world import World
 
 AGAIN = "LOCKSTEP_AGAIN"
 """Environment variable: JSON of the settings that this process was restarted with; they precede all others."""

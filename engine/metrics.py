@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.batches import given_of
 from engine.collect import Collection
+from engine.comm.world import World
 from engine.contract import LOGGED, Batch, LockstepError, Sums, Task, amount
+from engine.data.batches import given_of
 from engine.phases import phase
 from engine.seeds import seed_generators
-from engine.world import World
 
 if TYPE_CHECKING:
     from engine.run import Run

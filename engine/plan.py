@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from engine import private
+from engine.comm.virtual import block, spans
+from engine.comm.world import World
 from engine.config import Config, Schedule
 from engine.errors import LockstepError, amount
-from engine.hardware import private
 from engine.precision import Precision
-from engine.virtual import block, spans
-from engine.world import World
 
 
 @dataclass(frozen=True)

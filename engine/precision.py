@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
-from engine.hardware.private import cpu_has_bf16
-from engine.world import World, sync_errors
+from engine.private import cpu_has_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

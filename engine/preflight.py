@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import adds_up, config, ddp, digests, optim, optimizers, plan, resumable
-from engine.batches import given_of
+from engine import config, optim, plan
 from engine.collect import Collection
+from engine.comm import ddp, digests
+from engine.comm.world import World, on_rank0, sync_errors
 from engine.console import console
 from engine.contract import Batch, Sums, Task
+from engine.data.batches import given_of
 from engine.errors import LockstepError
-from engine.files import log, status
+from engine.files import status
 from engine.metrics import EvalSums, check_count, collects, reported
+from engine.optim import make
 from engine.phases import phase
+from engine.proof import adds_up, resumable
+from engine.report import log
 from engine.run import Run
-from engine.world import World, on_rank0, sync_errors
 
 
 def compare_ranks(run: Run) -> None:
@@ -38,7 +42,7 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _same(run.world, digests.environment(run), todo="use machines of one kind, or drop virtual_workers")
     compare_weights(run)
-    kept = run.world.gather(optimizers.state_bytes(run.optimizer))
+    kept = run.world.gather(make.state_bytes(run.optimizer))
     run.moments = None if None in kept else max(kept)
     total = torch.tensor(float(run.world.rank), device=run.world.device)
     run.world.sum(total)

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from engine import global_batch, optim
+from engine.comm.virtual import VirtualWorkers
+from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, check_loss
 from engine.metrics import GpuClock, Meter, Skipped, Slow
 from engine.phases import phase, split_backward
@@ -22,8 +24,6 @@ from engine.plan import Plan
 from engine.precision import Precision
 from engine.seeds import seed_generators
 from engine.terms import Terms
-from engine.virtual import VirtualWorkers
-from engine.world import World
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""CUDA graphs for machines without a GPU: what `engine/hardware/graph.py` asks of torch.cuda, on the CPU.
+"""CUDA graphs for machines without a GPU: what `engine/speed/graph.py` asks of torch.cuda, on the CPU.
 
 A capture notes every operation with the memory it reads and writes; a replay runs each again, on the same memory. As on
 a GPU a number of Python stays what it was, a tensor that has moved is not found again, a read by the host is an error,
@@ -139,7 +139,7 @@ def set_sync_debug_mode(mode):
 def install():
     """In this process from now on; numbers are read a step late, as from a GPU, and learning rates are float32's."""
     from engine import global_batch, metrics, plan
-    from engine.hardware import graph
+    from engine.speed import graph
 
     graph.KIND = "cpu"
     torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.cuda.Event = Graph, Capture, Stream, Event

@@ -11,9 +11,10 @@ from conftest import ROOT, succeed
 
 import tasks
 import train
-from engine import adds_up, config, console, launch, preflight
+from engine import config, console, launch, preflight
 from engine.contract import LockstepError
 from engine.files import status
+from engine.proof import adds_up
 
 HEAD = """
 import random, torch

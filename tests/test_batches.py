@@ -20,9 +20,10 @@ from torch.utils.data import Subset, default_collate
 
 import tasks
 from data_loader import create_data_loaders, fingerprint, to_device
-from engine import batches, config, contract
+from engine import config, contract
 from engine.contract import Given, LockstepError
-from engine.samples import Source, ask
+from engine.data import batches
+from engine.data.samples import Source, ask
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 

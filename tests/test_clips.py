@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 import tasks
 from engine.config import schema_of
 from engine.contract import Given, LockstepError, sample_seeds, uniform
-from engine.hardware.device_cache import CachedDataset
-from engine.samples import Source
+from engine.data.cache import CachedDataset
+from engine.data.samples import Source
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TOY, succeed
 
-from engine.hardware import cores
+from engine.speed import cores
 
 MINE = sorted(os.sched_getaffinity(0))
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

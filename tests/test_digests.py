@@ -7,8 +7,9 @@ import torch
 from conftest import succeed
 from torch import nn
 
-from engine import digests, preflight
-from engine.digests import sum_of_bits
+from engine import preflight
+from engine.comm import digests
+from engine.comm.digests import sum_of_bits
 from engine.errors import LockstepError
 
 

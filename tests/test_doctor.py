@@ -16,9 +16,9 @@ from conftest import FAULTY, TOY, launching, succeed
 import tasks
 import train
 from engine import config, launch
+from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.hardware import cores
-from engine.world import World
+from engine.speed import cores
 from tools import doctor, machine, nvidia
 from tools.doctor import Speed
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import command_line, config, network
+from engine import config
+from engine.comm import network
+from engine.comm.digests import code
 from engine.contract import LockstepError
-from engine.digests import code
 from engine.errors import headline
-from engine.faults import blame
 from engine.launch import Environment, environment, explained, meeting, pick_backend, pick_device, rendezvous
 from engine.plan import data_parallel_devices
+from engine.survive import blame, command
 
 SPY = """
 import torch
@@ -249,7 +250,7 @@ def test_the_numbers_of_gpus_count_among_those_that_are_visible(monkeypatch, vis
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     started = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append((os.environ["CUDA_VISIBLE_DEVICES"], words)))
-    command_line.become_torchrun(config.Config(multi_gpu="ddp", gpu_ids=[2, 0]), strict=False)
+    command.become_torchrun(config.Config(multi_gpu="ddp", gpu_ids=[2, 0]), strict=False)
     ((found, words),) = started
     assert found == given and "--nproc_per_node=2" in words
 

@@ -10,8 +10,8 @@ import torch
 from conftest import ROOT, TOY, succeed
 
 from engine.config import Optim
-from engine.hardware import compiler, graph
 from engine.optim import make_optimizer
+from engine.speed import compiler, graph
 
 GRAPHED, TERMS, FORMS = (str(ROOT / f"tests/tasks/{name}.py") for name in ("graphed", "terms", "forms"))
 ODD = [GRAPHED, "dataset.samples=57", "epochs=6"]

@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tasks
 from engine import config
 from engine.contract import LockstepError
-from engine.files import log
 from engine.metrics import Slow
+from engine.report import log
 from engine.run import Progress
 from tools.evaluate import of_run
 

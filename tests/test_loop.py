@@ -17,14 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import batches, checkpoint, config, console, launch, optim, preflight, survive
+from engine import checkpoint, config, console, launch, optim, preflight
+from engine.comm.virtual import VirtualWorkers
+from engine.comm.world import World
 from engine.contract import Loss
+from engine.data import batches
 from engine.files import status
 from engine.metrics import Slow, evaluate_split, find_slow, training_metrics
 from engine.plan import make_plan
 from engine.run import Silent
-from engine.virtual import VirtualWorkers
-from engine.world import World
+from engine.survive import door as survive
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine import optim, optimizers, plan
+from engine import optim, plan
 from engine.config import Optim, Schedule
-from engine.hardware import memory
+from engine.optim import make
+from engine.speed import memory
 
 
 def small():
@@ -227,7 +228,7 @@ def test_moments_take_the_layout_of_their_weights():
         train(*changed, range(5))
         fresh = network(after)
         fresh[0].load_state_dict(changed[0].state_dict())
-        optimizers.load_state(fresh[1], copy.deepcopy(changed[1].state_dict()))
+        make.load_state(fresh[1], copy.deepcopy(changed[1].state_dict()))
         train(*fresh, range(5, 8))
         for p, q in zip(straight[0].parameters(), fresh[0].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)

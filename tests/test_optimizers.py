@@ -10,9 +10,11 @@ from test_resume import assert_same, load, logged
 from torch import nn
 
 import tasks
-from engine import checkpoint, config, digests, optim, optimizers
+from engine import checkpoint, config, optim
+from engine.comm import digests
 from engine.config import Optim
 from engine.contract import LockstepError
+from engine.optim import make
 from tools.evaluate import SAME_STATE
 
 OWN = str(ROOT / "tests" / "tasks" / "optimizers.py")
@@ -105,13 +107,13 @@ def test_sgd_is_torchs_with_decoupled_decay(momentum):
 
 def test_only_what_has_no_kernel_for_it_asks_the_host():
     """Elsewhere a host sync: `optim.step` says so. torch's fused SGD would leave its momentum as memory had it."""
-    asks = {kind for kind in KINDS if not optimizers.skips_itself(made(kind, network()))}
+    asks = {kind for kind in KINDS if not make.skips_itself(made(kind, network()))}
     assert asks == {"muon", "adafactor", "own sgd", "own adafactor", "own chained"}
     parameters = [*network().parameters()]
-    assert optimizers.skips_itself(torch.optim.Adam(parameters, fused=True))
-    assert not optimizers.skips_itself(torch.optim.AdamW(parameters))
-    assert not optimizers.skips_itself(type("Own", (torch.optim.AdamW,), {})(parameters, fused=True))
-    assert not optimizers.skips_itself(torch.optim.SGD(parameters, momentum=0.9, fused=True))
+    assert make.skips_itself(torch.optim.Adam(parameters, fused=True))
+    assert not make.skips_itself(torch.optim.AdamW(parameters))
+    assert not make.skips_itself(type("Own", (torch.optim.AdamW,), {})(parameters, fused=True))
+    assert not make.skips_itself(torch.optim.SGD(parameters, momentum=0.9, fused=True))
 
 
 def test_groups_keep_their_share_of_the_rate():
@@ -123,7 +125,7 @@ def test_groups_keep_their_share_of_the_rate():
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group.pop("lr_scale", None)  # of a version that knew none
-    optimizers.load_state(fresh, state)
+    make.load_state(fresh, state)
     assert fresh.param_groups[0]["lr_scale"] == 0.25
 
 
@@ -222,7 +224,7 @@ def test_a_chain_is_restored_as_it_was(kind):
     for n in range(3):
         fill(a, n), take(one)
     b.load_state_dict(a.state_dict())
-    optimizers.load_state(two, copy.deepcopy(one.state_dict()))
+    make.load_state(two, copy.deepcopy(one.state_dict()))
     assert all(each.state is two.state for each in getattr(two, "optimizers", []))
     for n in range(3, 6):
         fill(a, n), take(one), fill(b, n), take(two)
@@ -237,7 +239,7 @@ def test_the_bytes_of_its_state_are_known_before_a_step(kind):
     optimizer = made(kind, model)
     fill(model, 0), take(optimizer)
     held = sum(v.nbytes for s in optimizer.state.values() for name, v in s.items() if name != "step")
-    assert optimizers.state_bytes(optimizer) == (None if kind == "own rmsprop" else held)
+    assert make.state_bytes(optimizer) == (None if kind == "own rmsprop" else held)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

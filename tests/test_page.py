@@ -76,7 +76,7 @@ def test_what_is_left_without_its_guarantees_is_a_correct_ddp_trainer(launch, tm
 ALONE = """
 import importlib, inspect, pathlib, sys
 import train
-from engine.world import World
+from engine.comm.world import World
 
 inside, seen = [], set()
 

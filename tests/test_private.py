@@ -8,8 +8,8 @@ from conftest import ROOT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.hardware import private
-from engine.hardware.adamw import AdamW
+from engine import private
+from engine.optim.fused import AdamW
 
 OF_OTHERS = {
     "_exit",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import TOY, succeed
 
-from engine import profiler as profiling
-from engine.profiler import PerformanceProfiler, Spent, describe
+from engine.report import profile as profiling
+from engine.report.profile import PerformanceProfiler, Spent, describe
 
 WORDS = [TOY, "epochs=9", "dataset.samples=60", "log_every=2"]  # 45 steps
 

@@ -14,7 +14,7 @@ from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
 from engine import checkpoint, config, console, plan
-from engine.world import World
+from engine.comm.world import World
 
 
 def load(path):

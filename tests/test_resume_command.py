@@ -13,8 +13,8 @@ from torch.distributed import run as torchrun
 
 import tasks
 from engine import config
-from engine.faults import signals
 from engine.files import scratch, status
+from engine.survive import signals
 
 FOLDER = "checkpoints/a run's  own"
 

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine import config
-from engine.batches import map_tensors
 from engine.contract import Given, LockstepError, sample_seeds, uniform
+from engine.data.batches import map_tensors
 from envs import discs
 from formats import lerobot, pretrained
 from formats.frames import Frames

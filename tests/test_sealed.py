@@ -3,11 +3,11 @@
 import pytest
 import torch.distributed as dist
 
-from engine import network
-from engine.faults import agent, sealed, watchdog
-from engine.faults.sealed import Sealed
-from engine.faults.watchdog import Failure
+from engine.comm import network, sealed
+from engine.comm.sealed import Sealed
 from engine.files import status
+from engine.survive import agent, watchdog
+from engine.survive.watchdog import Failure
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from torch import nn
 
 import tasks
 from engine import config, plan, speed
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.hardware import compiler, memory
-from engine.world import World
+from engine.speed import compiler, memory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars

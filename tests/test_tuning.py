@@ -8,7 +8,8 @@ import pytest
 import yaml
 from conftest import FAULTY, TOY, succeed
 
-from engine import config, ddp
+from engine import config
+from engine.comm import ddp
 from engine.contract import LockstepError
 from tools import benchmark, scaling, tune
 from tools.scaling import Link, Step

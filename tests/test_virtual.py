@@ -13,11 +13,12 @@ from conftest import ROOT, TOY, succeed
 from torch import nn
 
 import tasks
-from engine import config, digests, plan, virtual
+from engine import config, plan
+from engine.comm import digests, virtual
+from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.hardware.device_cache import same_bits
+from engine.data.cache import same_bits
 from engine.optim import Buffers
-from engine.world import World
 from tests.tasks import rare
 
 NORMS = TOY.replace("toy.py", "norms.py")

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import metrics, network
-from engine.faults import watchdog
-from engine.faults.signals import StopRequest
-from engine.faults.watchdog import Failure, Watchdog, diagnose
+from engine import metrics
+from engine.comm import network
+from engine.comm.world import World
 from engine.metrics import Meter
 from engine.phases import Phases
-from engine.world import World
+from engine.survive import watchdog
+from engine.survive.signals import StopRequest
+from engine.survive.watchdog import Failure, Watchdog, diagnose
 
 
 def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, **about):

@@ -10,11 +10,11 @@ from test_the_idea import SMALL
 from torch import nn
 
 from engine import optim
+from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
-from engine.hardware.adamw import AdamW
-from engine.world import World
-from engine.zero import _formed
+from engine.optim.fused import AdamW
+from engine.optim.zero import _formed
 
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 

@@ -187,7 +187,7 @@ def preload() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous  # noqa: F401
 
-    import engine.faults.agent  # noqa: F401
+    import engine.survive.agent  # noqa: F401
     import tasks
     import train
     import train_ddp  # noqa: F401
@@ -274,9 +274,9 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     import numpy
     import torch
 
-    import engine.faults.oom
-    import engine.faults.signals
-    import engine.faults.watchdog
+    import engine.survive.restart
+    import engine.survive.signals
+    import engine.survive.watchdog
 
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -304,8 +304,8 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     weakref.finalize._registry.clear()  # temporary folders of torchrun's agent
     random.seed(), numpy.random.seed(), torch.default_generator.seed()  # torch.seed formats a stack
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    engine.faults.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
-    engine.faults.watchdog.MACHINE = engine.faults.watchdog.machine()
+    engine.survive.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
+    engine.survive.watchdog.MACHINE = engine.survive.watchdog.machine()
     subprocess.Popen, os.execv = WarmPopen, warm_exec
 
 

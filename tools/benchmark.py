@@ -34,7 +34,7 @@ import torch
 
 from engine import config
 from engine.errors import LockstepError, amount
-from engine.hardware.cores import available, crowded
+from engine.speed.cores import available, crowded
 from tools import scaling
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded

@@ -41,16 +41,16 @@ try:
     import train
     from data_loader import TrainLoader, create_data_loaders
     from engine import config, launch, preflight
-    from engine.batches import tensors
+    from engine.comm import shm_backend
+    from engine.comm.world import World
+    from engine.data.batches import tensors
+    from engine.data.cache import CachedDataset
     from engine.errors import LockstepError, amount
-    from engine.faults import agent, blame
-    from engine.faults.signals import StopRequest
     from engine.files import status
-    from engine.hardware import shm_backend
-    from engine.hardware.cores import Crowd, available, bound_to, crowded, threads_at_most
-    from engine.hardware.device_cache import CachedDataset
     from engine.run import Run
-    from engine.world import World
+    from engine.speed.cores import Crowd, available, bound_to, crowded, threads_at_most
+    from engine.survive import agent, blame
+    from engine.survive.signals import StopRequest
     from tools import machine, nvidia
     from tools.machine import Line, attempt, failure, ok, warning
     from tools.probe import time_sum

@@ -30,14 +30,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, digests, preflight
+from engine import config, preflight
+from engine.comm import digests
+from engine.comm.world import World
 from engine.contract import Sums
 from engine.errors import LockstepError
-from engine.faults.signals import StopRequest
 from engine.files import archive, status
 from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.metrics import evaluate_split
-from engine.world import World
+from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world
 
 

@@ -38,10 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config, preflight
+from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
-from engine.hardware import memory
-from engine.world import World
+from engine.speed import memory
 from tools.evaluate import TRUST, of_run
 from tools.running import alone, guarded, in_world
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine import launch as launching
+from engine.comm.world import World
 from engine.errors import LockstepError, amount
-from engine.world import World
 from tools import nvidia
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,19 +33,20 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine import config, preflight, survive
+from engine import config, preflight
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.faults import agent, oom
-from engine.faults.signals import StopRequest
 from engine.files import run_folder, status
 from engine.files.atomic import write_json
 from engine.files.scratch import end_with_parent
-from engine.hardware.cores import Crowd, threads_at_most
 from engine.metrics import training_metrics
 from engine.phases import phase
-from engine.profiler import PHASES, PerformanceProfiler, changes
+from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Run
-from engine.world import World
+from engine.speed.cores import Crowd, threads_at_most
+from engine.survive import agent, restart
+from engine.survive import door as survive
+from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
@@ -73,7 +74,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             preflight.describe(run, strict=False)
             found = measure(run, seconds)
         except Exception as error:
-            if oom.ran_out(error):
+            if restart.ran_out(error):
                 out.with_suffix(".oom").touch()  # by any rank, because the others only lose their connection
             raise
         if world.main:

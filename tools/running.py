@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 import tasks
 import train
-from engine import command_line, config, launch, survive
+from engine import config, launch
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.faults import terminal
-from engine.faults.signals import StopRequest
-from engine.world import World
+from engine.survive import command, terminal
+from engine.survive import door as survive
+from engine.survive.signals import StopRequest
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
 
     @survive.guarded
     def main(words: list[str]) -> int:
-        code = work(command_line.read(translate(words), tasks))
+        code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
         for why in terminal.lost:  # a training continues without a stdout, but its output is what a tool is for
             if why.startswith("stdout cannot be written"):

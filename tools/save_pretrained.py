@@ -18,9 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, preflight, survive
+from engine import config, preflight
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.world import World
+from engine.survive import door as survive
 from tools.evaluate import of_run
 from tools.running import guarded, in_world
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.ddp import buckets
+from engine.comm.ddp import buckets
 from engine.errors import LockstepError
 
 

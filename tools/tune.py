@@ -36,7 +36,7 @@ import yaml
 
 from engine import config, precision
 from engine.errors import LockstepError, amount
-from engine.hardware.cores import available, crowded
+from engine.speed.cores import available, crowded
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from engine import config
+from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically, write_json
 from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
-from engine.world import World
 
 
 def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:

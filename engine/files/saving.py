@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.files import status
 from engine.files.checkpoints import Checkpoints, Writer
-from engine.files.log import SHORT
 from engine.phases import phase
+from engine.report.log import SHORT
 from engine.run import Silent
 
 

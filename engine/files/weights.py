@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.errors import LockstepError
 from engine.files.archive import examine, reason
 from engine.files.checkpoints import LAST, Checkpoints
-from engine.hardware.private import NORM_WITH_STATISTICS
+from engine.private import NORM_WITH_STATISTICS
 
 WRAPPERS = ("module.", "_orig_mod.")
 

@@ -9,8 +9,8 @@ import torch
 from conftest import FAULTY, ROOT, free_port, launching, succeed
 
 from engine import launch
-from engine.faults import oom
-from engine.faults.signals import StopRequest
+from engine.survive import restart
+from engine.survive.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]
 SO_MANY += ["ddp.timeout_s=4"]  # a rank that waits for one that failed looks up sooner
@@ -115,4 +115,4 @@ def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     "error", [torch.OutOfMemoryError("x"), MemoryError(), RuntimeError("... can't allocate memory: y")]
 )
 def test_what_running_out_looks_like(error):
-    assert oom.ran_out(error) and not oom.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert restart.ran_out(error) and not restart.ran_out(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

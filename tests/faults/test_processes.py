@@ -15,10 +15,10 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
+from engine.data.samples import Source, ask
 from engine.errors import LockstepError
-from engine.faults import blame
 from engine.files import scratch
-from engine.samples import Source, ask
+from engine.survive import blame
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
@@ -390,7 +390,7 @@ def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch, tmp
     script = tmp_path / "forks.py"
     script.write_text(
         "import os, signal\n"
-        "from engine.faults.signals import StopRequest\n"
+        "from engine.survive.signals import StopRequest\n"
         "stop = StopRequest()\n"
         "stop.install_handlers()\n"
         "if not (loader := os.fork()):\n"
@@ -411,7 +411,7 @@ def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, tmp_pa
         "import os, sys, time\n"
         "import train\n"
         "from engine.console import console\n"
-        "from engine.faults.signals import StopRequest\n"
+        "from engine.survive.signals import StopRequest\n"
         f"ready, install, info = {str(tmp_path / 'ready')!r}, StopRequest.install_handlers, console.info\n"
         "def slowly(self):\n"
         "    if os.environ['RANK'] == '1':\n"

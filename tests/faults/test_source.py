@@ -15,7 +15,7 @@ SOURCES = sorted(
 )
 ALLOWED = {
     ("tools/prepare_watch.py", "load(allow_pickle=True)"),  # from a wheel whose checksum is verified before
-    ("engine/faults/sealed.py", "pickle.loads()"),  # what ranks send each other; bears the run's seal, checked before
+    ("engine/comm/sealed.py", "pickle.loads()"),  # what ranks send each other; bears the run's seal, checked before
 }
 
 FORBIDDEN_CALLS = {

@@ -278,7 +278,7 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
 )
 def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, environment, ignored):
     """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
-    from engine.faults import signals
+    from engine.survive import signals
 
     for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"):
         monkeypatch.delenv(name, raising=False)
@@ -321,8 +321,8 @@ def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path, full):
 def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
-    from engine.faults import terminal, watchdog
     from engine.files.status import current
+    from engine.survive import terminal, watchdog
 
     order = []
     monkeypatch.setattr(current, "folder", tmp_path)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import tasks
 import train
-from engine import config, launch, run, virtual
-from engine.files.open_log import open_log
+from engine import config, launch, run
+from engine.comm import virtual
+from engine.report.open_log import open_log
 
 if "flat" in sys.argv[2:]:
 

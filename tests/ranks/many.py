@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tasks
 import train
-from engine import config, digests, launch
-from engine.files.open_log import open_log
+from engine import config, launch
+from engine.comm import digests
+from engine.report.open_log import open_log
 
 
 def naive_epoch(run):

@@ -13,8 +13,8 @@ import torch
 import tasks
 import train
 from engine import config, launch, preflight
-from engine.files.open_log import open_log
 from engine.phases import phase
+from engine.report.open_log import open_log
 
 
 def moments(optimizer):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch
-from engine.faults.signals import StopRequest
-from engine.files.open_log import open_log
+from engine.report.open_log import open_log
+from engine.survive.signals import StopRequest
 
 out, common, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 world = None

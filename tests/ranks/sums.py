@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.comm import shm_backend
+from engine.comm.shm_backend import PIECE
 from engine.contract import LockstepError
-from engine.hardware import compiler, shm_backend
-from engine.hardware.shm_backend import PIECE
+from engine.speed import compiler
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

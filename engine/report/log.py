@@ -23,11 +23,11 @@ from engine import config
 from engine.console import console, show_bars
 from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount
-from engine.faults import terminal
 from engine.files import atomic, status
-from engine.hardware import cores
 from engine.metrics import Skipped, Slow, means, pictures
 from engine.run import Silent
+from engine.speed import cores
+from engine.survive import terminal
 
 if TYPE_CHECKING:
     from engine.run import Run

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import global_batch
-from engine.batches import PLAIN, given_of
 from engine.contract import Batch, LockstepError, Task, check_loss, check_terms
+from engine.data.batches import PLAIN, given_of
 from engine.optim import Buffers
 from engine.phases import phase
 from engine.plan import cut_dependent

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.functional import pad
 
+from engine.comm import shm_backend
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.hardware import shm_backend
 from engine.optim import Buffers
-from engine.world import World
 
 Span = tuple[int, int]
 """A node of the tree: its first worker, and the one after its last."""

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import config, digests, launch
+from engine import config, launch
+from engine.comm import digests
+from engine.comm.world import on_rank0, sync_errors
 from engine.console import console
-from engine.faults.signals import StopRequest
-from engine.files import log, run_folder, status
+from engine.files import run_folder, status
 from engine.files.checkpoints import LAST
 from engine.files.saving import CheckpointWriter
-from engine.profiler import Profile
+from engine.report import log
+from engine.report.profile import Profile
 from engine.run import Run, Silent
-from engine.world import on_rank0, sync_errors
+from engine.survive.signals import StopRequest
 
 
 def already_complete(run: Run) -> bool:

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engine import private
+from engine.comm.world import World, sync_errors
 from engine.config import Answered
 from engine.errors import LockstepError, amount
-from engine.faults import blame, terminal
-from engine.faults.signals import StopRequest, leave_nothing
-from engine.faults.watchdog import Watchdog
 from engine.files import status
-from engine.hardware import private
 from engine.metrics import Outcome, Skipped
 from engine.phases import phase
 from engine.run import Run
-from engine.world import World, sync_errors
+from engine.survive import blame, terminal
+from engine.survive.signals import StopRequest, leave_nothing
+from engine.survive.watchdog import Watchdog
 
 __all__ = ["check_all_reduced", "check_outcome", "exit_code", "guarded", "keep", "sync_errors", "watch"]
 

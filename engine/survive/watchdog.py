@@ -19,15 +19,15 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import network
+from engine.comm import network
+from engine.comm.shm_backend import machine
+from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.faults import oom, terminal
-from engine.faults.signals import StopRequest, leave_nothing
 from engine.files import atomic, status
-from engine.hardware.shm_backend import machine
 from engine.launch import meeting, speaks
 from engine.phases import Phases, phase
-from engine.world import World
+from engine.survive import restart, terminal
+from engine.survive.signals import StopRequest, leave_nothing
 
 STORE_GONE = (
     "rank 0, or the torchrun beside it, is gone: see what its machine says; start the same command again on every "
@@ -494,7 +494,7 @@ def leave(world: World, cause: Failure, claimed: bool) -> None:
         time.sleep(2.5 * BEAT_S)  # the store lives in this process: the others read the cause there
     if code is None:
         _see_the_store_go(world)
-        oom.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
+        restart.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
     else:
         os._exit(code)
 

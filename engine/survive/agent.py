@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """torchrun, plus what it hides: the exit code of the run, and one line about a process that was killed.
 
-    python engine/faults/agent.py [options of torchrun] train.py [arguments]
+    python engine/survive/agent.py [options of torchrun] train.py [arguments]
 
 torchrun ends with 1 whatever its processes ended with, and with a table of forty lines. train_multigpu.sh and
 `train.py --multi-gpu ddp` start this instead: the same elastic agent, run in this process.
@@ -21,8 +21,8 @@ from typing import Any
 if __name__ == "__main__":  # this file lies within the package that it needs
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
+from engine.comm.network import STATIC, is_loopback, listen_less, way_to
 from engine.files.scratch import EXIT_CODE, SCRATCH, temporary_folder
-from engine.network import STATIC, is_loopback, listen_less, way_to
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from engine.faults import sealed
+    from engine.comm import sealed
 
     if unset:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -151,7 +151,7 @@ def _not_started(error: BaseException, args: object) -> int:
 
 
 if __name__ == "__main__":
-    from engine.faults import terminal
+    from engine.survive import terminal
 
     terminal.outlive()
     del sys.path[0]  # the scripts' own modules must not be importable by everything

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.comm import sealed
 from engine.errors import LockstepError
-from engine.faults import sealed
 from engine.phases import phase
 
 T = TypeVar("T")

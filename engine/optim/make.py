@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.chained import ChainedOptimizer
+from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import Task
 from engine.errors import LockstepError, amount
-from engine.hardware.adamw import AdamW
-from engine.hardware.sgd import SGD
-from engine.world import World
-from engine.zero import Zero, parameters_of
+from engine.optim.fused import SGD, AdamW
+from engine.optim.zero import Zero, parameters_of
 
 Groups = list[dict[str, Any]]
 Named = dict[str, Tensor]

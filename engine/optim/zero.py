@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import batches
+from engine.comm.world import World
+from engine.data import batches
 from engine.phases import phase
-from engine.world import World
 
 
 class Zero(torch.optim.Optimizer):

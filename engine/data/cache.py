@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.batches import leaves, map_tensors, same_bits, tensors
+from engine.data.batches import leaves, map_tensors, same_bits, tensors
 from engine.console import console
 from engine.contract import Batch
 from engine.errors import LockstepError, amount
-from engine.samples import Source, ask
+from engine.data.samples import Source, ask
 
 SHARE = 1 / 3
 """Share of the free memory, before there is a model, that `cache=auto` takes of a GPU at most."""

@@ -18,15 +18,16 @@ import torch
 from torch import nn
 
 from engine import launch
+from engine.comm import shm_backend
+from engine.comm.world import World
 from engine.contract import Task
+from engine.data.cache import CachedDataset
 from engine.errors import LockstepError, amount
-from engine.hardware import compiler, cores, graph, memory, shm_backend
-from engine.hardware.device_cache import CachedDataset
 from engine.phases import phase
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Run
-from engine.world import World
+from engine.speed import compiler, cores, graph, memory
 
 
 def set_backends(cfg: Any) -> None:

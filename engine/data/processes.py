@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from engine.batches import tensors
+from engine.data.batches import tensors
 from engine.config import Config
 from engine.contract import Batch
 from engine.errors import LockstepError
 from engine.files.scratch import end_with_parent
-from engine.samples import Source, no_shared_memory
+from engine.data.samples import Source, no_shared_memory
 
 
 def in_processes(source: Source, batches: Any, cfg: Config) -> DataLoader[Any]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine import batches
+from engine.comm.world import sync_errors
 from engine.contract import LockstepError
+from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optimizers import load_state
-from engine.world import sync_errors
-from engine.zero import Zero
+from engine.optim.make import load_state
+from engine.optim.zero import Zero
 
 if TYPE_CHECKING:
     from engine.run import Run

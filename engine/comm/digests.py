@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engine.contract import Task
 from engine.errors import amount
-from engine.hardware import cores
 from engine.seeds import GAMMA
+from engine.speed import cores
 
 if TYPE_CHECKING:
     from engine.run import Run

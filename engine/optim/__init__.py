@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from engine.batches import same_bits
+from engine import private
 from engine.config import Optim
-from engine.hardware import private
-from engine.optimizers import make_optimizer as make_optimizer
-from engine.optimizers import skips_itself
+from engine.data.batches import same_bits
+from engine.optim.make import make_optimizer as make_optimizer
+from engine.optim.make import skips_itself
 from engine.phases import phase
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from engine import batches
+from engine.data import batches
 from engine.console import console
 from engine.contract import Batch, amount
 from engine.errors import LockstepError
@@ -110,7 +110,7 @@ class Source:
             # A worker passes on its traceback as text, whose last line says what happened.
             text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
-                raise  # the process, not the sample; engine/faults/blame.py explains it
+                raise  # the process, not the sample; engine/survive/blame.py explains it
             if fetched is not None and isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text[0]:
                 raise RuntimeError("DataLoader worker was killed, or has ended") from None
             if "unable to allocate shared memory" in str(error):

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from engine.comm import sealed
 from engine.errors import LockstepError
-from engine.faults import sealed
 
 PIECE = 1 << 21
 """Bytes of a rank exchanged at once: they stay in the cache until the others have read them. A turn more is a wait

@@ -11,8 +11,8 @@ import torch
 
 from engine import config, launch
 from engine.errors import LockstepError
-from engine.faults import agent
 from engine.files import scratch, status
+from engine.survive import agent
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:

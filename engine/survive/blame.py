@@ -14,14 +14,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import batches, launch
+from engine import launch
+from engine.comm.world import World
 from engine.contract import RESERVED
+from engine.data import batches
 from engine.errors import LockstepError, headline
-from engine.faults import oom, terminal, watchdog
-from engine.faults.signals import leave_nothing
 from engine.files import status
 from engine.phases import phase
-from engine.world import World
+from engine.survive import restart, terminal, watchdog
+from engine.survive.signals import leave_nothing
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ def end(error: BaseException, debug: bool) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
     mine = explain(error, world)
-    secondary = lost_connection(error) and not oom.ran_out(error)
+    secondary = lost_connection(error) and not restart.ran_out(error)
     if debug and not secondary:
         terminal.shout(details)
     details = "" if isinstance(error, LockstepError) else details
@@ -95,7 +96,7 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
         place += [f"{phase.name} at step {phase.step}"]
     where = ", ".join(words for words in place if words)
     text = headline(error)
-    if oom.ran_out(error):
+    if restart.ran_out(error):
         return _out_of_memory(text or "no words", where, world)
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
         return LockstepError(

@@ -9,10 +9,11 @@ import threading
 import time
 from types import FrameType
 
-from engine import launch, network
-from engine.faults import terminal
+from engine import launch
+from engine.comm import network
 from engine.files import scratch
 from engine.run import Stop
+from engine.survive import terminal
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 
