@@ -24,17 +24,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.comm.virtual import block
+from engine.checks import check_scored
+from engine.comm.digests import same_bits
+from engine.comm.tree import block
 from engine.comm.world import World
 from engine.config import Config
-from engine.console import console
-from engine.contract import RESERVED, Batch, Given, Task, check_scored
-from engine.data.batches import leaves, map_tensors, same_bits, tell, tensors
+from engine.contract import RESERVED, Batch, Given, Task
+from engine.data.batches import leaves, map_tensors, tell, tensors
 from engine.data.cache import CachedDataset, cache_datasets
 from engine.data.processes import in_processes, starting_processes
 from engine.data.samples import Asked, Source, ask, check_datasets, named
 from engine.data.samples import fingerprint as fingerprint
-from engine.errors import LockstepError
+from engine.errors import LockstepError, console
 from engine.files.scratch import own_scratch
 from engine.launch import processes_sharing
 from engine.phases import phase

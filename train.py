@@ -26,11 +26,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import tasks
 from data_loader import create_data_loaders, fingerprint, load_datasets
 from engine import checkpoint, config, launch, optim, precision, preflight, speed
+from engine.checks import built
 from engine.comm import ddp
 from engine.comm.world import World
-from engine.console import console
-from engine.contract import built
-from engine.metrics import evaluate_split, log_metrics
+from engine.errors import console
+from engine.evaluation import evaluate_split, log_metrics
 from engine.phases import phase
 from engine.plan import make_plan
 from engine.report.open_log import already_complete, open_log

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from engine import errors
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bars
@@ -35,11 +37,12 @@ from bars import Bar
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch
+from engine import checkpoint, config, launch
 from engine.comm.world import World, on_rank0
+from engine.evaluation import find_slow
 from engine.files.checkpoints import Checkpoints
 from engine.files.saving import CheckpointWriter
-from engine.metrics import Meter, Outcome, find_slow
+from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
 from engine.run import Run
@@ -319,7 +322,7 @@ def main() -> int:
     rounds, steps = (given or own for given, own in zip((args.rounds, args.steps), DEFAULTS[args.command], strict=True))
     torch.manual_seed(0)
     world = train.setup_distributed(config.parse(["har"], tasks.load).cfg)
-    console.set_up(world.main)
+    errors.set_up(world.main)
     if world.main:
         machine = platform.processor() or platform.machine()
         print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}")

@@ -14,11 +14,9 @@ from torch import nn
 
 from engine import config, launch
 from engine.comm import digests
-from engine.comm.digests import environment
 from engine.comm.world import World, sync_errors
-from engine.console import console
 from engine.contract import Task
-from engine.errors import LockstepError
+from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
 from engine.files.checkpoints import find_checkpoint
 from engine.optim import make
@@ -27,7 +25,7 @@ from engine.phases import phase
 from engine.plan import Plan
 from engine.preflight import equalise_buffers
 from engine.proof import resumable
-from engine.run import Progress, Run
+from engine.run import Progress, Run, environment
 
 FORMAT = 3
 """Format 2 held the random state of each rank; every pass is seeded now."""

@@ -6,20 +6,19 @@ it returns *sums*, and the engine adds them up over micro-batches and ranks befo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.chained import ChainedOptimizer as ChainedOptimizer
 from engine.errors import LockstepError as LockstepError
 from engine.errors import amount as amount
-from engine.global_batch import gather_batch as gather_batch
-from engine.global_batch import join
 from engine.seeds import mix as mix
 from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
@@ -90,95 +89,6 @@ class Loss(NamedTuple):
     weight: Tensor
     sums: Sums = Sums()
     factor: float = 1.0
-
-
-def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
-    """Return the names of a loss's sums, which can be added to the others of its step. Raises LockstepError otherwise.
-
-    names   of the first loss of the run; None for this one, whose names (all ranks) are compared
-    gather  gives every rank's value
-    """
-    problem = ""
-    if not isinstance(loss, Loss):
-        problem = f"a {type(loss).__name__}"
-    elif not isinstance(loss.total, Tensor) or loss.total.ndim:
-        problem = "a Loss whose total is no scalar tensor"
-    elif not _scalar(loss.weight):
-        problem = f"a Loss whose weight is {_kind(loss.weight)}"
-    elif odd := _odd_sums(loss):
-        problem = f"a Loss whose sums are {odd}"
-    elif taken := loss.sums.keys() & {"loss", "weight", *LOGGED}:
-        raise LockstepError(
-            f"the sums of the loss have the name {min(taken)!r}, which another number of each step has already",
-            where="the task's `loss`",
-            todo="give them another name",
-        )
-    elif not loss.total.requires_grad:
-        problem = "a Loss whose total has no graph"
-    elif loss.factor != 1.0:
-        what = f"the loss has factor={loss.factor}, which is of one term among several"
-        raise LockstepError(what, where="the task's `loss`", todo="multiply its total, or return it from `losses`")
-    if problem:
-        raise LockstepError(
-            f"the loss is {problem}",
-            where="the task's `loss`",
-            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by, "
-            "a number; what is in `sums` are numbers, too",
-        )
-    return same_names([*loss.sums], names, gather, "sums")
-
-
-def check_terms(terms: Any) -> dict[str, Loss]:
-    """Return the terms of a loss. Raises LockstepError where they are none."""
-    where = "the task's `losses`"
-    if not isinstance(terms, dict) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
-        todo = 'return {"name": Loss(total, weight), ...}: each is divided by its own weight, and all are added up'
-        raise LockstepError(f"the losses are {_kind(terms)}", where=where, todo=todo)
-    for name, term in terms.items():
-        if not isinstance(term.total, Tensor) or term.total.ndim:
-            todo = "give each the sum of its parts over the batch, a scalar"
-            raise LockstepError(f"the total of {name!r} is no scalar tensor", where=where, todo=todo)
-        if not _scalar(term.weight):
-            todo = "give what to divide its total by, a number"
-            raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where=where, todo=todo)
-        if odd := _odd_sums(term):
-            raise LockstepError(f"the sums of {name!r} are {odd}", where=where, todo="give totals by name, numbers")
-    taken = ["loss", "weight", "count", *LOGGED, *terms, *(name for term in terms.values() for name in term.sums)]
-    if twice := {name for name in taken if taken.count(name) > 1}:
-        todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
-        raise LockstepError(f"the name {min(twice)!r} is there twice", where=where, todo=todo)
-    return terms
-
-
-def _kind(found: Any) -> str:
-    inner = ", ".join(sorted({type(value).__name__ for value in found.values()})) if isinstance(found, dict) else ""
-    shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
-    return f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
-
-
-def _scalar(number: Any) -> bool:
-    return isinstance(number, (int, float)) or getattr(number, "ndim", 1) == 0
-
-
-def _odd_sums(loss: Loss) -> str:
-    if not isinstance(loss.sums, dict):
-        return _kind(loss.sums)
-    return next((f"{_kind(number)} as {name!r}" for name, number in loss.sums.items() if not _scalar(number)), "")
-
-
-def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
-    """Return the names of a loss's sums, or of its terms; see `check_loss`. Raises LockstepError where they change."""
-    first, *others = gather(found) if names is None else [names]
-    for other in [*others, found]:
-        if other != first:  # in another order they would be summed with the wrong partners
-            error = LockstepError(
-                f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
-                where="the task's `loss`",
-                todo="give the same names in the same order for every batch, zeros where there is nothing to count",
-            )
-            error.everywhere = names is None
-            raise error
-    return found
 
 
 @dataclass
@@ -260,7 +170,7 @@ class Task:
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once).
         Where each sample is compared with all others of the global batch, see `gather_batch`."""
-        total, weight, sums = join(check_terms(self.losses(net, batch)))
+        total, weight, sums = join(self.losses(net, batch))
         return Loss(total, weight, Sums(sums))
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
@@ -352,17 +262,140 @@ class Task:
         return {}
 
 
-def built(task: Task) -> nn.Module:
-    """Return the task's `model`. Raises LockstepError where that is none."""
-    model: Any = task.model()
-    if not isinstance(model, nn.Module):
-        raise LockstepError(f"the model is {_kind(model)}", where="the task's `model`", todo="return the nn.Module")
-    return model
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each takes the step of its own
+    groups. `param_groups` and `state` are theirs, the same objects, and a checkpoint holds them in this order."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self.optimizers = optimizers
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, first = list(state_dict["param_groups"]), 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        for each in self.optimizers:
+            saved = [groups.pop(0) for _ in each.param_groups]
+            end = first + sum(len(group["params"]) for group in saved)
+            numbered = [{**group, "params": [n - first for n in group["params"]]} for group in saved]
+            state = {n: value for n, value in state_dict["state"].items() if not isinstance(n, int)}  # of no parameter
+            state |= {n - first: state_dict["state"][n] for n in range(first, end) if n in state_dict["state"]}
+            each.load_state_dict({"state": state, "param_groups": numbered})
+            first = end
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.state = defaultdict(dict)  # a new one, by which AdamW tells that its lists are old
+        for each in self.optimizers:
+            self.state.update(each.state)
+            each.state = self.state
 
 
-def check_scored(task: Task, split: str) -> None:
-    """Raise LockstepError where a task cannot be evaluated, in training (no split) or on a split that was asked for."""
-    if missing := [name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)]:
-        todo = "give it these methods to score a split" if split else "or return (train, None) from `datasets`"
-        todo = f"see engine/contract.py; {todo}"
-        raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", where="task", todo=todo)
+under_way: tuple[Any, Any] | None = None
+"""The `Run` and the `Micro` of the forward pass that a training is in; None beside its steps, where a batch stands for
+itself. A task knows neither."""
+
+
+stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+"""What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/proof/adds_up.py."""
+
+
+def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N, ...) the tensors of all samples of the global batch, in its order, and (B,) the rows of this batch's
+    own: for a loss that compares each sample with all others. Gradients go back to whoever computed a row.
+
+    tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
+
+    Beside a training step, as in `score`, these are `tensor` itself and 0 to B - 1. Two all-reduces of (N, ...), one
+    of them in the backward pass. Raises LockstepError where a step has several forward passes: none of them sees all.
+    """
+    if under_way is None:
+        return stand_in(tensor) if stand_in else (tensor, torch.arange(len(tensor), device=tensor.device))
+    run, micro = under_way
+    if run.plan.accumulation > 1:
+        raise _in_parts(run)
+    check_rows(tensor, len(micro.indices))
+    first = run.progress.position
+    rows = slice(micro.slots.start - first, micro.slots.stop - first, micro.slots.step)
+    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.consumed - first, micro.filler)
+    return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
+
+
+def check_rows(tensor: Tensor, samples: int) -> None:
+    """Raise LockstepError unless there is a row for each sample."""
+    if len(tensor) != samples:
+        what = f"gather_batch was given {amount(len(tensor), 'row')} in a batch of {amount(samples, 'sample')}"
+        raise LockstepError(what, where="the task's `loss`", todo="give it one row for each sample")
+
+
+class _Gather(torch.autograd.Function):
+    """A sum over the ranks in which all but one give zeros for a row: exact, whatever the order."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, filler: bool) -> Tensor:
+        ctx.about = world, rows, filler
+        whole = mine.new_zeros(count, *mine.shape[1:])
+        if not filler:  # its sample is another rank's
+            whole[rows] = mine
+        world.sum(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        world, rows, filler = ctx.about
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        world.sum(grad)
+        mine = grad[rows]
+        return torch.zeros_like(mine) if filler else mine, None, None, None, None
+
+
+def _in_parts(run: Any) -> LockstepError:
+    error = LockstepError(
+        f"gather_batch in a step of {run.plan.accumulation} forward passes, none of which sees the whole global batch",
+        where="the task's `loss`",
+        todo=f"give one pass a step: no accumulation, batch_size={-(-run.plan.global_batch // run.plan.processes)}, "
+        + ("virtual_workers=0" if run.plan.workers else "or more processes"),
+    )
+    error.everywhere = True
+    return error
+
+
+def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return (total, weight, sums) of the loss that is the sum of `factor * total / weight` over `terms`, each divided
+    by its own weight in the whole global batch; beside a training step, in this one. A term without any weight there
+    counts as zero. See engine/terms.py."""
+    here = next(iter(terms.values())).total.device
+    if under_way is None:
+        weights, samples, size = weights_of(terms, here), 1, 1
+    else:
+        run, micro = under_way
+        weights, samples = run.terms.weights(terms, micro), micro.consumed - run.progress.position
+        size = len(micro.indices)
+    total: Any = 0.0
+    sums: dict[str, Any] = {}
+    for (name, term), weight in zip(terms.items(), weights.unbind(), strict=True):
+        kind = torch.promote_types(term.total.dtype, torch.float32)
+        share = term.total.to(kind) * torch.where(weight == 0, 0.0, samples / weight).to(kind)
+        total = total + term.factor * share
+        sums |= {name: share.detach()} | term.sums
+    # The engine adds up the totals of all passes and divides by all samples: the sum of the quotients.
+    count = torch.full((), size, dtype=torch.int64, device=here)
+    return total, count, sums | {"count": count}
+
+
+def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
+    """(terms,) float64: the weights of one batch."""
+    return torch.stack([_on(device, torch.as_tensor(term.weight).detach()) for term in terms.values()])
+
+
+def _on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a scalar as float64. From the host by a fill, because a copy is a sync point."""
+    if number.device.type == "cpu":
+        return torch.full((), number.item(), dtype=torch.float64, device=device)
+    return number.to(device, torch.float64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 
 class LockstepError(Exception):
     """An error that the user can fix; printed as `error: what (where): what to do`, never a traceback.
@@ -26,3 +29,30 @@ def headline(error: BaseException) -> str:
 def amount(number: int, noun: str) -> str:
     """Return `1 GPU`, `2 GPUs`, `2 processes`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
+console = logging.getLogger("lockstep")
+
+
+class _Terminal(logging.Handler):
+    """Print above a progress bar in progress, so that neither spoils the other."""
+
+    bars = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _Terminal.bars:
+            from tqdm import tqdm
+
+            tqdm.write(record.getMessage(), file=sys.stdout)
+        else:
+            print(record.getMessage(), flush=True)
+
+
+def set_up(main: bool) -> None:
+    """Show the messages of rank 0, and none of the other ranks."""
+    console.handlers, console.propagate = [_Terminal()], False
+    console.setLevel(logging.INFO if main else logging.CRITICAL)
+
+
+def show_bars(so: bool) -> None:
+    _Terminal.bars = so

@@ -23,8 +23,7 @@ from engine.comm import network, sealed
 from engine.comm.network import choose_network, set_up_nccl, stay_on_this_machine
 from engine.comm.world import World
 from engine.config import Config
-from engine.console import console, set_up
-from engine.errors import LockstepError, amount, headline
+from engine.errors import LockstepError, amount, console, headline, set_up
 from engine.phases import phase
 from engine.plan import data_parallel_devices
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import statistics
+import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.collect import Collection
 from engine.comm.world import World
-from engine.contract import LOGGED, Batch, LockstepError, Sums, Task, amount
-from engine.data.batches import given_of
+from engine.contract import Sums
+from engine.errors import LockstepError, amount
 from engine.phases import phase
-from engine.seeds import seed_generators
-
-if TYPE_CHECKING:
-    from engine.run import Run
 
 
 class Outcome(NamedTuple):
@@ -123,77 +120,12 @@ class Skipped(NamedTuple):
     found: dict[int, str] | None  # what is not finite in which of them; None if they were not fetched again
 
 
-def log_metrics(run: Run) -> None:
-    """(all ranks) Bring the numbers since the last log point to the host, look for a slow rank; (rank 0) log them."""
-    seconds = phase.take()
-    run.log.slow(run, find_slow(run, seconds))
-    run.log.train(run, training_metrics(run, seconds))
-
-
-def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, on every rank. All steps have been read by then.
-
-    seconds  of the phases since then
-    """
-    meter = run.meter
-    elapsed = time.perf_counter() - meter.since
-    totals = meter.totals
-    for name, value in totals.items():
-        run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
-    metrics = means(totals) | {
-        "lr": run.plan.lr(run.progress.step - 1),
-        "grad_norm": meter.grad_norm,
-        "skipped_steps": meter.skipped,
-        "samples_per_s": meter.timed_samples / elapsed,
-        "data_wait_share": min(1.0, loading_s(seconds) / elapsed),
-    }
-    meter.clear()
-    return metrics
-
-
 class Slow(NamedTuple):
     """A rank that all others wait for: how many times the others' median it takes, and in what."""
 
     rank: int
     ratio: float
     phase: str
-
-
-SLOW_S = 3.0
-"""Seconds of a rank, or of one of its virtual workers, needed to judge it."""
-
-
-def loading_s(seconds: dict[str, float]) -> float:
-    """Return the seconds, of those in all phases, that a rank waited for its batches."""
-    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
-
-
-def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow | None:
-    """(all ranks) Return the rank that was clearly slower than the others since the last report, or None."""
-    world = run.world
-    if world.size == 1:
-        return None
-    # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
-    computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
-    if run.gpu_clock:
-        with world.host_sync():
-            computed = run.gpu_clock.take()
-    workers = len(run.virtual.block) if run.virtual else 1  # a rank may run more virtual workers than another
-    times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
-    times[world.rank] = torch.tensor([loading_s(seconds), computed]) / workers
-    world.sum(times)
-    run.times = times if run.times is None else run.times + times
-    rows = run.times.tolist()
-    slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
-    if sum(rows[slowest]) < SLOW_S:
-        return None
-    run.times = None
-    others = [rows[rank] for rank in range(world.size) if rank != slowest]
-    usual = statistics.median(sum(row) for row in others)
-    if sum(rows[slowest]) < ratio * usual:
-        return None
-    data, computing = (rows[slowest][k] - statistics.median(row[k] for row in others) for k in (0, 1))
-    return Slow(slowest, sum(rows[slowest]) / usual, "data loading" if data > computing else "computing")
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
@@ -205,121 +137,6 @@ def means(totals: dict[str, float]) -> dict[str, float]:
     return {"loss": totals["loss"] / totals["weight"] if totals["weight"] else float("nan")} | {
         name: value / count for name, value in rest.items() if count
     }
-
-
-@torch.no_grad()
-def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
-    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. Returns None if the run
-    is to stop before that is done.
-
-    The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
-    any number of ranks, and so are the metrics, to the last bit where every process computes alike. Buffers that this
-    changes are put back: the training goes on as if nothing had been scored, as it does once it is resumed.
-    """
-    with run.evaluated_buffers.unchanged():
-        return _scored(run, batches)
-
-
-def _scored(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
-    world, task = run.world, run.task
-    model = run.evaluated_model.eval()
-    scored, broken_off = EvalSums(), 0.0
-    collection = Collection(task.collect_limit_mb) if collects(task) else None
-    phase("loading validation data")
-    for number, batch in enumerate(batches):
-        if run.stop.reason:
-            broken_off = 1.0
-            break
-        phase("validation")
-        seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
-        with run.precision.autocast():
-            scored.add(task.score(model, batch))
-            if collection:
-                collection.add(task.collect(model, batch), len(given_of(batch).index))
-        phase("loading validation data")
-    phase("validation")
-    tried = _trials(run, model)
-    if task.num_trials:
-        broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
-    vote = torch.tensor(broken_off)
-    world.sum(vote)
-    if vote:
-        run.agree_to_stop()
-        return None
-    sums = scored.total(world)
-    check_count(sums, len(run.val_loader.dataset))
-    if task.num_trials:
-        sums = Sums(sums | tried.total(world))
-    if collection:
-        sums.collected = collection.total(world)
-        metrics = world.broadcast(reported(task, sums) if world.main else {})
-    else:
-        metrics = reported(task, sums)
-    return metrics | {"count": int(sums["count"])}, sums
-
-
-def _trials(run: Run, model: nn.Module) -> EvalSums:
-    """Make this rank's share of the task's trials; only some of them where the run is to stop."""
-    tried, task = EvalSums("trials"), run.task
-    for first in range(run.world.rank * TRIALS_AT_ONCE, task.num_trials, run.world.size * TRIALS_AT_ONCE):
-        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
-        if run.stop.reason:
-            break
-        seed_generators(run.world.device, "trials", run.cfg.seed, first)
-        with run.precision.autocast():
-            found = task.trials(model, which, lambda: bool(run.stop.reason))
-        if run.stop.reason:  # then they may be anything
-            break
-        tried.add(found)
-    return tried
-
-
-def check_count(sums: Sums, samples: int) -> None:
-    """Raise LockstepError unless the totals of `samples` samples say that there are so many."""
-    if sums["count"].tolist() != samples:
-        error = LockstepError(
-            f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
-            where="the task's `score`",
-            todo="count each sample of the batch once; other numbers, such as tokens, under another name",
-        )
-        error.everywhere = True
-        raise error
-
-
-def reported(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's. Raises
-    LockstepError where `report` gives none."""
-    found, where = task.report(sums), "the task's `report`"
-    if not isinstance(found, dict):
-        todo = f"return a number by each name, `loss` and `{task.monitor}` among them"
-        raise LockstepError(f"`report` returns a {type(found).__name__}", where=where, todo=todo)
-    if not {"loss", task.monitor} <= found.keys():
-        raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where=where, todo="return both")
-    if taken := [name for name in LOGGED if name in found]:
-        what, todo = (
-            f"`report` gives {taken[0]!r}, a name that each line of the log has already",
-            "give it another name",
-        )
-        raise LockstepError(what, where=where, todo=todo)
-    return {name: _number(name, value) for name, value in found.items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    kind = f"of shape {tuple(value.shape)} " if hasattr(value, "shape") else ""
-    raise LockstepError(
-        f"`report` gives a {type(value).__name__} {kind}as {name!r}",
-        where="the task's `report`",
-        todo="give one number by each name; in `score`, add up what is of each sample (`.sum()`)",
-    )
-
-
-TRIALS_AT_ONCE = 10
-"""Trials of one call, on any number of ranks: batch composition changes rounding, and near-ties can flip a trial."""
 
 
 class EvalSums:
@@ -398,13 +215,147 @@ def _shapes(*parts: Sums) -> dict[str, Any]:
     return {name: (tuple(value.shape), value.dtype) for part in parts for name, value in part.items()}
 
 
-def collects(task: Task) -> bool:
-    """Return whether a task's metrics are made of values of each sample."""
-    return type(task).collect is not Task.collect
+class Ragged(NamedTuple):
+    """A tensor for each sample, of several lengths, end to end."""
+
+    whole: Tensor
+    lengths: list[int]
 
 
-@torch.no_grad()
-def pictures(run: Run, batch: Batch, sums: Sums) -> dict[str, Any]:
-    """(rank 0) Return the task's pictures of an evaluation."""
-    with phase.during("validation"), run.precision.autocast(), run.evaluated_buffers.unchanged():
-        return run.task.pictures(run.evaluated_model.eval(), batch, sums)
+Packed = Tensor | Ragged | list[Any]
+"""The values of a batch, on the host."""
+
+
+class Collection:
+    """This rank's parts of an evaluation: its n-th is number `rank + n * size` of all. They stay on the host until all
+    ranks are through, and then go to rank 0, one of each rank at a time, which is the order of the dataset.
+
+    bytes   of what this rank holds. Rank 0 ends with all of it, of all ranks together at most `limit_mb`; until then it
+            also has what is left of its own
+    source  the method of the task that returns it, for errors
+    """
+
+    def __init__(self, limit_mb: float, source: str = "collect"):
+        self.limit_mb, self.source = limit_mb, source
+        self.parts: list[dict[str, Packed]] = []
+        self.forms: dict[str, str] = {}
+        self.samples = self.bytes = 0
+
+    def add(self, found: Any, samples: int) -> None:
+        """Add what the task returned for a batch. Copies tensors to the host, which waits for them."""
+        part = packed(self.source, found, samples)
+        forms = {name: _form(values) for name, values in part.items()}
+        if self.parts and forms != self.forms:
+            raise _wrong(self.source, f"gives {forms}, and before {self.forms}")
+        self.parts.append(part)
+        self.forms = forms
+        self.samples += samples
+        self.bytes += sum(map(_bytes, part.values()))
+        self.check(self.bytes)
+
+    def check(self, count: float, everywhere: bool = False) -> None:
+        """Raise LockstepError where so many bytes are too many."""
+        if count > self.limit_mb * 1e6:
+            error = LockstepError(
+                f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}",
+                where=f"the task's `{self.source}`",
+                todo="return less of each sample, or give the task a higher `collect_limit_mb`",
+            )
+            error.everywhere = everywhere
+            raise error
+
+    def total(self, world: World) -> dict[str, Any]:
+        """(all ranks) Return on rank 0 the values of all samples in their order: a tensor (N, ...) or a list of N. On
+        the others nothing."""
+        everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
+        forms, rounds = everyone[0][:2]  # rank 0 has the first part, and no fewer than any other
+        for theirs, parts, _, _ in everyone:
+            if parts and theirs != forms:
+                error = _wrong(self.source, f"gives {theirs} on one rank, and {forms} on another")
+                error.everywhere = True
+                raise error
+        self.check(sum(count for *_, count in everyone), everywhere=True)
+        joined = Joined(sum(samples for _, _, samples, _ in everyone))
+        for number in range(rounds):
+            mine = self.parts[number] if number < len(self.parts) else {}
+            self.parts[number : number + 1] = [{}]  # sent, and no longer held
+            for part in world.gather_on_main(mine):
+                joined.add(part)
+        return joined.values
+
+
+class Joined:
+    """Put the parts of `count` samples end to end; a tensor is allocated once."""
+
+    def __init__(self, count: int):
+        self.count, self.done = count, 0
+        self.values: dict[str, Any] = {}
+
+    def add(self, part: dict[str, Packed]) -> None:
+        size = 0
+        for name, values in part.items():
+            if isinstance(values, Tensor):
+                size = len(values)
+                whole = self.values.setdefault(name, values.new_empty(self.count, *values.shape[1:]))
+                whole[self.done : self.done + size] = values
+            else:
+                values = [*values.whole.split(values.lengths)] if isinstance(values, Ragged) else values
+                size = len(values)
+                self.values.setdefault(name, []).extend(values)
+        self.done += size
+
+
+def packed(source: str, found: Any, samples: int) -> dict[str, Packed]:
+    """Return what the task's method `source` has returned for a batch as it is kept. Raises LockstepError unless it is
+    one value for each sample, by name."""
+    if not isinstance(found, Mapping) or not found:
+        raise _wrong(source, "returns nothing" if found is None else f"returns a {type(found).__name__}")
+    for name, values in found.items():
+        single = isinstance(values, (Tensor, np.ndarray)) and not values.ndim
+        if single or not isinstance(values, (Tensor, np.ndarray, list, tuple)):
+            raise _wrong(source, f"returns {'a single number' if single else f'a {type(values).__name__}'} as {name!r}")
+        if len(values) != samples:
+            raise _wrong(source, f"returns {amount(len(values), 'row')} of {name!r} for {amount(samples, 'sample')}")
+        if _all_tensors(values) and len({value.shape[1:] for value in values}) > 1:
+            raise _wrong(source, f"returns tensors as {name!r} that differ in more than their length")
+    return {name: _packed(values) for name, values in found.items()}
+
+
+def _packed(values: Any) -> Packed:
+    """Tensors are copied: a view would keep all it is a part of."""
+    if _all_tensors(values) and not values[0].ndim:
+        values = torch.stack([*values])
+    if isinstance(values, (Tensor, np.ndarray)):
+        return _on_host(torch.as_tensor(values))
+    if not _all_tensors(values):
+        return [*values]
+    return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """Return a copy; of bf16, which NumPy does not know, in float32."""
+    dtype = torch.float32 if values.dtype == torch.bfloat16 else values.dtype
+    return values.detach().to("cpu", dtype, copy=True)
+
+
+def _all_tensors(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and len(values) > 0 and all(isinstance(v, Tensor) for v in values)
+
+
+def _form(values: Packed) -> str:
+    if isinstance(values, list):
+        return "a list"
+    tensor = values.whole if isinstance(values, Ragged) else values
+    shape = ", ".join(map(str, ["n" if isinstance(values, Ragged) else "N", *tensor.shape[1:]]))
+    return f"({shape}) {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _bytes(values: Packed) -> int:
+    if isinstance(values, list):
+        return sum(map(sys.getsizeof, values))
+    return values.whole.nbytes + 8 * len(values.lengths) if isinstance(values, Ragged) else values.nbytes
+
+
+def _wrong(source: str, what: str) -> LockstepError:
+    todo = "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch"
+    return LockstepError(f"`{source}` {what}", where=f"the task's `{source}`", todo=todo)

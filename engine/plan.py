@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine import private
-from engine.comm.virtual import block, spans
+from engine.comm.tree import block, spans
 from engine.comm.world import World
 from engine.config import Config, Schedule
 from engine.errors import LockstepError, amount

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
-from engine.private import cpu_has_bf16
+from engine.private import _repair_bf16, cpu_has_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,72 +97,3 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
             return Precision("bf16", device, "the CPU has bf16 instructions; attention in fp32, which is faster")
         return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")
     return Precision(amp, device, "as amp asks")
-
-
-Sizes = tuple[int, ...]
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-@functools.cache
-def _repair_bf16() -> None:
-    """Make this process compute in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
-
-    Convolutions of maps that are small beside kernel and stride: where an element of the kernel meets nothing but
-    padding, oneDNN's backward pass leaves its gradient as memory had it, or writes beyond the end (torch 2.13, any CPU
-    with AVX-512). Functions such as `torch.conv3d`, called directly, are not covered.
-
-    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. Without it every kind of
-    network that is shipped gains by bf16 (`benchmarks/precision.py`); with it the transformers lose.
-    """
-    for kind in CONVOLUTIONS:
-        kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
-    nn.functional.scaled_dot_product_attention = _in_float32(nn.functional.scaled_dot_product_attention)
-
-
-def _in_float32(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(attention)
-    def wrapped(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any
-    ) -> Tensor:
-        if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or query.dtype == torch.float64:
-            return attention(query, key, value, attn_mask, *rest, **more)
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.float()
-        with torch.autocast("cpu", enabled=False):
-            mixed = attention(query.float(), key.float(), value.float(), attn_mask, *rest, **more)
-        return mixed.to(torch.get_autocast_dtype("cpu"))
-
-    return wrapped
-
-
-def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(forward)
-    def shielded(self: Any, x: Tensor, *rest: Any) -> Tensor:
-        y = forward(self, x, *rest)
-        if (
-            y.dtype == torch.bfloat16 != self.weight.dtype
-            and y.device.type == "cpu"
-            and _goes_wrong(self.transposed, self.stride, self.kernel_size, self.dilation, x.shape, y.shape)
-        ):
-            with torch.autocast("cpu", enabled=False):
-                return forward(self, x.to(self.weight.dtype), *rest).to(y.dtype)
-        return y
-
-    return shielded
-
-
-@functools.lru_cache(4096)  # asked in every forward pass
-def _goes_wrong(
-    transposed: bool, stride: Sizes, kernel_size: Sizes, dilation: Sizes, given: Sizes, returned: Sizes
-) -> bool:
-    """Judge by the two maps between which a convolution strides. Of thousands of shapes tried all that fail are among
-    these, and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
-    if transposed:
-        given, returned = returned, given
-    sizes, strided = given[-len(stride) :], returned[-len(stride) :]
-    reach = [distance * (taps - 1) + 1 for distance, taps in zip(dilation, kernel_size, strict=True)]
-    return (
-        any(size == 1 and step > 1 for size, step in zip(strided, stride, strict=True))
-        or any(2 * size < taps for size, taps in zip(sizes, reach, strict=True))
-        or (len(sizes) == 3 and sizes[0] < reach[0])
-    )

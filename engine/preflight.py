@@ -6,27 +6,31 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import config, optim, plan
-from engine.collect import Collection
+from engine import config, plan
+from engine.checks import check_count, collects, reported
 from engine.comm import ddp, digests
+from engine.comm.buffers import Buffers
+from engine.comm.digests import code
 from engine.comm.world import World, on_rank0, sync_errors
-from engine.console import console
 from engine.contract import Batch, Sums, Task
 from engine.data.batches import given_of
-from engine.errors import LockstepError
+from engine.errors import LockstepError, console
 from engine.files import status
-from engine.metrics import EvalSums, check_count, collects, reported
+from engine.metrics import Collection, EvalSums
 from engine.optim import make
 from engine.phases import phase
 from engine.proof import adds_up, resumable
 from engine.report import log
-from engine.run import Run
+from engine.run import Run, environment
+
+if TYPE_CHECKING:
+    from engine.run import Run
 
 
 def compare_ranks(run: Run) -> None:
@@ -40,7 +44,7 @@ def compare_ranks(run: Run) -> None:
     if run.world.size > 1:
         _same(run.world, _facts(run))
     if run.plan.workers:
-        _same(run.world, digests.environment(run), todo="use machines of one kind, or drop virtual_workers")
+        _same(run.world, environment(run), todo="use machines of one kind, or drop virtual_workers")
     compare_weights(run)
     kept = run.world.gather(make.state_bytes(run.optimizer))
     run.moments = None if None in kept else max(kept)
@@ -59,7 +63,7 @@ def compare_ranks(run: Run) -> None:
 def _facts(run: Run) -> dict[str, str]:
     return {
         **{f"config key {key}": str(value) for key, value in config.flatten(config.to_dict(run.cfg)).items()},
-        "code": digests.code(run.task),
+        "code": code(run.task),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),
@@ -217,7 +221,7 @@ def equalise_buffers(run: Run) -> None:
     differ, the run ends here."""
     check_buffers(run)
     for model in [run.model] if run.ema is None else [run.model, run.ema.module]:
-        statistics = optim.Buffers(model)(of_norms=True)
+        statistics = Buffers(model)(of_norms=True)
         differ = [statistics[name] for name in _differing(run.world, statistics)]
         run.world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from engine import global_batch, optim
+from engine import contract, optim, private
+from engine.checks import check_loss, check_terms, same_names
+from engine.comm.buffers import Buffers
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
-from engine.contract import Loss, Sums, Task, check_loss
+from engine.contract import Loss, Sums, Task, weights_of
+from engine.errors import amount
 from engine.metrics import GpuClock, Meter, Skipped, Slow
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.seeds import seed_generators
-from engine.terms import Terms
 
 T = TypeVar("T")
 
@@ -140,8 +143,8 @@ class Run:
     # ---- a step ----
 
     @functools.cached_property
-    def buffers(self) -> optim.Buffers:
-        return optim.Buffers(self.model)  # once it is wrapped: SyncBatchNorm takes the places of others
+    def buffers(self) -> Buffers:
+        return Buffers(self.model)  # once it is wrapped: SyncBatchNorm takes the places of others
 
     @functools.cached_property
     def trained(self) -> list[nn.Parameter]:
@@ -159,7 +162,7 @@ class Run:
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
-        global_batch.under_way = self, micro
+        contract.under_way = self, micro
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
         if self.virtual:
             in_ddp = isinstance(self.net, DistributedDataParallel)
@@ -209,7 +212,7 @@ class Run:
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
         """
-        cfg, progress, global_batch.under_way = self.cfg, self.progress, None
+        cfg, progress, contract.under_way = self.cfg, self.progress, None
         samples = consumed - progress.position
         if self.virtual:
             self.virtual.end_step(self.buffers, busy=min(self.plan.workers, samples))
@@ -245,8 +248,8 @@ class Run:
         return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
 
     @property
-    def evaluated_buffers(self) -> optim.Buffers:
-        return self.buffers if self.ema is None else optim.Buffers(self.ema.module)
+    def evaluated_buffers(self) -> Buffers:
+        return self.buffers if self.ema is None else Buffers(self.ema.module)
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -269,3 +272,73 @@ def _on(device: torch.device, number: Tensor) -> Tensor:
     if number.device.type == "cpu" != device.type:
         return torch.full((), number.item(), dtype=number.dtype, device=device)
     return number.to(device)
+
+
+class Terms:
+    """Add up the weights of the terms of a step, over its passes and the ranks.
+
+    names  of the terms, once all ranks have told theirs
+    known  (terms,) the weights of the step under way, where it has several passes
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.names: list[str] | None = None
+        self.known: Tensor | None = None
+
+    def weights(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
+        """(all ranks) Return the (terms,) weights of the whole global batch, float64."""
+        return self._over_all(self._of_pass(terms, micro)) if self.known is None else self.known
+
+    def weigh(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
+        """(all ranks) Return the passes of a step once the weights of their terms have been added up: each makes one
+        forward pass more, with the random numbers and the buffers that it will have again, and with a graph: without
+        one torch may compute in another order of memory, in which dropout meets other elements. All batches of the step
+        are held meanwhile."""
+        run, held, rows = self.run, list[tuple[Any, Any]](), torch.zeros(())
+        if run.plan.accumulation == 1:
+            return passes
+        run.begin_step()
+        in_ddp = isinstance(run.net, DistributedDataParallel)
+        for batch, micro in passes:
+            phase("weights of the terms")
+            if micro.opens_worker:
+                run.buffers.restore()
+            seed_generators(run.world.device, "train", run.cfg.seed, run.progress.epoch, micro.slots.start)
+            with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
+                rows = rows + self._of_pass(check_terms(run.task.losses(run.net, batch)), micro)
+            held.append((batch, micro))
+        run.buffers.restore()
+        self.known = self._over_all(rows)
+        return held
+
+    def _of_pass(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
+        """(terms,) the weights of a pass, or with virtual workers a row for each worker; a filler's are zeros."""
+        run = self.run
+        if self.names != [*terms]:
+            self.names = same_names([*terms], self.names, run.world.gather, "terms")
+        weights = weights_of(terms, run.world.device)
+        weights = torch.zeros_like(weights) if micro.filler else weights
+        return run.virtual.as_row(weights, micro.worker) if run.virtual else weights
+
+    def _over_all(self, rows: Tensor) -> Tensor:
+        self.run.world.sum(rows)
+        return self.run.total(rows)
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Return what, beside config, code and data, decides the last bits of a run."""
+    on_gpu = run.world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.model(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),  # a class of its own, which a checkpoint would refuse
+        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
+        "precision": run.precision.name,
+        "TF32": str(on_gpu and torch.backends.cuda.matmul.allow_tf32),
+        "deterministic kernels": str(torch.are_deterministic_algorithms_enabled()),
+        "compile": run.plan.compile,
+        "memory_format": run.plan.memory_format,
+        "samples of a pass": f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker",
+    }

@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from engine import contract
+
 READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -138,14 +140,14 @@ def set_sync_debug_mode(mode):
 
 def install():
     """In this process from now on; numbers are read a step late, as from a GPU, and learning rates are float32's."""
-    from engine import global_batch, metrics, plan
+    from engine import metrics, plan
     from engine.speed import graph
 
     graph.KIND = "cpu"
     torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.Stream, torch.cuda.Event = Graph, Capture, Stream, Event
     torch.cuda.current_stream, torch.cuda.stream = lambda: current[0], on
     torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode = set_sync_debug_mode, lambda: len(watching)
-    global_batch._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
+    contract._on = lambda device, number: number.to(device, torch.float64)  # none of these is the host's
     lr, begin = plan.Plan.lr, metrics.Meter.__init__
     plan.Plan.lr = lambda self, step: float(np.float32(lr(self, step)))
 

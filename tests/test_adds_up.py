@@ -11,7 +11,7 @@ from conftest import ROOT, succeed
 
 import tasks
 import train
-from engine import config, console, launch, preflight
+from engine import config, errors, launch, preflight
 from engine.contract import LockstepError
 from engine.files import status
 from engine.proof import adds_up
@@ -329,7 +329,7 @@ WRONG = {
 def start():
     """What is printed of a task up to the first step."""
     world = train.setup_distributed(config.Config(device="cpu"))
-    console.set_up(main=True)
+    errors.set_up(main=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(status, "current", status.Status())
 

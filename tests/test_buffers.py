@@ -9,7 +9,8 @@ import torch
 from conftest import ROOT, launching, succeed
 from torch import nn
 
-from engine import optim, plan
+from engine import plan
+from engine.comm.buffers import Buffers
 
 TASK = str(ROOT / "tests" / "tasks" / "buffers.py")
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
@@ -144,7 +145,7 @@ def test_instance_norms_statistics_are_averaged(runs):
 def test_buffers_are_kept_in_the_memory_of_the_step_before():
     """But not where a module has put another tensor in the place of its own, or has resized it."""
     norm = nn.BatchNorm1d(3)
-    buffers = optim.Buffers(norm)
+    buffers = Buffers(norm)
 
     def keep():
         now, before = copy.deepcopy(buffers()), buffers.kept
@@ -162,7 +163,7 @@ def test_buffers_are_kept_in_the_memory_of_the_step_before():
     assert not keep() and keep()
     norm.running_mean.resize_(5).fill_(2.0)
     assert not keep() and keep()
-    without = optim.Buffers(nn.Linear(1, 1))
+    without = Buffers(nn.Linear(1, 1))
     without.keep()
     assert not without.kept
 

@@ -16,21 +16,10 @@ from torch import nn
 
 import tasks
 import train
-from engine import collect
+from engine import metrics
+from engine.checks import built, check_loss, check_scored, check_terms
 from engine.config import parse
-from engine.contract import (
-    LockstepError,
-    Loss,
-    Sums,
-    Task,
-    built,
-    check_loss,
-    check_scored,
-    check_terms,
-    gather_batch,
-    sample_seeds,
-    uniform,
-)
+from engine.contract import LockstepError, Loss, Sums, Task, gather_batch, sample_seeds, uniform
 from engine.metrics import GpuClock
 from tests.tasks.contrast import info_nce
 
@@ -277,7 +266,7 @@ def test_a_mistake_in_what_is_collected_is_said_before_the_first_step(launch, tm
 
 
 def test_batches_that_do_not_fit_together_and_too_many_are_said():
-    held = collect.Collection(limit_mb=1e-3)
+    held = metrics.Collection(limit_mb=1e-3)
     held.add({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
     for other in ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3, dtype=torch.float64)}, {"a": ["text", "text"]}):
         with pytest.raises(LockstepError, match="`collect` gives"):
@@ -293,14 +282,14 @@ def test_numpy_can_take_what_was_bf16():
         "score": torch.tensor([0.5, 1.5], dtype=torch.bfloat16),
         "boxes": [torch.ones(2).bfloat16(), torch.ones(1)],
     }
-    part = collect.packed("collect", found, 2)
+    part = metrics.packed("collect", found, 2)
     assert part["score"].numpy().tolist() == [0.5, 1.5] and part["boxes"].whole.dtype == torch.float32
 
 
 def test_a_view_does_not_keep_what_it_is_a_part_of():
-    part = collect.packed("collect", {"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10}, 10)
+    part = metrics.packed("collect", {"a": torch.zeros(10, 1000)[:, 0], "b": [torch.zeros(100)[:2]] * 10}, 10)
     assert part["a"].untyped_storage().nbytes() == 40 and part["b"].whole.untyped_storage().nbytes() == 80
-    assert isinstance(part["b"], collect.Ragged) and part["b"].lengths == [2] * 10
+    assert isinstance(part["b"], metrics.Ragged) and part["b"].lengths == [2] * 10
 
 
 # ---- without validation data ----

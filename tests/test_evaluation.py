@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
+from engine.checks import check_count, reported
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
-from engine.metrics import EvalSums, check_count, reported
+from engine.metrics import EvalSums
 from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import _matrix, of_run

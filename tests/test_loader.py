@@ -28,7 +28,7 @@ from data_loader import (
     create_data_loaders,
     fingerprint,
 )
-from engine import config, console, contract, plan
+from engine import config, contract, errors, plan
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.batches import tensors
@@ -314,7 +314,7 @@ def test_a_dataset_that_draws_at_random_is_refused(source):
 
 def test_samples_drawn_at_random_may_be_trained_on_all_the_same(capsys):
     """And a run can be resumed: the fingerprint holds what does not change."""
-    console.set_up(main=True)
+    errors.set_up(main=True)
     digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn") for _ in range(2)]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and said[0].startswith("warning: sample 0 is another each time it is fetched: its 'x' is (Dr")
@@ -475,7 +475,7 @@ def test_a_prepare_that_draws_from_a_generator_is_refused(capsys, draw, cache):
     ):
         create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
     assert torch.equal(before, torch.get_rng_state())
-    console.set_up(main=True)
+    errors.set_up(main=True)
     cfg = config.Config(batch_size=2, cache=cache, random_samples="warn")
     create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
     assert "warning: 'x' of the same samples is another each time they are prepared" in capsys.readouterr().out
@@ -625,7 +625,7 @@ def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, four_here, gpu
 
 def test_missing_values_can_be_held(capsys):
     cfg = config.Config(batch_size=3, cache="host")
-    console.set_up(main=True)
+    errors.set_up(main=True)
     _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing())
     assert all(batch["x"].isnan().all() for batch in val)
     assert "Holding 0 MB of data on cpu" in capsys.readouterr().out

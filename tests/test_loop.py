@@ -17,13 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, console, launch, optim, preflight
+from engine import checkpoint, config, errors, launch, preflight
+from engine.comm.buffers import Buffers
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
+from engine.evaluation import evaluate_split, find_slow, training_metrics
 from engine.files import status
-from engine.metrics import Slow, evaluate_split, find_slow, training_metrics
+from engine.metrics import Slow
 from engine.plan import make_plan
 from engine.run import Silent
 from engine.survive import door as survive
@@ -221,7 +223,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("words", [[], ["gradient_accumulation_steps=3", "batch_size=4"]], ids=["one", "three"])
 def test_the_host_reads_nothing_between_log_points(monkeypatch, steps, words):
     """On a GPU each would wait for all that is under way. What is asked on CPUs only is left out here."""
-    monkeypatch.setattr(optim.Buffers, "put_back", lambda self, skipped: None)
+    monkeypatch.setattr(Buffers, "put_back", lambda self, skipped: None)
     more = ["optim.ema_decay=0.5", "optim.grad_clip=0.5", "log_every=100", "epochs=1"]
     run, outcomes = steps(*more, *words, task=BUFFERS)
     next(outcomes)  # the first makes the moments, and compares names
@@ -281,7 +283,7 @@ def some_norms(number, device=None):
 @pytest.mark.parametrize("norms", [1, 20])
 def test_on_a_gpu_putting_buffers_back_is_a_few_kernels(norms):
     """There it is done after every step, because to ask whether it has to be is a sync point."""
-    buffers, skipped = optim.Buffers(some_norms(norms, "meta")), torch.zeros((), device="meta")
+    buffers, skipped = Buffers(some_norms(norms, "meta")), torch.zeros((), device="meta")
     buffers.keep()
     with (calls := Reads(every=True)):
         buffers.put_back(skipped)
@@ -305,7 +307,7 @@ class OnAGpu:
 def test_on_a_gpu_what_is_not_finite_comes_back_and_stays_to_the_last_bit(skipped):
     net = some_norms(3)
     net.register_buffer("mask", torch.tensor([[0.0, -torch.inf, torch.nan], [1.0, 2.0, 3.0]]).T)
-    buffers = optim.Buffers(net)
+    buffers = Buffers(net)
     buffers.keep()
     before = {name: buffer.clone() for name, buffer in buffers().items()}
     net[0].running_mean.fill_(torch.nan)
@@ -341,7 +343,7 @@ def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
-    console.set_up(main=True)
+    errors.set_up(main=True)
 
     def plan_of(*words):
         preflight.describe(steps(*words)[0], strict=False)
@@ -355,7 +357,7 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
 
 
 def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys):
-    console.set_up(main=True)
+    errors.set_up(main=True)
 
     def row(name, *words):
         preflight.describe(steps(*words)[0], strict=False)

@@ -8,7 +8,8 @@ from conftest import succeed
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from engine.precision import Precision, _in_float32, choose, choose_together
+from engine.precision import Precision, choose, choose_together
+from engine.private import _in_float32
 from models.layers import GroupNormOfHalf, group_norm
 
 CPU_BF16 = Precision("bf16", torch.device("cpu"), "")

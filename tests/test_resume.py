@@ -13,7 +13,7 @@ import torch
 from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
-from engine import checkpoint, config, console, plan
+from engine import checkpoint, config, errors, plan
 from engine.comm.world import World
 
 
@@ -483,7 +483,7 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
     (old, before), (new, after) = planned(then), planned(now)
     state = {"config": config.to_dict(old.cfg), "horizon": before.horizon, "data": "same"}
     state |= {"global_batch": before.global_batch, "num_samples": before.num_samples}
-    console.set_up(main=True)
+    errors.set_up(main=True)
     task = tasks.load(TOY)(new.cfg)
     checkpoint.check_same_run(state, new, task, after, "same", Path("run/last.pt"))
     said = capsys.readouterr().out.splitlines()

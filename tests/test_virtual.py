@@ -14,11 +14,11 @@ from torch import nn
 
 import tasks
 from engine import config, plan
-from engine.comm import digests, virtual
+from engine.comm import digests, tree, virtual
+from engine.comm.buffers import Buffers
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.cache import same_bits
-from engine.optim import Buffers
 from tests.tasks import rare
 
 NORMS = TOY.replace("toy.py", "norms.py")
@@ -43,29 +43,29 @@ class Term:
 
 @pytest.fixture
 def terms(monkeypatch):
-    monkeypatch.setattr(virtual, "_add", lambda left, right, in_place: Term(f"({left.text}+{right.text})"))
+    monkeypatch.setattr(tree, "_add", lambda left, right, in_place: Term(f"({left.text}+{right.text})"))
 
 
 @pytest.mark.parametrize("workers", range(1, 34))
 def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     """Against a naive recursion: on every number of processes, each of which adds up its own block first."""
-    straight = virtual.fold(((w, w + 1), Term(str(w))) for w in range(workers)).text
+    straight = tree.fold(((w, w + 1), Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
         everyone = []
         for rank in range(processes):
             mine = []
-            for worker in virtual.block(workers, rank, processes):
-                virtual.push(mine, ((worker, worker + 1), Term(str(worker))))
+            for worker in tree.block(workers, rank, processes):
+                tree.push(mine, ((worker, worker + 1), Term(str(worker))))
             everyone += mine
-        assert virtual.fold(everyone).text == straight, processes
+        assert tree.fold(everyone).text == straight, processes
 
 
 def test_spans_are_what_is_left_of_a_block():
-    assert virtual.spans(8, 0, 1) == ([(0, 8)], 3)
-    assert virtual.spans(8, 1, 3) == ([(2, 4), (4, 5)], 1)
-    assert virtual.spans(6, 0, 1) == ([(0, 4), (4, 6)], 2)
-    assert [virtual.spans(8, rank, 8) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
+    assert tree.spans(8, 0, 1) == ([(0, 8)], 3)
+    assert tree.spans(8, 1, 3) == ([(2, 4), (4, 5)], 1)
+    assert tree.spans(6, 0, 1) == ([(0, 4), (4, 6)], 2)
+    assert [tree.spans(8, rank, 8) for rank in (0, 7)] == [([(0, 1)], 0), ([(7, 8)], 0)]
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -74,7 +74,7 @@ def test_sums_in_place_are_the_sums(in_place):
     values = [torch.randn(5) for _ in range(7)]
     copies = [value.clone() for value in values]
     a, b, c, d, e, f, g = copies
-    total = virtual.fold((((n, n + 1), [value]) for n, value in enumerate(values)), in_place)[0]
+    total = tree.fold((((n, n + 1), [value]) for n, value in enumerate(values)), in_place)[0]
     assert torch.equal(total, ((a + b) + (c + d)) + ((e + f) + g))
     assert in_place or all(map(torch.equal, values, copies)), "others read them, too"
 
@@ -82,7 +82,7 @@ def test_sums_in_place_are_the_sums(in_place):
 def test_blocks_are_as_even_as_can_be():
     for workers in range(1, 34):
         for processes in range(1, workers + 1):
-            blocks = [virtual.block(workers, rank, processes) for rank in range(processes)]
+            blocks = [tree.block(workers, rank, processes) for rank in range(processes)]
             assert [worker for block in blocks for worker in block] == [*range(workers)]
             assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 

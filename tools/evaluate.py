@@ -35,9 +35,9 @@ from engine.comm import digests
 from engine.comm.world import World
 from engine.contract import Sums
 from engine.errors import LockstepError
+from engine.evaluation import evaluate_split
 from engine.files import archive, status
 from engine.files.checkpoints import LAST, Checkpoints, check_files
-from engine.metrics import evaluate_split
 from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world
 

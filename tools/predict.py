@@ -42,14 +42,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
 from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, precision, speed
-from engine.collect import Packed, packed
+from engine.checks import built
 from engine.comm.world import World
-from engine.contract import built
 from engine.data.batches import given_of
 from engine.data.samples import check_datasets
 from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
+from engine.metrics import Packed, packed
 from engine.seeds import seed_everything
 from engine.speed import memory
 from formats import videos

@@ -36,10 +36,10 @@ import train
 from engine import config, preflight
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.evaluation import training_metrics
 from engine.files import run_folder, status
 from engine.files.atomic import write_json
 from engine.files.scratch import end_with_parent
-from engine.metrics import training_metrics
 from engine.phases import phase
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Run

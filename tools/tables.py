@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engine.collect import Packed, Ragged
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
+from engine.metrics import Packed, Ragged
 
 COLUMNS = 4096
 """The most of a CSV: what has more is a picture, not a row."""

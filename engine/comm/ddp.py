@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine import launch, private
 from engine.comm import shm_backend
 from engine.comm.world import World
-from engine.console import console
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, console
 
 MIB = 1 << 20
 """The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""

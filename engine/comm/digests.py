@@ -12,48 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from engine.contract import Task
-from engine.errors import amount
 from engine.seeds import GAMMA
-from engine.speed import cores
 
 if TYPE_CHECKING:
-    from engine.run import Run
+    pass
+
+if TYPE_CHECKING:
+    pass
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECE = 1 << 22
 """Numbers that are summed at once: their products take twice the memory, or four times."""
-
-
-def code(task: Task) -> str:
-    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
-    digest = hashlib.sha256()
-    others = ("tests", "data", "checkpoints")  # not even looked into: they may hold thousands of folders
-    folders = [path for path in ROOT.glob("[a-z]*/") if path.name not in others]
-    paths = sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
-    for cls in type(task).__mro__:  # it may extend another's
-        if file := getattr(sys.modules[cls.__module__], "__file__", None):
-            paths.append(Path(file))
-    for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def environment(run: Run) -> dict[str, str]:
-    """Return what, beside config, code and data, decides the last bits of a run."""
-    on_gpu = run.world.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else cores.model(),
-        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
-        "torch": str(torch.__version__),  # a class of its own, which a checkpoint would refuse
-        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
-        "precision": run.precision.name,
-        "TF32": str(on_gpu and torch.backends.cuda.matmul.allow_tf32),
-        "deterministic kernels": str(torch.are_deterministic_algorithms_enabled()),
-        "compile": run.plan.compile,
-        "memory_format": run.plan.memory_format,
-        "samples of a pass": f"{run.plan.micro_batch}, {amount(run.plan.passes, 'pass')} of a worker",
-    }
 
 
 def checksum(model: nn.Module) -> str:
@@ -98,3 +67,26 @@ def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         about = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
         found[name] = hashlib.sha256(about + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
     return found
+
+
+def code(task: Task) -> str:
+    """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
+    digest = hashlib.sha256()
+    others = ("tests", "data", "checkpoints")  # not even looked into: they may hold thousands of folders
+    folders = [path for path in ROOT.glob("[a-z]*/") if path.name not in others]
+    paths = sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
+    for cls in type(task).__mro__:  # it may extend another's
+        if file := getattr(sys.modules[cls.__module__], "__file__", None):
+            paths.append(Path(file))
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bit by bit; NaN equals NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)

@@ -100,15 +100,6 @@ def rows(value: Any, count: int, name: str = "") -> Iterator[tuple[str, int]]:
             yield from rows(part, count, f"{name}.{key}" if name else str(key))
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare bit by bit; NaN equals NaN."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)
-
-
 # ---- samples become a batch ------------------------------------------------------------------------------------------
 
 

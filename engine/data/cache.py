@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.data.batches import leaves, map_tensors, same_bits, tensors
-from engine.console import console
+from engine.data.batches import leaves, map_tensors, tensors
+from engine.comm.digests import same_bits
+from engine.errors import console
 from engine.contract import Batch
 from engine.errors import LockstepError, amount
 from engine.data.samples import Source, ask

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from engine.data import batches
-from engine.console import console
+from engine.errors import console
 from engine.contract import Batch, amount
 from engine.errors import LockstepError
 from engine.seeds import data_seeds, kept_generators, seed_everything

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.chained import ChainedOptimizer
 from engine.comm.world import World
 from engine.config import Optim
-from engine.contract import Task
+from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, amount
 from engine.optim.fused import SGD, AdamW
 from engine.optim.zero import Zero, parameters_of

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine import global_batch
-from engine.contract import Batch, LockstepError, Task, check_loss, check_terms
+from engine import contract
+from engine.checks import check_loss, check_terms
+from engine.comm.buffers import Buffers
+from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import PLAIN, given_of
-from engine.optim import Buffers
 from engine.phases import phase
 from engine.plan import cut_dependent
 from engine.seeds import kept_generators, seed_generators
@@ -74,7 +75,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
         try:
             return _Check(run, loader, sums, state, begin).line()
         finally:
-            global_batch.stand_in = None
+            contract.stand_in = None
             state.put_back(begin)
             for module, training in modes:
                 module.training = training
@@ -211,7 +212,7 @@ class _Check:
 
         def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
             """Stand for the other ranks: the parts find each other's rows as the whole batch gave them."""
-            global_batch.check_rows(rows, end - begin)
+            contract.check_rows(rows, end - begin)
             if whole:
                 self.gathered.append(rows.detach())
                 return rows, torch.arange(end, device=rows.device)
@@ -221,7 +222,7 @@ class _Check:
 
         if whole:
             self.gathered = []
-        global_batch.stand_in = gather
+        contract.stand_in = gather
         found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
 

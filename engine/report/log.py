@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from engine import config
-from engine.console import console, show_bars
 from engine.contract import LOGGED, Sums
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError, amount, console, show_bars
+from engine.evaluation import pictures
 from engine.files import atomic, status
-from engine.metrics import Skipped, Slow, means, pictures
+from engine.metrics import Skipped, Slow, means
 from engine.run import Silent
 from engine.speed import cores
 from engine.survive import terminal

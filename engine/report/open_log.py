@@ -10,13 +10,13 @@ from pathlib import Path
 from engine import config, launch
 from engine.comm import digests
 from engine.comm.world import on_rank0, sync_errors
-from engine.console import console
+from engine.errors import console
 from engine.files import run_folder, status
 from engine.files.checkpoints import LAST
 from engine.files.saving import CheckpointWriter
 from engine.report import log
 from engine.report.profile import Profile
-from engine.run import Run, Silent
+from engine.run import Run, Silent, environment
 from engine.survive.signals import StopRequest
 
 
@@ -59,7 +59,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
             change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
             keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
             run.log.say(f"  note: the schedule now spans {change}; {keep}")
-        if run.plan.workers and (moved := _changed(run.resumed_environment, digests.environment(run))):
+        if run.plan.workers and (moved := _changed(run.resumed_environment, environment(run))):
             run.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
     try:
         run.log.say("Starting training...\n")

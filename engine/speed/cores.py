@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
 import re
 import time
 from pathlib import Path
@@ -30,15 +29,6 @@ LOOK_EVERY_S = 10.0
 
 CROWDED = 0.2
 """Share of the time in which they could compute that threads wait for a core, above which a warning is logged."""
-
-
-@functools.cache
-def model() -> str:
-    """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return found[1] if found else platform.machine()
-    return platform.machine()
 
 
 def available() -> int:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.console import console
 from engine.data.batches import leaves, map_tensors
-from engine.errors import amount, headline
+from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
 

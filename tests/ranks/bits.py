@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch, run
-from engine.comm import virtual
+from engine.comm import tree
 from engine.report.open_log import open_log
 
 if "flat" in sys.argv[2:]:
@@ -26,9 +26,9 @@ if "flat" in sys.argv[2:]:
         nodes.append(node)
         while len(nodes) > 1:
             ((a, _), left), ((_, d), right) = nodes[-2:]
-            nodes[-2:] = [((a, d), virtual._add(left, right, in_place))]
+            nodes[-2:] = [((a, d), tree._add(left, right, in_place))]
 
-    virtual.push = push
+    tree.push = push
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())

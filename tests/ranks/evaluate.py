@@ -15,7 +15,7 @@ import data_loader
 import train
 from engine import config, launch, optim, plan, precision
 from engine.contract import Sums
-from engine.metrics import evaluate_split
+from engine.evaluation import evaluate_split
 from engine.run import Run
 from tasks._classification import Classification
 

@@ -1,0 +1,88 @@
+"""The buffers of a model: kept over a step, put back, made the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from engine import private
+from engine.comm.digests import same_bits
+
+
+class Buffers:
+    """State that a training forward pass may change beside weights: the statistics of BatchNorm and its kin, and other
+    modules' buffers that checkpoints hold. Found once, because a walk over all modules takes 0.1 ms."""
+
+    def __init__(self, model: nn.Module):
+        self.owners = [
+            (f"{path}.{name}" if path else name, module, name)
+            for path, module in model.named_modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if name not in private.non_persistent_buffers(module)
+        ]
+        self.places = [(private.own_buffers(module), name) for _, module, name in self.owners]
+        self.kept: dict[str, Tensor] = {}  # as they were before the step
+        self.copied: list[Tensor] = []  # from which they were copied
+
+    def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
+        """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
+        return {
+            key: getattr(module, name)
+            for key, module, name in self.owners
+            if of_norms in (None, isinstance(module, private.NORM_WITH_STATISTICS))
+        }
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy them, into the memory of the last step's copies where they are the same tensors."""
+        now, copies = [buffers[name] for buffers, name in self.places], [*self.kept.values()]
+        same = [*map(id, now)] == [*map(id, self.copied)]
+        if copies and same and all(a.shape == b.shape for a, b in zip(now, copies, strict=True)):
+            torch._foreach_copy_(copies, now)
+        else:
+            self.kept = {key: buffer.clone() for (key, _, _), buffer in zip(self.owners, now, strict=True)}
+            self.copied = now
+
+    def changes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name, the value and the kept value of each; not of a cache that has grown with the batch."""
+        for key, buffer in self().items():
+            if buffer.shape == self.kept[key].shape:
+                yield key, buffer, self.kept[key]
+
+    def changed(self) -> list[str]:
+        """Return the names of those that have other bits than were kept."""
+        return [name for name, now, before in self.changes() if not same_bits(now, before)]
+
+    def restore(self) -> None:
+        """Give all of them the values that were kept."""
+        if pairs := [*self.changes()]:
+            torch._foreach_copy_([buffer for _, buffer, _ in pairs], [kept for _, _, kept in pairs])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[list[str]]:
+        """Put back what the block changes; it is named in the list then. A module may do so in eval mode, too."""
+        self.keep()
+        names: list[str] = []
+        try:
+            yield names
+        finally:
+            names += self.changed()
+            if names:
+                self.restore()
+
+    @torch.no_grad()
+    def put_back(self, skipped: Tensor) -> None:
+        """Restore what was kept, if the step was skipped: its forward passes have seen what is not finite."""
+        if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
+            return
+        bad, of_type = skipped > 0, dict[torch.dtype, list[tuple[Tensor, Tensor]]]()
+        for _, buffer, before in self.changes():
+            of_type.setdefault(buffer.dtype, []).append((buffer, before))
+        for pairs in of_type.values():  # all of a type in four kernels; a mask would make NaN of what is not finite
+            buffers, kept = zip(*pairs, strict=True)
+            now, then = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (buffers, kept))
+            right = torch.where(bad, then, now).split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [each.view_as(buffer) for each, buffer in zip(right, buffers, strict=True)])

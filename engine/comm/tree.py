@@ -1,0 +1,66 @@
+"""Sums of virtual workers' gradients in one order, however the workers lie on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]
+"""A node of the tree: its first worker, and the one after its last."""
+
+
+Node = tuple[Span, list[Tensor]]
+"""A node and its sums."""
+
+
+def block(workers: int, rank: int, processes: int) -> range:
+    """Return the virtual workers that a process runs: as even as can be, in the order of the ranks."""
+    return range(workers * rank // processes, workers * (rank + 1) // processes)
+
+
+def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
+    """Append a node, and add up the last two for as long as they are the halves of one: in place into the right half,
+    or into new tensors."""
+    nodes.append(node)
+    while _are_halves(nodes):
+        ((a, _), left), ((_, d), right) = nodes[-2:]
+        nodes[-2:] = [((a, d), _add(left, right, in_place))]
+
+
+def _are_halves(nodes: list[Node]) -> bool:
+    """Return whether the last two nodes are the halves of one."""
+    if len(nodes) < 2:
+        return False
+    (a, b), (c, d) = nodes[-2][0], nodes[-1][0]
+    return b == c and b - a == d - c and a % (d - a) == 0
+
+
+def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
+    """Return the root of the tree over all nodes, in order. Where their number is no power of two, what is left is
+    added up from the right."""
+    tree: list[Node] = []
+    for node in nodes:
+        push(tree, node, in_place)
+    _, total = tree.pop()
+    while tree:
+        total = _add(tree.pop()[1], total, in_place)
+    return total
+
+
+def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor]:
+    if not in_place:
+        return [*torch._foreach_add(right, left)]
+    torch._foreach_add_(right, left)
+    return right
+
+
+def spans(workers: int, rank: int, processes: int) -> tuple[list[Span], int]:
+    """Return the nodes that are left of a process's block once halves are added up, and the most that ever wait."""
+    nodes: list[Node] = []
+    most = 0
+    for worker in block(workers, rank, processes):
+        most = max(most, len(nodes))
+        push(nodes, ((worker, worker + 1), [torch.zeros(())]))
+    return [span for span, _ in nodes], most
