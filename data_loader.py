@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from engine.checks import check_scored
 from engine.comm.digests import same_bits
+from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
 from engine.comm.world import World
 from engine.config import Config
@@ -36,7 +37,6 @@ from engine.data.processes import in_processes, starting_processes
 from engine.data.samples import Asked, Source, ask, check_datasets, named
 from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError, console
-from engine.files.scratch import own_scratch
 from engine.launch import processes_sharing
 from engine.phases import phase
 from engine.plan import Plan

@@ -33,6 +33,7 @@ from engine.errors import console
 from engine.evaluation import evaluate_split, log_metrics
 from engine.phases import phase
 from engine.plan import make_plan
+from engine.report import describe
 from engine.report.open_log import already_complete, open_log
 from engine.run import Run
 from engine.seeds import seed_everything
@@ -211,13 +212,13 @@ def main(argv: list[str], strict: bool = False) -> int:
     args = command.read(argv, tasks)
     command.become_torchrun(args.cfg, strict)  # where --multi-gpu ddp was given to plain python
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
-    launch.announce(world, args.cfg, always=strict)
+    describe.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
     with survive.watch(world, stop, args.cfg):  # a heartbeat per rank: who failed, who hangs
-        preflight.check_wandb(args.cfg, world)
+        describe.check_wandb(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
-            preflight.describe(run, strict)  # the plan
+            describe.training(run, strict)  # the plan
             if not args.dry_run:
                 with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
                     train(run)

@@ -41,10 +41,10 @@ from engine import checkpoint, config, launch
 from engine.comm.world import World, on_rank0
 from engine.evaluation import find_slow
 from engine.files.checkpoints import Checkpoints
-from engine.files.saving import CheckpointWriter
 from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
+from engine.report.saving import CheckpointWriter
 from engine.run import Run
 from engine.survive.watchdog import BEAT_S, Watchdog
 from tools.probe import endless

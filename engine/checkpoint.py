@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import config, launch
-from engine.comm import digests
+from engine.comm import digests, sealed
 from engine.comm.world import World, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
@@ -51,7 +51,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
     with sync_errors(world):
         found, warnings = None, list[str]()
         if world.main:
-            folder = (launch.recall("folder") if restarted else "") or cfg.save_dir
+            folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
             again = folder and (restarted or launch.memory_restarts()) and find_checkpoint("auto", Path(folder))[0]
             cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
             found, warnings = run_folder.inspect_run_folder(cfg)

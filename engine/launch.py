@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ import torch.distributed as dist
 
 from engine.comm import network, sealed
 from engine.comm.network import choose_network, set_up_nccl, stay_on_this_machine
-from engine.comm.world import World
+from engine.comm.sealed import meeting
 from engine.config import Config
-from engine.errors import LockstepError, amount, console, headline, set_up
+from engine.errors import LockstepError, amount, headline
 from engine.phases import phase
-from engine.plan import data_parallel_devices
 
 AGAIN = "LOCKSTEP_AGAIN"
 """Environment variable: JSON of the settings that this process was restarted with; they precede all others."""
@@ -51,25 +49,6 @@ class Environment(NamedTuple):
     size: int = 1
     local_size: int = 0
     launched: bool = False
-
-
-@dataclass
-class Meeting:
-    """The store in which the ranks of this process's group leave notes, sealed.
-
-    notes    for this attempt of torchrun; None before the ranks have met
-    lasting  the same for all attempts
-    network  the interface by which machines find each other, where it was chosen here
-    wrapped  whether there is a DDP, which must be gone before its group
-    """
-
-    notes: Any = None
-    lasting: Any = None
-    network: str = ""
-    wrapped: bool = False
-
-
-meeting = Meeting()
 
 
 def environment() -> Environment:
@@ -253,25 +232,6 @@ def _of_this_attempt(
     return store, sealed.digest(known, *joins)
 
 
-def announce(world: World, cfg: Any, always: bool) -> None:
-    """(rank 0) Log which processes these are. From here on only rank 0 logs."""
-    set_up(world.main)
-    env, restarts = environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts != "0":
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        console.info(f"Started again by torchrun: restart {restarts} of {most}")
-    devices = data_parallel_devices(cfg, world.device)
-    number = amount(max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process")
-    number = "one " + number.removeprefix("1 ") if number.startswith("1 ") else number
-    distributed = "Distributed training: " if env.launched or always else ""
-    console.info(distributed + number + (" of DataParallel" if devices else ""))
-    if meeting.network:
-        console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
-    console.info(f"Using device: {world.device}")
-    if memory_restarts():
-        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in restart_settings().items())}")
-
-
 @contextlib.contextmanager
 def explained(env: Environment) -> Iterator[None]:
     """Wrap joining the group: its errors name the address and what to check."""
@@ -310,18 +270,6 @@ def processes_sharing(memory: torch.device) -> int:
     cards = os.environ.get("SLURM_GPUS_ON_NODE", "") if os.environ.get("SLURM_NTASKS") == str(env.size) else ""
     # Where each rank is a task of Slurm's it may see a card of its own, one of these.
     return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
-
-
-def remember(key: str, value: str) -> None:
-    """(rank 0) Keep a text for the next attempt, if torchrun makes one."""
-    if meeting.lasting is not None:
-        meeting.lasting.set(key, value)
-
-
-def recall(key: str) -> str:
-    """(rank 0) Return the text that an earlier attempt has kept, or nothing."""
-    known = meeting.lasting is not None and meeting.lasting.check([key])
-    return meeting.lasting.get(key).decode() if known and meeting.lasting is not None else ""
 
 
 def drain() -> None:

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from engine import private
-from engine.comm.tree import block, spans
 from engine.comm.world import World
 from engine.config import Config, Schedule
-from engine.errors import LockstepError, amount
-from engine.precision import Precision
+from engine.errors import LockstepError
 
 
 @dataclass(frozen=True)
@@ -229,87 +227,6 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
     fits = [n for n in range(1, batch) if each % n == 0]
     cut = {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}
     return batch, cut
-
-
-def _count(number: float) -> str:
-    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
-
-
-def describe(plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int | None, precision: Precision) -> str:
-    """Return the arithmetic of a run for a person, a line each.
-
-    moments  bytes of the optimizer's state, on the rank that has most; None where they are not known before a step
-    """
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
-    shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
-    if moments is not None:
-        parts.append((f"optimizer{shares}", moments))
-    if cfg.optim.ema_decay:
-        parts.append(("EMA", weight_bytes))
-    lr = f"{cfg.optim.lr:g}"
-    if plan.peak_lr != cfg.optim.lr:
-        base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
-        lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
-    spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
-    decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
-    besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
-    last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
-    length = f"{plan.total_steps} = {_count(plan.total_steps / plan.steps_per_epoch)} epochs"
-    if cfg.steps > plan.total_steps:
-        length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
-    rows = [
-        ("global batch", f"{plan.micro_batch} per process{spread} x {amount(plan.processes, 'process')} x "
-                         f"{plan.accumulation} accumulation = {plan.global_batch}"),
-        ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
-                            f"{plan.dropped} samples dropped"),
-        ("optimizer steps", length),
-        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
-                          f"{decays}"),
-        ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
-        ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
-        ("device", ", ".join([f"{world.device}", *plan.speed])),
-        ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
-                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {besides}"),
-    ]  # fmt: skip
-    half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
-    if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
-        text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
-        rows.append(("worth a try", text))
-    saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
-    if cfg.save_minutes:
-        saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"
-    if cfg.save_every:
-        saves = f"every {amount(cfg.save_every, 'step')}; a kill repeats that"
-    rows.append(("checkpoints", f"{saves} at most"))
-    if plan.workers:
-        rows[:1] = _describe_workers(plan, trained_bytes)
-    elif parts_of := cut_dependent(model, plan.accumulation):
-        rows.append(("the cut matters", f"{parts_of}: other processes or another batch_size, other numbers"))
-    return "\n".join(f"  {name:<16} {text}" for name, text in rows)
-
-
-def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
-    """Return how samples, passes and sums are dealt to virtual workers, for a person."""
-    workers, processes = plan.workers, plan.processes
-    largest = -(-plan.global_batch // workers)
-    runs = sorted({len(block(workers, rank, processes)) for rank in range(processes)})
-    everyones = [spans(workers, rank, processes) for rank in range(processes)]
-    nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
-    there = (processes - 1) / processes * gradient_bytes / 1e6
-    sent = "nothing to send"
-    if processes > 1:
-        sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
-    return [
-        ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
-                         f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
-        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}; "
-                            f"the same bits on 1 to {workers} processes"),
-        ("tree of sums", f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"),
-    ]  # fmt: skip
 
 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, plan
 from engine.checks import check_count, collects, reported
-from engine.comm import ddp, digests
+from engine.comm import digests
 from engine.comm.buffers import Buffers
 from engine.comm.digests import code
-from engine.comm.world import World, on_rank0, sync_errors
+from engine.comm.world import World, on_rank0
 from engine.contract import Batch, Sums, Task
 from engine.data.batches import given_of
 from engine.errors import LockstepError, console
@@ -26,7 +26,6 @@ from engine.metrics import Collection, EvalSums
 from engine.optim import make
 from engine.phases import phase
 from engine.proof import adds_up, resumable
-from engine.report import log
 from engine.run import Run, environment
 
 if TYPE_CHECKING:
@@ -70,46 +69,6 @@ def _facts(run: Run) -> dict[str, str]:
         "data": run.fingerprint,
         "order of convolutions": run.plan.memory_format,
     }
-
-
-def check_wandb(cfg: Any, world: World) -> None:
-    """(all ranks) Raise LockstepError, before anything is loaded, where wandb is asked for and cannot be used."""
-    if cfg.wandb.enable:
-        on_rank0(world, lambda: log.require_wandb(cfg))
-
-
-def describe(run: Run, strict: bool) -> None:
-    """(all ranks) Print the plan of a training, warn of what is likely a mistake in it, and check that its loss adds
-    up: all ranks compute the same samples, because a task may have collectives of its own."""
-    print_plan(run)
-    if run.cfg.check_sums:
-        with sync_errors(run.world):
-            line = adds_up.check(run, run.train_loader, adds_up.of_loss)
-        console.info(f"{line}\n")
-    if run.plan.global_batch > run.plan.num_samples:
-        have = f"a step may take {run.plan.global_batch} samples, and there are {run.plan.num_samples}"
-        console.info(f"warning: {have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
-    if run.plan.warmup_steps > run.plan.horizon:
-        console.info(
-            f"warning: the warm-up of {run.plan.warmup_steps} steps is longer than the schedule of {run.plan.horizon} "
-            "(schedule): give a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
-        )
-    if strict:
-        ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
-        console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
-        console.info(ddp.describe(run.net, run.cfg.ddp, bool(run.virtual)) + "\n")
-
-
-def print_plan(run: Run, steps: bool = True) -> None:
-    """(rank 0) Print the arithmetic of a run, of its model alone without `steps`, and where its weights come from."""
-    if run.task.started_from:
-        console.info(f"Weights from {run.task.started_from}")
-    lines = plan.describe(run.plan, run.cfg, run.world, run.model, run.moments, run.precision).splitlines()
-    shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
-    console.info("\n".join(shown) + "\n")
-
-
-COMPARED = ("config", "code", "torch", "python", "data", "parameters")
 
 
 def compare_weights(run: Run) -> None:

@@ -11,10 +11,11 @@ from conftest import ROOT, succeed
 
 import tasks
 import train
-from engine import config, errors, launch, preflight
+from engine import config, errors, launch
 from engine.contract import LockstepError
 from engine.files import status
 from engine.proof import adds_up
+from engine.report import describe
 
 HEAD = """
 import random, torch
@@ -335,7 +336,7 @@ def start():
 
         def begin(*words):
             run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
-            preflight.describe(run, strict=False)
+            describe.training(run, strict=False)
             return run
 
         yield begin

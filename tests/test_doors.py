@@ -15,9 +15,10 @@ import tasks
 from engine import config
 from engine.comm import network
 from engine.comm.digests import code
+from engine.comm.sealed import meeting
 from engine.contract import LockstepError
 from engine.errors import headline
-from engine.launch import Environment, environment, explained, meeting, pick_backend, pick_device, rendezvous
+from engine.launch import Environment, environment, explained, pick_backend, pick_device, rendezvous
 from engine.plan import data_parallel_devices
 from engine.survive import blame, command
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, errors, launch, preflight
+from engine import checkpoint, config, errors, launch
 from engine.comm.buffers import Buffers
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
@@ -27,6 +27,7 @@ from engine.evaluation import evaluate_split, find_slow, training_metrics
 from engine.files import status
 from engine.metrics import Slow
 from engine.plan import make_plan
+from engine.report import describe
 from engine.run import Silent
 from engine.survive import door as survive
 from tasks._classification import Classification, LossSettings
@@ -346,7 +347,7 @@ def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
     errors.set_up(main=True)
 
     def plan_of(*words):
-        preflight.describe(steps(*words)[0], strict=False)
+        describe.training(steps(*words)[0], strict=False)
         return capsys.readouterr().out
 
     assert "warning" not in plan_of("steps=3", "schedule.warmup_epochs=0.5")
@@ -360,7 +361,7 @@ def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys):
     errors.set_up(main=True)
 
     def row(name, *words):
-        preflight.describe(steps(*words)[0], strict=False)
+        describe.training(steps(*words)[0], strict=False)
         return next(line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if f"  {name}" in line)
 
     assert row("optimizer", "steps=1000000", "epochs=0").endswith("1000000 = 166667 epochs")

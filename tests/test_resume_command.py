@@ -13,7 +13,8 @@ from torch.distributed import run as torchrun
 
 import tasks
 from engine import config
-from engine.files import scratch, status
+from engine.comm import scratch
+from engine.files import status
 from engine.survive import signals
 
 FOLDER = "checkpoints/a run's  own"

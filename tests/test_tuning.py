@@ -9,8 +9,8 @@ import yaml
 from conftest import FAULTY, TOY, succeed
 
 from engine import config
-from engine.comm import ddp
 from engine.contract import LockstepError
+from engine.report import describe
 from tools import benchmark, scaling, tune
 from tools.scaling import Link, Step
 
@@ -38,8 +38,8 @@ def test_a_fit_finds_the_link_that_made_the_times():
 
 
 def test_all_bytes_are_in_a_bucket():
-    assert ddp.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
-    assert ddp.buckets(0.4e6, 25) == [0.4e6] and ddp.buckets(50 << 20, 25) == [25 << 20] * 2
+    assert describe.buckets(60 << 20, 25) == [25 << 20, 25 << 20, 10 << 20]
+    assert describe.buckets(0.4e6, 25) == [0.4e6] and describe.buckets(50 << 20, 25) == [25 << 20] * 2
 
 
 def test_sums_hide_behind_the_backward_pass_but_for_the_last():

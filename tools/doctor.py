@@ -30,6 +30,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.report import describe
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -40,7 +42,7 @@ try:
 
     import train
     from data_loader import TrainLoader, create_data_loaders
-    from engine import config, launch, preflight
+    from engine import config, launch
     from engine.comm import shm_backend
     from engine.comm.world import World
     from engine.data.batches import tensors
@@ -228,7 +230,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     try:
         with contextlib.redirect_stdout(output):
             ready = train.build(args._replace(cfg=config.changed(cfg, fixed)), world, stop)
-            preflight.describe(ready, strict=False)
+            describe.training(ready, strict=False)
     except Exception as error:
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end

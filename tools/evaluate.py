@@ -27,10 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.report import describe
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, preflight
+from engine import config
 from engine.comm import digests
 from engine.comm.world import World
 from engine.contract import Sums
@@ -129,7 +131,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> Any:
     """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
-    preflight.print_plan(found, steps=False)
+    describe.print_plan(found, steps=False)
     scored = evaluate_split(found, found.val_loader)
     if not scored or not world.main:
         return None

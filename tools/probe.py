@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import launch
+from engine.report import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,13 +34,13 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine import config, preflight
+from engine import config
+from engine.comm.scratch import end_with_parent
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.evaluation import training_metrics
 from engine.files import run_folder, status
 from engine.files.atomic import write_json
-from engine.files.scratch import end_with_parent
 from engine.phases import phase
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Run
@@ -71,7 +72,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
     def work(world: World, stop: StopRequest) -> None:
         try:
             run = train.build(args, world, stop)
-            preflight.describe(run, strict=False)
+            describe.training(run, strict=False)
             found = measure(run, seconds)
         except Exception as error:
             if restart.ran_out(error):

@@ -13,6 +13,7 @@ import train
 from engine import config, launch
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.report import describe
 from engine.survive import command, terminal
 from engine.survive import door as survive
 from engine.survive.signals import StopRequest
@@ -41,7 +42,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
 def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     """(all ranks) Join the process group, return what `work` does in it, and leave. `work` keeps no DDP alive."""
     world = train.setup_distributed(cfg)
-    launch.announce(world, cfg, always=False)
+    describe.announce(world, cfg, always=False)
     stop = StopRequest()  # max_time_s is for a training
     with survive.watch(world, stop, cfg):
         result = work(world, stop)

@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.report import describe
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from engine import config, preflight
+from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.survive import door as survive
@@ -36,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     def work(args: config.Args, world: World) -> int:
         found = train.build(args, world, split="val")
-        preflight.print_plan(found, steps=False)
+        describe.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
             raise LockstepError(f"task {args.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run")

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.comm.ddp import buckets
 from engine.errors import LockstepError
+from engine.report.describe import buckets
 
 
 class Link(NamedTuple):

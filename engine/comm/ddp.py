@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import launch, private
-from engine.comm import shm_backend
+from engine.comm import sealed, shm_backend
 from engine.comm.world import World
-from engine.errors import LockstepError, amount, console
+from engine.errors import LockstepError, console
 
 MIB = 1 << 20
 """The unit of DDP's bucket sizes. Its small first bucket exists only where no bucket size was set."""
@@ -43,7 +42,7 @@ def add_comm_hook(net: DistributedDataParallel, kind: Any) -> DistributedDataPar
 
     kind  of ddp.comm_hook; or virtual workers, which bring their own hook
     """
-    launch.meeting.wrapped = True
+    sealed.meeting.wrapped = True
     if not isinstance(kind, str):
         net.register_comm_hook(kind, kind.hook)
         return net
@@ -73,21 +72,3 @@ def add_comm_hook(net: DistributedDataParallel, kind: Any) -> DistributedDataPar
 
 def _backend() -> str:
     return "gloo" if dist.get_backend() == "shm" else dist.get_backend()
-
-
-def describe(net: Any, cfg: Any, in_tree: bool) -> str:
-    """Return what DDP will do in each step, from its own records."""
-    hook = "tree of virtual workers" if in_tree else "sum" if cfg.comm_hook == "none" else cfg.comm_hook
-    about = private.ddp_record(net)
-    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
-    return (
-        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
-        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
-        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
-    )
-
-
-def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
-    """Return the bytes of DDP's buckets, in the order in which they become ready."""
-    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
-    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)

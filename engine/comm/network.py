@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.files import scratch
+from engine.comm import scratch
 
 STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 """Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""

@@ -10,6 +10,7 @@ import secrets
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,34 @@ def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
     if not all(hmac.compare_digest(digest(key, each[32:]), each[:32]) for each in whole):
         raise RuntimeError("what another rank has sent is not sealed by this run")
     return [pickle.loads(each[32:]) for each in whole]
+
+
+@dataclass
+class Meeting:
+    """The store in which the ranks of this process's group leave notes, sealed.
+
+    notes    for this attempt of torchrun; None before the ranks have met
+    lasting  the same for all attempts
+    network  the interface by which machines find each other, where it was chosen here
+    wrapped  whether there is a DDP, which must be gone before its group
+    """
+
+    notes: Any = None
+    lasting: Any = None
+    network: str = ""
+    wrapped: bool = False
+
+
+meeting = Meeting()
+
+
+def remember(key: str, value: str) -> None:
+    """(rank 0) Keep a text for the next attempt, if torchrun makes one."""
+    if meeting.lasting is not None:
+        meeting.lasting.set(key, value)
+
+
+def recall(key: str) -> str:
+    """(rank 0) Return the text that an earlier attempt has kept, or nothing."""
+    known = meeting.lasting is not None and meeting.lasting.check([key])
+    return meeting.lasting.get(key).decode() if known and meeting.lasting is not None else ""

@@ -19,7 +19,7 @@ from engine.data.batches import tensors
 from engine.config import Config
 from engine.contract import Batch
 from engine.errors import LockstepError
-from engine.files.scratch import end_with_parent
+from engine.comm.scratch import end_with_parent
 from engine.data.samples import Source, no_shared_memory
 
 

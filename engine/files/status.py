@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.comm.scratch import COMMAND, EXIT_CODE, SCRATCH
 from engine.files import atomic
-from engine.files.scratch import COMMAND, EXIT_CODE, SCRATCH
 
 DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6, 75
 """Exit codes; 1 is an error in the code, or memory that ran out. After 75 (EX_TEMPFAIL) the same command resumes."""

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine import config, launch
-from engine.comm import digests
+from engine import config
+from engine.comm import digests, sealed
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import console
 from engine.files import run_folder, status
 from engine.files.checkpoints import LAST
-from engine.files.saving import CheckpointWriter
 from engine.report import log
 from engine.report.profile import Profile
+from engine.report.saving import CheckpointWriter
 from engine.run import Run, Silent, environment
 from engine.survive.signals import StopRequest
 
@@ -48,7 +48,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     run.profile = Profile(run, path, run.log.say) if profile else None
     if isinstance(run.log, log.Log) and made:
         run.checkpoints = CheckpointWriter(made[1], run.log, run.task.monitor)
-        launch.remember("folder", str(path))
+        sealed.remember("folder", str(path))
         status.current.write("running")
     if run.resumed:
         run.log.say(

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # this file lies within the package that it needs
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
 from engine.comm.network import STATIC, is_loopback, listen_less, way_to
-from engine.files.scratch import EXIT_CODE, SCRATCH, temporary_folder
+from engine.comm.scratch import EXIT_CODE, SCRATCH, temporary_folder
 
 
 def main(argv: list[str]) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine import launch
+from engine.comm import sealed
 from engine.comm.world import World
 from engine.contract import RESERVED
 from engine.data import batches
@@ -33,7 +34,7 @@ def end(error: BaseException, debug: bool) -> int:
     An interpreter that shuts down while gloo's threads live may hang or abort, and the exit code would be lost.
     """
     world = _joined()
-    alone = world is None or not (launch.environment().launched or launch.meeting.wrapped)
+    alone = world is None or not (launch.environment().launched or sealed.meeting.wrapped)
     if not alone:
         # torchrun sends it as soon as one rank is dead; before the first step it would end this one before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from engine import config, launch
+from engine.comm import scratch
 from engine.errors import LockstepError
-from engine.files import scratch, status
+from engine.files import status
 from engine.survive import agent
 
 

@@ -10,8 +10,7 @@ import time
 from types import FrameType
 
 from engine import launch
-from engine.comm import network
-from engine.files import scratch
+from engine.comm import network, scratch
 from engine.run import Stop
 from engine.survive import terminal
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.comm import network
+from engine.comm.sealed import meeting
 from engine.comm.shm_backend import machine
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files import atomic, status
-from engine.launch import meeting, speaks
+from engine.launch import speaks
 from engine.phases import Phases, phase
 from engine.survive import restart, terminal
 from engine.survive.signals import StopRequest, leave_nothing

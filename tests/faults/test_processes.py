@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
+from engine.comm import scratch
 from engine.data.samples import Source, ask
 from engine.errors import LockstepError
-from engine.files import scratch
 from engine.survive import blame
 
 TIMEOUT = "ddp.timeout_s=2"

@@ -37,8 +37,8 @@ from engine.contract import LockstepError
 from engine.files import archive, atomic, run_folder, status
 from engine.files.checkpoints import FILES, LAST, LOCK, MANIFEST, Checkpoints, Writer, find_checkpoint
 from engine.files.run_folder import inspect_run_folder as look_into
-from engine.files.saving import CheckpointWriter
 from engine.report import log
+from engine.report.saving import CheckpointWriter
 from engine.run import Progress
 from tools import evaluate
 

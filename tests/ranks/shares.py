@@ -12,8 +12,9 @@ import torch
 
 import tasks
 import train
-from engine import config, launch, preflight
+from engine import config, launch
 from engine.phases import phase
+from engine.report import describe
 from engine.report.open_log import open_log
 
 
@@ -33,9 +34,9 @@ def main() -> None:
     for argv in json.loads(sys.argv[2]):
         args = config.parse(argv, tasks.load)
         world = world or train.setup_distributed(args.cfg)
-        launch.announce(world, args.cfg, always=False)
+        describe.announce(world, args.cfg, always=False)
         run = train.build(args, world)
-        preflight.describe(run, strict=False)
+        describe.training(run, strict=False)
         optimizer, waited = run.optimizer, []
         if hasattr(optimizer, "zero"):
             optimizer.zero.register_step_post_hook(lambda *_, seen=waited: seen.append(phase.now[1]))

@@ -1,0 +1,182 @@
+"""What a run prints before its first step: who trains, the plan, what DDP will do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from engine import private
+from engine.comm.ddp import MIB
+from engine.comm.sealed import meeting
+from engine.comm.tree import block, spans
+from engine.comm.world import World, on_rank0, sync_errors
+from engine.config import Config
+from engine.errors import amount, console, set_up
+from engine.launch import environment, memory_restarts, restart_settings
+from engine.plan import Plan, cut_dependent, data_parallel_devices
+from engine.precision import Precision
+from engine.proof import adds_up
+from engine.report import log
+from engine.run import Run
+
+
+def announce(world: World, cfg: Any, always: bool) -> None:
+    """(rank 0) Log which processes these are. From here on only rank 0 logs."""
+    set_up(world.main)
+    env, restarts = environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts != "0":
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        console.info(f"Started again by torchrun: restart {restarts} of {most}")
+    devices = data_parallel_devices(cfg, world.device)
+    number = amount(max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process")
+    number = "one " + number.removeprefix("1 ") if number.startswith("1 ") else number
+    distributed = "Distributed training: " if env.launched or always else ""
+    console.info(distributed + number + (" of DataParallel" if devices else ""))
+    if meeting.network:
+        console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
+    console.info(f"Using device: {world.device}")
+    if memory_restarts():
+        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in restart_settings().items())}")
+
+
+def _count(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def plan_table(
+    plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int | None, precision: Precision
+) -> str:
+    """Return the arithmetic of a run for a person, a line each.
+
+    moments  bytes of the optimizer's state, on the rank that has most; None where they are not known before a step
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
+    shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
+    if moments is not None:
+        parts.append((f"optimizer{shares}", moments))
+    if cfg.optim.ema_decay:
+        parts.append(("EMA", weight_bytes))
+    lr = f"{cfg.optim.lr:g}"
+    if plan.peak_lr != cfg.optim.lr:
+        base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
+        lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
+    spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
+    decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
+    besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
+    last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
+    length = f"{plan.total_steps} = {_count(plan.total_steps / plan.steps_per_epoch)} epochs"
+    if cfg.steps > plan.total_steps:
+        length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
+    rows = [
+        ("global batch", f"{plan.micro_batch} per process{spread} x {amount(plan.processes, 'process')} x "
+                         f"{plan.accumulation} accumulation = {plan.global_batch}"),
+        ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
+                            f"{plan.dropped} samples dropped"),
+        ("optimizer steps", length),
+        ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
+                          f"{decays}"),
+        ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
+        ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
+        ("device", ", ".join([f"{world.device}", *plan.speed])),
+        ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
+                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {besides}"),
+    ]  # fmt: skip
+    half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
+    if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
+        text = f"GroupNorm in {precision.name}, kernel by kernel, moves about twice the bytes: compile=default fuses it"
+        rows.append(("worth a try", text))
+    saves = "at the end of an epoch; a kill repeats the epoch, and 10 s before it"
+    if cfg.save_minutes:
+        saves = f"each epoch and every {cfg.save_minutes:g} min, or 100 times a save's CPU time; a kill repeats that"
+    if cfg.save_every:
+        saves = f"every {amount(cfg.save_every, 'step')}; a kill repeats that"
+    rows.append(("checkpoints", f"{saves} at most"))
+    if plan.workers:
+        rows[:1] = _describe_workers(plan, trained_bytes)
+    elif parts_of := cut_dependent(model, plan.accumulation):
+        rows.append(("the cut matters", f"{parts_of}: other processes or another batch_size, other numbers"))
+    return "\n".join(f"  {name:<16} {text}" for name, text in rows)
+
+
+def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
+    """Return how samples, passes and sums are dealt to virtual workers, for a person."""
+    workers, processes = plan.workers, plan.processes
+    largest = -(-plan.global_batch // workers)
+    runs = sorted({len(block(workers, rank, processes)) for rank in range(processes)})
+    everyones = [spans(workers, rank, processes) for rank in range(processes)]
+    nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
+    there = (processes - 1) / processes * gradient_bytes / 1e6
+    sent = "nothing to send"
+    if processes > 1:
+        sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
+    return [
+        ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
+                         f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
+        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}; "
+                            f"the same bits on 1 to {workers} processes"),
+        ("tree of sums", f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"),
+    ]  # fmt: skip
+
+
+def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
+    """Return what DDP will do in each step, from its own records."""
+    hook = "tree of virtual workers" if in_tree else "sum" if cfg.comm_hook == "none" else cfg.comm_hook
+    about = private.ddp_record(net)
+    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
+    return (
+        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
+        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
+        f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
+    )
+
+
+def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
+    """Return the bytes of DDP's buckets, in the order in which they become ready."""
+    full, rest = divmod(num_bytes, bucket_cap_mb * MIB)
+    return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
+
+
+def check_wandb(cfg: Any, world: World) -> None:
+    """(all ranks) Raise LockstepError, before anything is loaded, where wandb is asked for and cannot be used."""
+    if cfg.wandb.enable:
+        on_rank0(world, lambda: log.require_wandb(cfg))
+
+
+def training(run: Run, strict: bool) -> None:
+    """(all ranks) Print the plan of a training, warn of what is likely a mistake in it, and check that its loss adds
+    up: all ranks compute the same samples, because a task may have collectives of its own."""
+    print_plan(run)
+    if run.cfg.check_sums:
+        with sync_errors(run.world):
+            line = adds_up.check(run, run.train_loader, adds_up.of_loss)
+        console.info(f"{line}\n")
+    if run.plan.global_batch > run.plan.num_samples:
+        have = f"a step may take {run.plan.global_batch} samples, and there are {run.plan.num_samples}"
+        console.info(f"warning: {have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
+    if run.plan.warmup_steps > run.plan.horizon:
+        console.info(
+            f"warning: the warm-up of {run.plan.warmup_steps} steps is longer than the schedule of {run.plan.horizon} "
+            "(schedule): give a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
+        )
+    if strict:
+        ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
+        console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
+        console.info(ddp_line(run.net, run.cfg.ddp, bool(run.virtual)) + "\n")
+
+
+def print_plan(run: Run, steps: bool = True) -> None:
+    """(rank 0) Print the arithmetic of a run, of its model alone without `steps`, and where its weights come from."""
+    if run.task.started_from:
+        console.info(f"Weights from {run.task.started_from}")
+    lines = plan_table(run.plan, run.cfg, run.world, run.model, run.moments, run.precision).splitlines()
+    shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
+    console.info("\n".join(shown) + "\n")
+
+
+COMPARED = ("config", "code", "torch", "python", "data", "parameters")
