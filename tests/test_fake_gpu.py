@@ -15,8 +15,6 @@ from test_graph import same
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 FAKE = str(ROOT / "tests/fake_gpu.py")
 HAR = ["har", "dataset.stride=512", "model.width=8"]
 VIDEO = ["video", "dataset.size=16", "dataset.trials=61", "dataset.videos=12", "dataset.frames=5", "model.width=4"]
@@ -132,6 +130,38 @@ def test_the_check_of_a_gpu_finds_no_wait_here(gpu, tmp_path, kind):
         gpu_check.PARTS["clips"](str(tmp_path / "few"), *gpu_check.FEW)
     said = gpu("--part", kind.split()[0], *words, script="benchmarks/gpu_check.py").out
     assert json.loads(said.rpartition("RESULT ")[2].splitlines()[0]) == [[], 6, True]
+
+
+IN_DDP = "DDP's reducer knows only real GPUs"
+NOT_HERE = {
+    "words": "needs NCCL",
+    "pace_in_ddp": IN_DDP,
+    "steps_in_ddp": IN_DDP,
+    "ceiling": "seconds of a real GPU's work",
+}
+ELSEWHERE = ("clips", "steps", "sanitized_steps", "race")  # the tests beside this one
+
+
+@pytest.mark.parametrize("part", [part for part in gpu_check.PARTS if part not in ELSEWHERE])
+def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
+    """All that they ask of torch.cuda is there, and their sums come out."""
+    if part in NOT_HERE:
+        pytest.skip(NOT_HERE[part])
+    words, kernels_of_step = STEPS["perceptron"]
+    seconds, training = ["0.01"] * (part in ("pace", "feeds")), words * (part != "about")
+    said = gpu("--part", part, *seconds, *training, "device=cuda", script="benchmarks/gpu_check.py").out
+    found = json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
+    if part == "about":
+        assert found["device"] == "No GPU" and found["memory"] == "80 GiB"
+    elif part == "captures":
+        *times, megabytes = found
+        assert min(times) > 0 and 1e6 * megabytes == pytest.approx(16 * 6407, 0.01), "weights, average, two moments"
+    elif part == "feeds":
+        assert found[0] / found[1] == pytest.approx(6 * 128 * 4 + 4 * 8), "a window, its class and three numbers"
+    else:
+        assert min(found["rate"], found["ms"], found["limit"]) > 0 and 0 < found["waits"] < 1
+        assert found["kernels"] == found["launches"]
+        assert not torch.__version__.startswith("2.13.") or found["kernels"] == kernels_of_step
 
 
 @pytest.mark.slow
