@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, succeed
 from test_graph import same
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -113,12 +113,19 @@ def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
     seen = gpu(*words, "steps=6", "log_every=100")
     if kind in ("conv", "video", "perceptron", "transformer"):
         assert ("compile=default fuses it" in seen.out) == (kind in ("conv", "video")), "GroupNorm, in half precision"
+    assert "is not known" not in seen.out, "whether the score adds up, of samples asked for by number"
     inside = {what for step, what in seen.waits if 3 <= step < 6}
     assert inside == SAID.get(kind, set())
     assert len(seen.kernels) >= 6 and not [what for _, what in seen.waits if what.startswith("data_loader.py")]
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the kernels of a step are those of torch 2.13")
     assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
+
+
+def test_a_sample_of_held_data_with_nan_is_named(gpu):
+    """It is asked for by its number, after the step."""
+    words = [FAULTY, "fault.kind=nan sample", "max_skipped_steps=2", "epochs=1", "cache=device"]
+    assert "skipped: sample 7 has NaN in x" in gpu(*words).out
 
 
 @pytest.mark.slow
