@@ -326,6 +326,24 @@ def test_the_average_is_what_is_scored(steps):
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 
+def test_the_speed_of_training_is_without_the_time_of_an_evaluation(monkeypatch, steps):
+    """Evaluations of a day, by the clock that the speed is divided by: the next log point knows nothing of them."""
+    run, outcomes = steps("epochs=1")
+
+    def a_day(run, batches):
+        run.meter.since -= 24 * 3600.0
+        return evaluate_split(run, batches)
+
+    monkeypatch.setattr(train, "evaluate_split", a_day)
+    monkeypatch.setattr(train, "save", lambda run, state, best: None)
+    next(outcomes)
+    training_metrics(run, {})
+    train.evaluate(run)
+    next(outcomes)
+    metrics = training_metrics(run, {})
+    assert metrics["samples_per_s"] > 12 / 3600, "the twelve samples of one step, within the hour"
+
+
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
     """The steps after it have dropout again, and the random numbers that they would have had."""
     weights = []
