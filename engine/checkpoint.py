@@ -14,6 +14,7 @@ from torch import nn
 
 from engine import config, launch
 from engine.comm import digests, sealed
+from engine.comm.buffers import equalise_buffers
 from engine.comm.world import World, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
@@ -23,8 +24,7 @@ from engine.optim import make
 from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
-from engine.preflight import equalise_buffers
-from engine.proof import resumable
+from engine.preflight import resumable
 from engine.run import Progress, Run, environment
 
 FORMAT = 3

@@ -25,7 +25,7 @@ from engine.files import status
 from engine.metrics import Collection, EvalSums
 from engine.optim import make
 from engine.phases import phase
-from engine.proof import adds_up, resumable
+from engine.preflight import adds_up, resumable
 from engine.run import Run, environment
 
 if TYPE_CHECKING:

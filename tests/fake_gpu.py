@@ -5,8 +5,10 @@
 As on a GPU: a host tensor beside the device's is an error, a single number is not; a copy to the host that does not
 wait holds rubbish until an event after it, or anything else, is waited for; a copy from pageable memory waits; the
 sanitizer of torch.cuda is told of streams, events and memory. Every wait is noted with the line of the project,
-every kernel of the main thread with its step. Not emulated: times, memory, rounding and autocast's list of CUDA (those
-are the CPU's), graphs, DDP's reducer, which is in C++.
+every kernel with its step, those of a stream of its own with the step that waits for them. Stricter than a GPU: what
+was made on one stream is used on another only after `record_stream`, and only the main thread uses the main stream.
+Not emulated: times, memory, rounding and autocast's list of CUDA (those are the CPU's), graphs, DDP's reducer, which
+is in C++.
 """
 
 import collections
@@ -54,7 +56,7 @@ class CudaTensor(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, device="cpu", **form)
 
     def __init__(self, inner):
-        self.inner = inner
+        self.inner, self.streams = inner, {current_stream()}
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -98,7 +100,7 @@ class CudaTensor(torch.Tensor):
         return self.inner.data_ptr()
 
     def record_stream(self, stream):
-        pass
+        self.streams.add(stream)
 
     def __reduce_ex__(self, protocol):
         return self.cpu().__reduce_ex__(protocol)
@@ -183,6 +185,9 @@ def dispatch(func, args, kwargs):
     if whole and name not in TAKES_BOTH:
         shapes = ", ".join(str(tuple(value.shape)) for value in whole)
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} of cuda:0 and cpu {shapes}")
+    for value in given:
+        if isinstance(value, CudaTensor) and current_stream() not in value.streams:
+            raise RuntimeError(f"{name} uses a tensor of another stream, which may give its memory out: record_stream")
     plain = [value.inner if isinstance(value, CudaTensor) else value for value in flat]
     plain = [torch.device("cpu") if isinstance(value, torch.device) else value for value in plain]
     some, more = tree_unflatten(plain, spec)
@@ -205,8 +210,11 @@ def dispatch(func, args, kwargs):
         out = tree_map_only(torch.Tensor, lambda value: value.to(half), func(*widened[0], **widened[1]))
     else:
         out = func(*some, **more)
-    if threading.current_thread() is threading.main_thread() and name not in NO_KERNEL and not func.is_view:
-        kernels[step()][name] += 1
+    stream = current_stream()
+    if name not in NO_KERNEL and not func.is_view:
+        if stream is usual and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(f"{name} of another thread among the kernels of a step, which it would delay")
+        (kernels[step()] if stream is usual else stream.launched)[name] += 1
     wrapped = tree_map_only(torch.Tensor, CudaTensor, out)
     for fresh in tree_flatten(wrapped)[0] if not (func.is_view or func._schema.is_mutable) else ():
         if is_tensor(fresh):
@@ -242,9 +250,11 @@ class Stream:
     device = GPU
 
     def __init__(self, *_, **__):
-        self.cuda_stream = next(numbers)
+        self.cuda_stream, self.launched = next(numbers), collections.Counter()
 
     def wait_stream(self, other):
+        kernels[step()] += other.launched
+        other.launched.clear()
         self.wait_event(other.record_event())
 
     def wait_event(self, event):
@@ -288,6 +298,24 @@ class Event:
         return 1.0
 
 
+class Profile(contextlib.AbstractContextManager):
+    """Torch's own of a GPU alone refuses to begin where torch knows none: the kernels are those counted here."""
+
+    def __init__(self):
+        self.before = self.count()
+
+    def __exit__(self, *_):
+        self.taken = self.count() - self.before
+
+    @staticmethod
+    def count():
+        return sum(counted.total() for counted in kernels.values())
+
+    def events(self):
+        devices = {"kernel": torch.autograd.DeviceType.CUDA, "cudaLaunchKernel": torch.autograd.DeviceType.CPU}
+        return self.taken * [types.SimpleNamespace(name=name, device_type=which) for name, which in devices.items()]
+
+
 usual = Stream()
 usual.cuda_stream = 0
 
@@ -328,6 +356,8 @@ def install():
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.nccl = types.SimpleNamespace(version=lambda: (0, 0, 0))
     torch._C._activate_gpu_trace = lambda: None
+    profile, of_gpu = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
+    torch.profiler.profile = lambda activities: Profile() if activities == of_gpu else profile(activities=activities)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = lambda self, device=None: in_pinned_memory(self), is_pinned
     begin_autocast, begin_thread = torch.autocast.__init__, threading.Thread._bootstrap_inner
 

@@ -14,7 +14,7 @@ import train
 from engine import config, errors, launch
 from engine.contract import LockstepError
 from engine.files import status
-from engine.proof import adds_up
+from engine.preflight import adds_up
 from engine.report import describe
 
 HEAD = """

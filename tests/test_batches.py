@@ -314,6 +314,26 @@ def test_a_sample_and_the_noise_in_the_loss_are_never_drawn_from_one_seed():
     assert len({*crops, *noise}) == len(crops) + len(noise) == 2 * 61
 
 
+class Gaps(Windows):
+    """A row with places that were not measured: a window has NaN or not, by where it begins."""
+
+    def __getitems__(self, indices, seeds):
+        place = contract.uniform(seeds, 1)
+        return {"x": torch.where(place < 0.25, torch.nan, place)}
+
+
+def test_a_window_drawn_onto_a_gap_is_found_again():
+    """Which samples of a pass had NaN is asked after the step, and each is drawn once more: as it was, in any epoch."""
+    named = {}
+    for epoch in (0, 1):
+        train, _ = loaders_of(Gaps(), epoch=epoch)
+        for batch, micro in train.passes():
+            had = [i for i, x in zip(micro.indices, batch["x"], strict=True) if x.isnan()]
+            assert train.not_finite(micro) == dict.fromkeys(had, "NaN in x")
+            named.setdefault(epoch, set()).update(had)
+    assert 0 < len(named[0]) < 61 and named[0] != named[1], "other windows each epoch"
+
+
 def test_an_evaluation_draws_the_same_for_a_sample_whatever_the_cut():
     def scored(size, batch, seed, workers=0):
         cfg = config.Config(seed=seed, eval_batch_size=batch, num_workers=workers)

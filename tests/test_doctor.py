@@ -104,6 +104,23 @@ def test_a_checkpoint_is_as_large_as_it_says(healthy):
     assert 0.9 < told / written["bytes"] <= 1.0, "the rest are names, config and random state"
 
 
+@pytest.mark.parametrize(
+    ("there", "free", "level"),
+    [(0, 39, "failure"), (0, 79, "warning"), (0, 80, "ok"), (3, 9, "failure"), (3, 19, "warning"), (3, 20, "ok")],
+)
+def test_a_run_that_goes_on_has_room_for_the_checkpoints_it_has(monkeypatch, tmp_path, there, free, level):
+    """One is kept, and the last, the best, and one that is being written: four of 10 MB. Those of the run before are
+    replaced, so only the rest needs room; a link to one of them is none."""
+    for n in range(there):
+        (tmp_path / f"best_model_epoch{n}.pt").write_bytes(bytes(10_000_000))
+        (tmp_path / "best_model.pt").unlink(missing_ok=True)
+        (tmp_path / "best_model.pt").symlink_to(f"best_model_epoch{n}.pt")
+    monkeypatch.setattr(doctor, "checkpoint_bytes", lambda run: 10_000_000)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * 1_000_000))
+    line = only(doctor.disk(SimpleNamespace(cfg=config.Config(save_dir=str(tmp_path), keep_checkpoints=1))))
+    assert line.level == level and line.text.startswith(f"{free} MB free at {tmp_path}, the run keeps up to 4 check")
+
+
 @pytest.mark.slow
 def test_two_processes_are_started_compared_and_timed(launch):
     done = launch.python(DOCTOR, "--launch", "2", "--json", TOY, OMP_NUM_THREADS=None, **CPU)

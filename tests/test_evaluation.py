@@ -250,9 +250,11 @@ def test_the_best_is_the_best(launch, tmp_path, higher, best, epoch):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A small run on sensor windows, of which an evaluation takes several batches, the last one short. A perceptron:
-    what it makes of a sample differs in the last bits with the number of samples beside it."""
+    what it makes of a sample differs in the last bits with the number of samples beside it. Three processes could
+    not train on its global batch, and score it all the same."""
     folder = tmp_path_factory.mktemp("har") / "run"
     words = "--mode flatten dataset.stride=512 model.width=8 batch_size=16 steps=6 optim.ema_decay=0.5".split()
+    words.append("global_batch=16")
     with launching() as launch:
         succeed(launch.python("train.py", "har", *words, f"save_dir={folder}"))
     return folder

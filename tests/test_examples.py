@@ -3,10 +3,14 @@
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, succeed
 from test_resume import load, logged
+
+import tasks
+from engine import config
 
 BITS = str(ROOT / "tests" / "ranks" / "bits.py")
 
@@ -15,6 +19,20 @@ EXAMPLES = {
     "own_lora": (["steps=30", "batch_size=8", "optim.ema_decay=0.5"], 3.5),
 }
 """Words, and the loss that is reached."""
+
+
+def test_what_normalises_a_table_is_measured_on_the_rows_to_train_on(tmp_path):
+    """The last rows, which are validated on, are another world: no number of theirs is in the model."""
+    rows = np.random.default_rng(0).normal(size=(50, 3))
+    rows[40:] += 1000.0
+    np.savetxt(tmp_path / "mine.csv", rows, delimiter=",", header="a,price,b", comments="")
+    words = ["examples/own_task.py", f"table.path={tmp_path / 'mine.csv'}", "table.target=price", "table.val_share=0.2"]
+    cfg = config.parse(["--task", str(ROOT / words[0]), *words[1:]], tasks.load).cfg
+    task = tasks.load(cfg.task)(cfg)
+    train, val = task.datasets()
+    assert len(train) == 40 and len(val) == 10 and np.allclose(val.y, rows[40:, 1])
+    model = task.model()
+    assert np.allclose(model.mean, rows[:40, ::2].mean(0)) and np.allclose(model.std, rows[:40, ::2].std(0, ddof=1))
 
 
 @pytest.mark.slow

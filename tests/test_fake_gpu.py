@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, succeed
 from test_graph import same
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 FAKE = str(ROOT / "tests/fake_gpu.py")
 HAR = ["har", "dataset.stride=512", "model.width=8"]
@@ -88,16 +86,17 @@ def test_the_bits_of_the_cpu(gpu, of_the_cpu, tmp_path, cache):
 
 STEPS = {
     "conv": ([*HAR, "batch_size=16", EMA, "amp=bf16"], 188),
-    "perceptron": ([*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED], 408),
-    "transformer": ([*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"], 389),
-    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 376),
+    "perceptron": ([*HAR, "mode=flatten", EMA, "amp=fp16", *TWO, FETCHED], 412),
+    "transformer": ([*HAR, "mode=transformer", "batch_size=16", "amp=bf16", "cache=host"], 391),
+    "video": ([*VIDEO, "batch_size=4", "amp=bf16", FETCHED], 378),
     "act": ([*ROBOT, *ACT, "amp=bf16"], 684),
     "vla": ([*ROBOT, "amp=bf16"], 705),
-    "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 114),
+    "norms": ([BUFFERS, "batch_size=8", EMA, "amp=bf16", FETCHED, "num_workers=1"], 117),
     "terms": ([TERMS, "batch_size=6", "amp=bf16", "gradient_accumulation_steps=2"], 379),
-    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=2", "ddp.backend=gloo"], 611),
+    "virtual": ([*HAR, "batch_size=8", EMA, "amp=bf16", "virtual_workers=4", "ddp.backend=gloo"], 1181),
 }
-"""Settings, and the kernels of a step (the most of steps 4 and 5): one that grows is noticed."""
+"""Settings, and the kernels of a step (the most of steps 4 and 5), the loader's thread's among them: one that grows is
+noticed. Of four virtual workers each second one's gradients are added to a tree: by one kernel, not one for each."""
 
 SAID = {"terms": {"tests/tasks/terms.py:18 a copy from the host"}}
 """Waits that are the task's own."""
@@ -114,12 +113,19 @@ def test_no_wait_in_a_step_and_no_kernel_more(gpu, kind):
     seen = gpu(*words, "steps=6", "log_every=100")
     if kind in ("conv", "video", "perceptron", "transformer"):
         assert ("compile=default fuses it" in seen.out) == (kind in ("conv", "video")), "GroupNorm, in half precision"
+    assert "is not known" not in seen.out, "whether the score adds up, of samples asked for by number"
     inside = {what for step, what in seen.waits if 3 <= step < 6}
     assert inside == SAID.get(kind, set())
     assert len(seen.kernels) >= 6 and not [what for _, what in seen.waits if what.startswith("data_loader.py")]
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the kernels of a step are those of torch 2.13")
     assert max(sum(seen.kernels[step].values()) for step in (4, 5)) == most
+
+
+def test_a_sample_of_held_data_with_nan_is_named(gpu):
+    """It is asked for by its number, after the step."""
+    words = [FAULTY, "fault.kind=nan sample", "max_skipped_steps=2", "epochs=1", "cache=device"]
+    assert "skipped: sample 7 has NaN in x" in gpu(*words).out
 
 
 @pytest.mark.slow
@@ -132,6 +138,38 @@ def test_the_check_of_a_gpu_finds_no_wait_here(gpu, tmp_path, kind):
         gpu_check.PARTS["clips"](str(tmp_path / "few"), *gpu_check.FEW)
     said = gpu("--part", kind.split()[0], *words, script="benchmarks/gpu_check.py").out
     assert json.loads(said.rpartition("RESULT ")[2].splitlines()[0]) == [[], 6, True]
+
+
+IN_DDP = "DDP's reducer knows only real GPUs"
+NOT_HERE = {
+    "words": "needs NCCL",
+    "pace_in_ddp": IN_DDP,
+    "steps_in_ddp": IN_DDP,
+    "ceiling": "seconds of a real GPU's work",
+}
+ELSEWHERE = ("clips", "steps", "sanitized_steps", "race")  # the tests beside this one
+
+
+@pytest.mark.parametrize("part", [part for part in gpu_check.PARTS if part not in ELSEWHERE])
+def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
+    """All that they ask of torch.cuda is there, and their sums come out."""
+    if part in NOT_HERE:
+        pytest.skip(NOT_HERE[part])
+    words, kernels_of_step = STEPS["perceptron"]
+    seconds, training = ["0.01"] * (part in ("pace", "feeds")), words * (part != "about")
+    said = gpu("--part", part, *seconds, *training, "device=cuda", script="benchmarks/gpu_check.py").out
+    found = json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
+    if part == "about":
+        assert found["device"] == "No GPU" and found["memory"] == "80 GiB"
+    elif part == "captures":
+        *times, megabytes = found
+        assert min(times) > 0 and 1e6 * megabytes == pytest.approx(16 * 6407, 0.01), "weights, average, two moments"
+    elif part == "feeds":
+        assert found[0] / found[1] == pytest.approx(6 * 128 * 4 + 4 * 8), "a window, its class and three numbers"
+    else:
+        assert min(found["rate"], found["ms"], found["limit"]) > 0 and 0 < found["waits"] < 1
+        assert found["kernels"] == found["launches"]
+        assert not torch.__version__.startswith("2.13.") or found["kernels"] == kernels_of_step
 
 
 @pytest.mark.slow
@@ -196,9 +234,15 @@ def test_what_waits_for_nothing_is_no_wait(gpu, wrong):
     assert not [what for step, what in gpu(*wrong(*free)).waits if 3 <= step < 6]
 
 
-def test_a_tensor_of_the_host_among_the_others_is_an_error(gpu, wrong):
-    seen = gpu(*wrong("y + torch.ones(4)"), code=1)
-    assert "Expected all tensors to be on the same device: add of cuda:0 and cpu (4,)" in seen.errors[0]
+ERRORS = {
+    "y + torch.ones(4)": "Expected all tensors to be on the same device: add of cuda:0 and cpu (4,)",
+    "with torch.cuda.stream(torch.cuda.Stream()): y + 1": "add uses a tensor of another stream",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_a_tensor_of_the_host_or_of_another_stream_is_an_error(gpu, wrong, line):
+    assert ERRORS[line] in gpu(*wrong(line), code=1).errors[0]
 
 
 def test_a_copy_that_is_read_too_early_holds_rubbish(gpu, wrong):

@@ -29,7 +29,7 @@ from engine.metrics import Slow
 from engine.plan import make_plan
 from engine.report import describe
 from engine.run import Silent
-from engine.survive import door as survive
+from engine.survive.door import door as survive
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
@@ -90,17 +90,18 @@ class Event:
 @pytest.mark.parametrize(
     ("words", "late"),
     [
-        (["epochs=2"], [1, 2, 3, 4, 5]),  # the sixth is known at once: the epoch ends
-        (["epochs=2", "drop_last=true", "batch_size=13"], [1, 2, 3, 4]),
-        (["steps=4"], [1, 2, 3]),
-        (["epochs=1", "eval_every=4"], [1, 2, 3, 5]),
-        (["epochs=1", "save_every=2"], [1, 3, 5]),
+        (["epochs=2"], [2, 3, 4, 5]),  # the first and the sixth are known at once: ranks are compared, the epoch ends
+        (["epochs=2", "drop_last=true", "batch_size=13"], [2, 3, 4]),
+        (["steps=4"], [2, 3]),
+        (["epochs=1", "eval_every=4"], [2, 3, 5]),
+        (["epochs=1", "save_every=2"], [3, 5]),
     ],
 )
 def test_on_a_gpu_news_come_a_step_late_but_before_any_pause(monkeypatch, steps, words, late):
     """So that the last steps of a run are read, too, and a checkpoint knows of all before it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    run, outcomes = steps(*words, "fault.kind=nan loss", "fault.step=1", "fault.times=99", "max_skipped_steps=0")
+    words = [*words, "fault.kind=nan loss", "fault.step=1", "fault.times=99", "max_skipped_steps=0"]
+    run, outcomes = steps(*words, "check_resume=false")  # or all are waited for until a step has been taken
     run.meter.on_gpu = True
     known = 0
     for skipped in outcomes:
@@ -154,9 +155,9 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
 
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99")
+    run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99", "check_resume=false")
     run.meter.on_gpu = True
-    assert not next(outcomes)
+    assert [skipped.step for skipped in next(outcomes)] == [1], "after the first step ranks are compared"
     run.stop.request("SIGTERM")
     next(outcomes)
     assert not run.stopped, "its vote is under way"
@@ -170,7 +171,7 @@ def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch
 def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatch, steps, on_gpu):
     """On a GPU a step later, without a wait before: then all that was posted is read, and one save follows."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    run, outcomes = steps("epochs=1", "log_every=100")
+    run, outcomes = steps("epochs=1", "log_every=100", "check_resume=false")
     run.meter.on_gpu, asked = on_gpu, []
 
     def worth_it(minutes=None):
@@ -329,6 +330,24 @@ def test_the_average_is_what_is_scored(steps):
     with torch.no_grad():
         scored = [run.task.report(run.task.score(model, batch))["loss"] for model in (run.ema.module, run.model)]
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
+
+
+def test_the_speed_of_training_is_without_the_time_of_an_evaluation(monkeypatch, steps):
+    """Evaluations of a day, by the clock that the speed is divided by: the next log point knows nothing of them."""
+    run, outcomes = steps("epochs=1")
+
+    def a_day(run, batches):
+        run.meter.since -= 24 * 3600.0
+        return evaluate_split(run, batches)
+
+    monkeypatch.setattr(train, "evaluate_split", a_day)
+    monkeypatch.setattr(train, "save", lambda run, state, best: None)
+    next(outcomes)
+    training_metrics(run, {})
+    train.evaluate(run)
+    next(outcomes)
+    metrics = training_metrics(run, {})
+    assert metrics["samples_per_s"] > 12 / 3600, "the twelve samples of one step, within the hour"
 
 
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import tasks
 from engine import config
 from engine.contract import LockstepError
 from formats import windows
+from formats.sensor_csv import even_pieces
 
 HEADER = "time_s,acc_x,acc_y,acc_z"
 
@@ -97,6 +99,16 @@ def test_a_slow_or_uneven_recording_without_a_gap_is_one_piece(own, tmp_path, he
     for name, given in (("regular", times), ("late", late - late[0]), ("lost", lost)):
         pieces, notes = pieces_of(own, tmp_path / name, given)
         assert len(pieces) == 1 and not notes, name
+
+
+@pytest.mark.parametrize("begin", [0.0, 0.1, 7.3])
+def test_a_recording_of_a_windows_length_is_one_window(begin):
+    """Its times are written with few digits, and none of them is exact in binary: not one step is lost to that."""
+    for steps in range(2, 300):
+        times = np.array([float(f"{begin + n / 50:.2f}") for n in range(steps)])
+        table = np.column_stack([times, np.arange(steps)])
+        (piece,), notes = even_pieces(table, np.arange(steps), Path("a.csv"), 50.0, steps)
+        assert not notes and np.allclose(piece[:, 0], np.arange(steps), atol=1e-3), steps
 
 
 def test_shared_times_and_a_change_of_the_rate_are_told(own, tmp_path):

@@ -176,6 +176,13 @@ def test_the_shipped_configs_parse(name):
     assert parse("--config", str(ROOT / f"configs/policy/{name}.yaml")).policy.type == name
 
 
+def test_the_shipped_act_is_asked_for_one_thing_only():
+    """It hears no command, so of six it could learn none: in the demonstrations and in the trials there is one."""
+    cfg = parse("--config", str(ROOT / "configs/policy/act_discs.yaml"))
+    worlds = simulation.worlds(cfg.env, simulation.which(cfg.env, given=False), np.arange(20))
+    assert cfg.policy.type == "act" and {*worlds.commands} == {cfg.env.command}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ import tasks
 from engine import config, plan, speed
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.precision import Precision
 from engine.speed import compiler, memory
+from models.layers import group_norm
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bars
@@ -422,6 +425,20 @@ def test_auto_compiles_long_runs_on_a_gpu(wanted, device, steps, expected, monke
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", "")
         assert compiler.choose("auto", torch.device("cuda"), 10**6) == "off", "Triton needs a compiler"
+
+
+def test_for_norms_in_half_precision_on_a_gpu_the_compiler_is_advised():
+    cfg = config.Config()
+
+    def advised(device="cuda", amp="bf16", mode="off", norm=group_norm):
+        there, model = World(0, 0, 1, torch.device(device)), nn.Sequential(nn.Conv3d(1, 8, 3), norm(8))
+        decided = replace(plan.make_plan(cfg, there, 61), compile=mode)
+        said = plan.describe(decided, cfg, there, model, 0, Precision(amp, there.device, ""))
+        return "compile=default fuses it" in said
+
+    assert advised() and advised(amp="fp16")
+    others = {"device": "cpu", "amp": "off", "mode": "default", "norm": nn.LayerNorm}
+    assert not any(advised(**{"amp": "fp16"} | {key: value}) for key, value in others.items())
 
 
 def test_a_short_batch_leaves_full_ones_their_graph(monkeypatch):

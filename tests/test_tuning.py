@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -118,6 +119,20 @@ def test_a_global_batch_is_kept_and_only_cut(launch, tmp_path):
     cuts = [row["batch_size"] for row in found["tried"] if "num_workers" not in row["settings"]]
     assert cuts[:3] == [1, 2, 3] and {row["global_batch"] for row in found["tried"]} == {6}
     assert found["settings"]["batch_size"] in cuts and found["settings"]["global_batch"] == 6
+
+
+@pytest.mark.parametrize(
+    ("processes", "batch", "fits"), [(1, 100, True), (1, 101, False), (4, 17, True), (4, 18, False), (4, 100, False)]
+)
+def test_the_next_batch_is_not_tried_where_all_processes_together_would_fill_memory(
+    monkeypatch, processes, batch, fits
+):
+    """Each has taken 100 MB and 10 MB a sample, and 1100 MB are free: then the kernel kills, whom it likes."""
+    free = "MemTotal:   9999999 kB\nMemFree:       9999 kB\nMemAvailable: 1100000 kB\n"
+    monkeypatch.setattr(tune, "Path", lambda name: SimpleNamespace(read_text={"/proc/meminfo": lambda: free}[name]))
+    rows = [{"batch_size": n, "memory_mb": 100.0 + 10 * n, "device": "cpu", "out_of_memory": False} for n in (4, 8)]
+    assert tune.would_not_fit(rows, batch, processes) is not fits
+    assert not tune.would_not_fit([rows[0], rows[1] | {"device": "cuda:0"}], batch, processes), "there it is tried"
 
 
 def test_what_is_chance_is_not_taken(monkeypatch):

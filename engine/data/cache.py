@@ -54,10 +54,8 @@ class CachedDataset:
         return self.length
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        rows = torch.tensor(indices)
-        if self.device.type == "cuda":  # from pinned memory: any other copy waits for the GPU
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return self.rows(rows)
+        """Of data on a GPU outside of the steps only, which use `rows`: this waits for the GPU."""
+        return self.rows(torch.tensor(indices, device=self.device))
 
     def rows(self, indices: Tensor) -> Batch:
         """Return the samples of (B,) indices that lie on `device`: of an epoch's order there, no copy and no wait. From

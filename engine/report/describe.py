@@ -17,7 +17,7 @@ from engine.errors import amount, console, set_up
 from engine.launch import environment, memory_restarts, restart_settings
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
-from engine.proof import adds_up
+from engine.preflight import adds_up
 from engine.report import log
 from engine.run import Run
 
