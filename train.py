@@ -37,8 +37,8 @@ from engine.report import describe
 from engine.report.open_log import already_complete, open_log
 from engine.run import Run
 from engine.seeds import seed_everything
-from engine.survive.door import command
-from engine.survive.door import door as survive
+from engine.survive import command
+from engine.survive import door as survive
 from engine.survive.signals import StopRequest
 
 

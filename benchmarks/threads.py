@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.speed.cores import BY_RULE, available
-from engine.survive.door import agent
+from engine.survive import agent
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAININGS = {

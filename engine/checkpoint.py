@@ -14,7 +14,7 @@ from torch import nn
 
 from engine import config, launch
 from engine.comm import digests, sealed
-from engine.comm.buffers import equalise_buffers
+from engine.comm.buffers import check_buffers, equalise_buffers
 from engine.comm.world import World, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
@@ -24,7 +24,6 @@ from engine.optim import make
 from engine.optim.zero import Zero
 from engine.phases import phase
 from engine.plan import Plan
-from engine.preflight import resumable
 from engine.run import Progress, Run, environment
 
 FORMAT = 3
@@ -80,7 +79,8 @@ def _read(path: Path, world: World) -> dict[str, Any]:
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads again; return nothing on the other ranks. Training may continue while it is written."""
-    equalise_buffers(run)
+    check_buffers(run.world, run.buffers)
+    equalise_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
     if not run.world.main:
         return {}
@@ -211,7 +211,6 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         run.task.started_from = _start_from(run.cfg.init_from, run.model)
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
-    run.fresh = resumable.fresh(run, state["progress"]["step"] if state else 0)
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.left_out = left_out_digests(run.model, names) if names else {}
     if not state:

@@ -303,7 +303,7 @@ itself. A task knows neither."""
 
 
 stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/proof/adds_up.py."""
+"""What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/preflight/adds_up.py."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:

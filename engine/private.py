@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 DROPOUT: Any = nn.modules.dropout._DropoutNd
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm

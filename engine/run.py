@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
 from engine.metrics import GpuClock, Meter, Skipped, Slow
+from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -87,6 +88,20 @@ class Silent:
     def close(self) -> None: ...
 
 
+class Fresh(NamedTuple):
+    """What a new process begins with, before it loads a checkpoint."""
+
+    optimizer: torch.optim.Optimizer | None  # with the same parameters; None where it cannot be copied
+    forms: dict[str, str]  # of the model's entries
+
+
+def forms(task: Task, model: nn.Module) -> dict[str, str]:
+    """Return the type and the shape of what a checkpoint holds of the model, by name."""
+    held = {name: value for name, value in model.state_dict().items() if task.saved(name)}
+    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in tensors.items()}
+
+
 @dataclass
 class Run:
     """Hold everything one training is made of. The functions of train.py take this one noun."""
@@ -118,7 +133,6 @@ class Run:
     sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
     moments: int | None = None  # bytes of the optimizer's state, on the rank that has most, where they are known
-    fresh: Any = None  # what a new process begins with, until `resumable` has compared
     left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
 
@@ -133,6 +147,9 @@ class Run:
         workers = self.plan.workers
         unused = self.cfg.ddp.find_unused_parameters
         self.virtual = VirtualWorkers(workers, self.world, self.model, unused) if workers else None
+        self.fresh: Fresh | None = None  # until `resumable` has compared
+        if self.cfg.check_resume:
+            self.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
         self.terms = Terms(self) if type(self.task).losses is not Task.losses else None
         if self.world.size > 1:
             split_backward(self.model)

@@ -20,7 +20,7 @@ from engine.contract import LockstepError
 from engine.errors import headline
 from engine.launch import Environment, environment, explained, pick_backend, pick_device, rendezvous
 from engine.plan import data_parallel_devices
-from engine.survive.door import blame, command
+from engine.survive import blame, command
 
 SPY = """
 import torch

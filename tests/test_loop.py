@@ -29,7 +29,7 @@ from engine.metrics import Slow
 from engine.plan import make_plan
 from engine.report import describe
 from engine.run import Silent
-from engine.survive.door import door as survive
+from engine.survive import door as survive
 from tasks._classification import Classification, LossSettings
 
 BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")

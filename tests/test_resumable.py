@@ -145,7 +145,7 @@ def test_what_a_new_process_would_not_have_is_named(steps, tmp_path, kind):  # n
     code, said = FORGOTTEN[kind]
     (tmp_path / "own.py").write_text(HEAD + code)
     run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
-    preflight.compare_weights(run)
+    preflight.compare_ranks(run)
     next(outcomes)
     said = re.escape(said).replace("REALM", r"\w+")
     with pytest.raises(LockstepError, match=said):

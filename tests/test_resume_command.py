@@ -15,7 +15,7 @@ import tasks
 from engine import config
 from engine.comm import scratch
 from engine.files import status
-from engine.survive.door import signals
+from engine.survive import signals
 
 FOLDER = "checkpoints/a run's  own"
 

@@ -14,7 +14,7 @@ from engine.comm import network
 from engine.comm.world import World
 from engine.metrics import Meter
 from engine.phases import Phases
-from engine.survive.door import watchdog
+from engine.survive import watchdog
 from engine.survive.signals import StopRequest
 from engine.survive.watchdog import Failure, Watchdog, diagnose
 

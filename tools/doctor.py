@@ -51,7 +51,7 @@ try:
     from engine.files import status
     from engine.run import Run
     from engine.speed.cores import Crowd, available, bound_to, crowded, threads_at_most
-    from engine.survive.door import agent, blame
+    from engine.survive import agent, blame
     from engine.survive.signals import StopRequest
     from tools import machine, nvidia
     from tools.machine import Line, attempt, failure, ok, warning

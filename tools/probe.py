@@ -45,8 +45,8 @@ from engine.phases import phase
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Run
 from engine.speed.cores import Crowd, threads_at_most
-from engine.survive.door import agent, restart
-from engine.survive.door import door as survive
+from engine.survive import agent, restart
+from engine.survive import door as survive
 from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world
 

@@ -14,8 +14,8 @@ from engine import config, launch
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.report import describe
-from engine.survive.door import command, terminal
-from engine.survive.door import door as survive
+from engine.survive import command, terminal
+from engine.survive import door as survive
 from engine.survive.signals import StopRequest
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ import train
 from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
-from engine.survive.door import door as survive
+from engine.survive import door as survive
 from tools.evaluate import of_run
 from tools.running import guarded, in_world
 

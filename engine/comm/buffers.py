@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engine import private
+from engine.comm import digests
 from engine.comm.digests import same_bits
+from engine.comm.world import World
+from engine.errors import LockstepError
+from engine.phases import phase
+
+if TYPE_CHECKING:
+    pass
 
 
 class Buffers:
@@ -86,3 +94,39 @@ class Buffers:
             now, then = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (buffers, kept))
             right = torch.where(bad, then, now).split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(buffers, [each.view_as(buffer) for each, buffer in zip(right, buffers, strict=True)])
+
+
+def equalise_buffers(world: World, *models: nn.Module) -> None:
+    """(all ranks) Make the buffers of norms the same on every rank: running statistics are averaged."""
+    for model in models:
+        statistics = Buffers(model)(of_norms=True)
+        differ = [statistics[name] for name in _differing(world, statistics)]
+        world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
+
+
+def check_buffers(world: World, buffers: Buffers) -> None:
+    """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
+    for name, rank in _differing(world, buffers(of_norms=False)).items():
+        error = LockstepError(
+            f"the buffer {name} of rank {rank} is another than rank 0's",
+            where=f"step {phase.step}",
+            todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
+            "after each step (other numbers of processes are then other runs)",
+            exit_code=6,
+        )
+        error.everywhere = True
+        raise error
+
+
+def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
+    if world.size == 1:
+        return {}
+    if world.device.type == "cuda" and len(set(world.gather(digests.sum_of_bits(tensors.values())))) == 1:
+        return {}
+    first, *others = world.gather(digests.each(tensors.items()))
+    return {
+        name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
+        for name, digest in first.items()
+        if any(theirs.get(name) != digest for theirs in others)
+    }

@@ -6,12 +6,11 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.contract import Task
 from engine.seeds import GAMMA
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
-    """Return the checksum of each parameter, by name. For buffers see preflight.equalise_buffers."""
+    """Return the checksum of each parameter, by name. For buffers see `equalise_buffers`."""
     return each(model.named_parameters())
 
 
@@ -69,7 +68,7 @@ def each(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return found
 
 
-def code(task: Task) -> str:
+def code(task: Any) -> str:
     """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
     digest = hashlib.sha256()
     others = ("tests", "data", "checkpoints")  # not even looked into: they may hold thousands of folders

@@ -3,10 +3,11 @@ restore what a checkpoint holds of it."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from engine.contract import ChainedOptimizer, Task
 from engine.errors import LockstepError, amount
 from engine.optim.fused import SGD, AdamW
 from engine.optim.zero import Zero, parameters_of
+
+if TYPE_CHECKING:
+    pass
 
 Groups = list[dict[str, Any]]
 Named = dict[str, Tensor]
@@ -259,3 +263,33 @@ def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
     if type(value) in (list, tuple) and len(value) == len(saved):
         return type(value)(_as_saved(*pair, p) for pair in zip(value, saved, strict=True))
     return saved if isinstance(saved, str) else value
+
+
+def unsplit(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.own if isinstance(optimizer, Zero) else optimizer
+
+
+def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one holds: of a chain, or below a wrapper."""
+    held = (*vars(optimizer).values(), *getattr(optimizer, "optimizers", ()))
+    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Return a copy that shares what is in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
+    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for part in parts(optimizer):
+        if id(part) not in memo:
+            _twin(part, memo)
+    vars(twin).update(copy.deepcopy(vars(optimizer), memo))
+    return twin
+
+
+def unbegun(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
+    """Return a copy that shares the model's parameters, to be made before the first step; None where there can be
+    none, because of something that the optimizer holds."""
+    shared = (*model.modules(), *model.parameters(), *model.buffers())
+    try:
+        return _twin(unsplit(optimizer), {id(each): each for each in shared})
+    except Exception:
+        return None

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.comm.world import World
-from engine.data import batches
 from engine.phases import phase
+from engine.private import tree_leaves, tree_map_only
 
 
 class Zero(torch.optim.Optimizer):
@@ -62,13 +62,14 @@ class Zero(torch.optim.Optimizer):
         flats, forms, states = list[Tensor](), dict[Any, Any](), dict[Any, Any]()
         device = parameters_of(self)[0].device
         for number, state in packed["state"].items():
-            forms[number] = batches.map_tensors(state, partial(torch.empty_like, device="meta"))
-            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in batches.tensors(state)]
+            forms[number] = tree_map_only(Tensor, partial(torch.empty_like, device="meta"), state)
+            tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+            flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
         everyones_forms = self.world.gather(forms)
         everyones_flats = gather_to_rank0(self.world, flats, like=torch.empty(0, dtype=torch.uint8, device=device))
         for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # none but on rank 0
             for number, form in forms.items():
-                whole = batches.map_tensors(form, partial(_formed, pieces))
+                whole = tree_map_only(Tensor, partial(_formed, pieces), form)
                 states.setdefault(number, whole)  # of no parameter: rank 0's
         return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
 

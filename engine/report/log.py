@@ -27,7 +27,7 @@ from engine.files import atomic, status
 from engine.metrics import Skipped, Slow, means
 from engine.run import Silent
 from engine.speed import cores
-from engine.survive.door import terminal
+from engine.survive import terminal
 
 if TYPE_CHECKING:
     from engine.run import Run

@@ -22,7 +22,7 @@ from engine.data import batches
 from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
-from engine.survive.door import restart, terminal, watchdog
+from engine.survive import restart, terminal, watchdog
 from engine.survive.signals import leave_nothing
 
 HERE = Path(__file__).resolve().parents[2]

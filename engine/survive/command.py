@@ -13,7 +13,7 @@ from engine import config, launch
 from engine.comm import scratch
 from engine.errors import LockstepError
 from engine.files import status
-from engine.survive.door import agent
+from engine.survive import agent
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:

@@ -25,7 +25,7 @@ from engine.files import status
 from engine.metrics import Outcome, Skipped
 from engine.phases import phase
 from engine.run import Run
-from engine.survive.door import blame, terminal
+from engine.survive import blame, terminal
 from engine.survive.signals import StopRequest, leave_nothing
 from engine.survive.watchdog import Watchdog
 

@@ -12,7 +12,7 @@ from types import FrameType
 from engine import launch
 from engine.comm import network, scratch
 from engine.run import Stop
-from engine.survive.door import terminal
+from engine.survive import terminal
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 

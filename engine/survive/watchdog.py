@@ -27,7 +27,7 @@ from engine.errors import LockstepError
 from engine.files import atomic, status
 from engine.launch import speaks
 from engine.phases import Phases, phase
-from engine.survive.door import restart, terminal
+from engine.survive import restart, terminal
 from engine.survive.signals import StopRequest, leave_nothing
 
 STORE_GONE = (

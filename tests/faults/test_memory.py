@@ -9,7 +9,7 @@ import torch
 from conftest import FAULTY, ROOT, free_port, launching, succeed
 
 from engine import launch
-from engine.survive.door import restart
+from engine.survive import restart
 from engine.survive.signals import StopRequest
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "save_every=2", "model.double=true"]

@@ -11,7 +11,7 @@ from torch.utils.data import ChainDataset, DataLoader
 import data_loader
 from engine import contract
 from engine.contract import LockstepError
-from engine.survive.door import blame
+from engine.survive import blame
 
 HEAD = """
 import torch

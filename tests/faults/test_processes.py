@@ -18,7 +18,7 @@ from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 from engine.comm import scratch
 from engine.data.samples import Source, ask
 from engine.errors import LockstepError
-from engine.survive.door import blame
+from engine.survive import blame
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]

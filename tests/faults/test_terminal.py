@@ -278,7 +278,7 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
 )
 def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, environment, ignored):
     """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
-    from engine.survive.door import signals
+    from engine.survive import signals
 
     for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"):
         monkeypatch.delenv(name, raising=False)
@@ -322,7 +322,7 @@ def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
     from engine.files.status import current
-    from engine.survive.door import terminal, watchdog
+    from engine.survive import terminal, watchdog
 
     order = []
     monkeypatch.setattr(current, "folder", tmp_path)

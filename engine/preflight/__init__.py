@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import config, plan
 from engine.checks import check_count, collects, reported
 from engine.comm import digests
-from engine.comm.buffers import Buffers
+from engine.comm.buffers import check_buffers
 from engine.comm.digests import code
 from engine.comm.world import World, on_rank0
 from engine.contract import Batch, Sums, Task
@@ -44,7 +43,7 @@ def compare_ranks(run: Run) -> None:
         _same(run.world, _facts(run))
     if run.plan.workers:
         _same(run.world, environment(run), todo="use machines of one kind, or drop virtual_workers")
-    compare_weights(run)
+    _compare_weights(run)
     kept = run.world.gather(make.state_bytes(run.optimizer))
     run.moments = None if None in kept else max(kept)
     total = torch.tensor(float(run.world.rank), device=run.world.device)
@@ -75,9 +74,13 @@ def compare_weights(run: Run) -> None:
     """(all ranks) Compare the parameters, and modules' own buffers; copies them to the host, but from a GPU a sum.
     Once, what a new process would restore, too."""
     resumable.check(run)
+    _compare_weights(run)
+
+
+def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
-    check_buffers(run)
+    check_buffers(run.world, run.buffers)
     on_gpu = run.world.device.type == "cuda"
     mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
@@ -173,41 +176,3 @@ def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:
         with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
             return score(), counter.get_total_flops() / 1e9
     return score(), 0.0
-
-
-def equalise_buffers(run: Run) -> None:
-    """(all ranks) Make the model's buffers the same on every rank: running statistics are averaged; if any others
-    differ, the run ends here."""
-    check_buffers(run)
-    for model in [run.model] if run.ema is None else [run.model, run.ema.module]:
-        statistics = Buffers(model)(of_norms=True)
-        differ = [statistics[name] for name in _differing(run.world, statistics)]
-        run.world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
-
-
-def check_buffers(run: Run) -> None:
-    """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
-    for name, rank in _differing(run.world, run.buffers(of_norms=False)).items():
-        error = LockstepError(
-            f"the buffer {name} of rank {rank} is another than rank 0's",
-            where=f"step {run.progress.step}",
-            todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
-            "after each step (other numbers of processes are then other runs)",
-            exit_code=6,
-        )
-        error.everywhere = True
-        raise error
-
-
-def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
-    if world.size == 1:
-        return {}
-    if world.device.type == "cuda" and len(set(world.gather(digests.sum_of_bits(tensors.values())))) == 1:
-        return {}
-    first, *others = world.gather(digests.each(tensors.items()))
-    return {
-        name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
-        for name, digest in first.items()
-        if any(theirs.get(name) != digest for theirs in others)
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import load_state
-from engine.optim.zero import Zero
+from engine.optim.make import load_state, parts, unsplit
+from engine.run import Run, forms
 
 if TYPE_CHECKING:
     from engine.run import Run
@@ -32,72 +32,25 @@ RENEWED = {"state", "param_groups", "defaults", "optimizers", "grad_scale", "fou
 """Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""
 
 
-class Fresh(NamedTuple):
-    """What a new process begins with, before it loads a checkpoint."""
-
-    optimizer: torch.optim.Optimizer | None  # with the same parameters; None where it cannot be copied
-    forms: dict[str, str]  # of the model's entries
-    step: int  # of the checkpoint, if there is one
-
-
-def fresh(run: Run, step: int) -> Fresh | None:
-    """Return what `check` needs; to be called before a checkpoint is loaded."""
-    if not run.cfg.check_resume:
-        return None
-    shared = (*run.model.modules(), *run.model.parameters(), *run.model.buffers())
-    try:
-        optimizer = _twin(_own(run.optimizer), {id(each): each for each in shared})
-    except Exception:  # something that it holds can be no copy
-        optimizer = None
-    return Fresh(optimizer, _forms(run), step)
-
-
 def check(run: Run) -> None:
     """(all ranks) Raise LockstepError where a checkpoint would not bring back what runs, once a step has been taken."""
-    if run.fresh is None or run.progress.step == run.fresh.step:
+    if run.fresh is None:
         return
     with sync_errors(run.world):
         _check_model(run, run.fresh.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.fresh.optimizer is not None:
-            _check_optimizer(_own(run.optimizer), run.fresh.optimizer)
+            _check_optimizer(unsplit(run.optimizer), run.fresh.optimizer)
     if not run.progress.skipped_in_a_row:  # else the optimizer has not begun: again after the next step
         run.fresh = None
-
-
-def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.own if isinstance(optimizer, Zero) else optimizer
-
-
-def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that one holds: of a chain, or below a wrapper."""
-    held = (*vars(optimizer).values(), *getattr(optimizer, "optimizers", ()))
-    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
-
-
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Return a copy that shares what is in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
-    twin = memo[id(optimizer)] = object.__new__(type(optimizer))
-    for part in _parts(optimizer):
-        if id(part) not in memo:
-            _twin(part, memo)
-    vars(twin).update(copy.deepcopy(vars(optimizer), memo))
-    return twin
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _forms(run: Run) -> dict[str, str]:
-    """Return the type and the shape of what a checkpoint holds of the model, by name."""
-    held = {name: value for name, value in run.model.state_dict().items() if run.task.saved(name)}
-    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in tensors.items()}
-
-
 def _check_model(run: Run, before: dict[str, str]) -> None:
-    now = _forms(run)
+    now = forms(run.task, run.model)
     if changed := next((name for name in now | before if now.get(name) != before.get(name)), ""):
         was, became = (forms.get(changed, "not there") for forms in (before, now))
         raise LockstepError(
@@ -145,7 +98,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     if lost := sorted(shared.keys() - _shared(restored).keys()):
         what = f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint makes two of it"
         raise LockstepError(what, where=where, todo="keep one for each" + ANYWAY)
-    for each, other in zip([optimizer, *_parts(optimizer)], [twin, *_parts(twin)], strict=True):
+    for each, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
         for name in sorted(vars(each).keys() - RENEWED):
             for changed in _changed(name, vars(each)[name], vars(other).get(name)):
                 what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
