@@ -28,6 +28,18 @@ def test_bars_are_for_terminals():
     assert len(calls) >= 4 and not [call for call in calls if "disable" not in call[2]]
 
 
+def test_the_floors_are_those_of_the_contract():
+    """CONTRIBUTING.md names each room of the engine, on the floor where the import contract has it."""
+    table = re.findall(r"^\| (\d) \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    told = {int(floor): {*re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", rooms))} for floor, rooms in table}
+    layers = re.findall(r'^    "(engine\..*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    held = {len(layers) - n: {*re.findall(r"engine\.(\w+)", rooms)} for n, rooms in enumerate(layers)}
+    rooms = {
+        path.stem for path in (ROOT / "engine").glob("[!_]*") if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert told == held and set().union(*held.values()) == rooms
+
+
 COLLECTIVES = {
     "all_reduce",
     "all_gather",
@@ -65,22 +77,23 @@ def test_few_files_know_the_ranks():
     calling = {name.removeprefix("engine/") for name, tree in trees.items() if calls_collectives(tree)}
     assert calling == {
         "train.py",
-        "world.py",
-        "faults/sealed.py",
+        "comm/world.py",
+        "comm/sealed.py",
         "launch.py",
-        "zero.py",
-        "virtual.py",
-        "hardware/shm_backend.py",
+        "optim/zero.py",
+        "comm/virtual.py",
+        "comm/shm_backend.py",
         "tools/probe.py",
     }, "the step, what ranks tell each other, their end, ZeRO, virtual workers, the backend, and what times a sum"
     importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
     assert importing - calling == {
-        "faults/agent.py",
-        "ddp.py",
-        "faults/blame.py",
+        "comm/network.py",
+        "survive/agent.py",
+        "comm/ddp.py",
+        "survive/blame.py",
         "tools/doctor.py",
         "tools/running.py",
-    }, "the first is torchrun itself; then come its hooks, its errors, and tools with a group"
+    }, "where stores listen, torchrun itself; DDP's hooks and errors, and tools with a group"
 
 
 def test_nothing_unsafe_is_called():

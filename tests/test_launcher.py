@@ -115,9 +115,10 @@ class Home:
         }
         self.train(REPORT)
         (self.folder / "train_ddp.py").write_text(REPORT)
-        (self.folder / "engine" / "faults").mkdir(parents=True)
-        for name in ("agent.py", "sealed.py", "terminal.py"):
-            shutil.copy(LAUNCHER.parent / "engine" / "faults" / name, self.folder / "engine" / "faults")
+        agent = "survive/agent survive/terminal comm/network comm/scratch comm/sealed errors"
+        for path in (Path("engine", f"{name}.py") for name in agent.split()):
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(LAUNCHER.parent / path, self.folder / path)
 
     def train(self, source: str) -> None:
         (self.folder / "train.py").write_text(source)
@@ -399,7 +400,7 @@ def test_print_runs_nothing(home: Home) -> None:
         assert words[:4] == [
             "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
             sys.executable,
-            str(home.folder / "engine" / "faults" / "agent.py"),
+            str(home.folder / "engine" / "survive" / "agent.py"),
             "--standalone",
         ]
         assert words[-2:] == [str(home.folder / "train.py"), "har"]

@@ -29,7 +29,7 @@ def measured(launch, out, hosts=()):
     script.write_text(FEWER_SUMS)
     probe = [str(script), str(out), "1", *WORDS]
     meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=one", "--master_port=29500"]
-    agent = [sys.executable, str(ROOT / "engine" / "faults" / "agent.py"), *meet]
+    agent = [sys.executable, str(ROOT / "engine" / "survive" / "agent.py"), *meet]
     runs = [
         launch.start(*agent, f"--node_rank={node}", *probe, host=host, CUDA_VISIBLE_DEVICES="")
         for node, host in enumerate(hosts)
