@@ -1,6 +1,7 @@
 """Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` says when one is gone.
 
-Those of the optimizer, the compiler and the backend are fenced in beside this file: `adamw`, `compiler`, `shm_backend`.
+Those of the optimizer, the compiler and the backend are fenced in where they are used: `optim/fused`, `speed/compiler`,
+`speed/memory`, `comm/shm_backend`.
 """
 
 from __future__ import annotations

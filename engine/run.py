@@ -128,8 +128,8 @@ class Run:
     stopped: str = ""  # why the run ended early, once all ranks have agreed to
     log: Silent = field(default_factory=Silent)  # what a person reads
     checkpoints: Any = None  # (rank 0) what is saved, see files/checkpoints.py
-    profile: Any = None  # of --profile, see profiler.py
-    graph: Any = None  # of cuda_graph, see hardware/graph.py
+    profile: Any = None  # of --profile, see report/profile.py
+    graph: Any = None  # of cuda_graph, see speed/graph.py
     sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
     moments: int | None = None  # bytes of the optimizer's state, on the rank that has most, where they are known

@@ -1,4 +1,4 @@
-"""The step itself, and the average of weights; `optimizers` makes what takes the step."""
+"""The step itself, and the average of weights; `make` makes what takes the step."""
 
 from __future__ import annotations
 
