@@ -1,4 +1,4 @@
-"""AdamW and SGD by torch's fused kernels (private: `torch._fused_adamw_`, `_init_group`, `torch._fused_sgd_`; torch 2.13)."""
+"""AdamW and SGD by torch's fused kernels (private: `torch._fused_adamw_`, `_fused_sgd_`, `_init_group`; torch 2.13)."""
 
 from __future__ import annotations
 
