@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
+from engine.collect import Collection
 from engine.contract import LockstepError, Sums
 from engine.metrics import EvalSums, check_count, reported
 from engine.world import World
@@ -58,6 +59,20 @@ def test_what_is_collected_meets_in_the_order_of_the_dataset(results, ranks, siz
     assert found["score"].shape == (size, 7) and torch.equal(found["score"], one["score"])
     assert [len(some) for some in found["some"]] == [n % 4 for n in range(size)]
     assert all(torch.equal(some, score[: len(some)]) for some, score in zip(found["some"], found["score"], strict=True))
+
+
+def test_what_is_collected_stays_as_it_was_given():
+    """A task may fill the same tensors, an array among them, for each batch."""
+    collection, kept, array = Collection(1.0), torch.empty(4, 2), np.empty(2)
+    for number in range(3):
+        kept.fill_(number)
+        array.fill(number)
+        batch = {"whole": kept[:2], "array": array, "each": [*kept[:2]], "some": [kept[:1, 0], kept[:, 0]]}
+        collection.add(batch, 2)
+    found = collection.total(World(0, 0, 1, torch.device("cpu")))
+    assert found["whole"][:, 0].tolist() == found["array"].tolist() == [0, 0, 1, 1, 2, 2]
+    for name in ("each", "some"):
+        assert [values.tolist()[0] for values in found[name]] == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_metric_that_is_no_sum_is_scikit_learns(results):
