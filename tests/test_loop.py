@@ -21,8 +21,9 @@ from engine import batches, checkpoint, config, console, launch, optim, prefligh
 from engine.contract import Loss
 from engine.files import status
 from engine.files.log import Silent
-from engine.metrics import Slow, evaluate_split, find_slow, training_metrics
+from engine.metrics import Slow, evaluate_split, find_slow, means, training_metrics
 from engine.plan import make_plan
+from engine.run import Run
 from engine.virtual import VirtualWorkers
 from engine.world import World
 from tasks._classification import Classification, LossSettings
@@ -177,6 +178,26 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
     saved = [(run.progress.step, len(run.meter.posted), run.stopped) for _ in outcomes if run.save_due]
     assert saved == [(2 + on_gpu, 0, "")]
     assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
+
+
+def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
+    """Of its loss over all samples, whatever the log points in between."""
+    run, _ = steps("epochs=3", "log_every=4", "drop_last=true", "batch_size=13")
+    sums, told, end_step = {}, [], Run.end_step
+
+    def book(self, totals, *rest):
+        sums[self.progress.epoch] = sums.get(self.progress.epoch, 0) + totals[1:3]
+        end_step(self, totals, *rest)
+
+    class Epochs(Silent):
+        def evaluation(self, run, metrics, sums):
+            told.append(means(run.progress.epoch_totals)["loss"])
+
+    monkeypatch.setattr(Run, "end_step", book)
+    run.log = Epochs()
+    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    train.train(run)
+    assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
 
 
 def test_a_worker_without_a_sample_votes_too(steps):
