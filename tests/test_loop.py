@@ -200,6 +200,30 @@ def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, s
     assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
 
 
+def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, steps):
+    """A step takes a second by the test's own clock, an evaluation a hundred."""
+    now, told, end_step = [0.0], [], Run.end_step
+    monkeypatch.setattr("engine.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
+
+    def a_second(self, *how):
+        now[0] += 1
+        end_step(self, *how)
+
+    class Speeds(Silent):
+        def train(self, run, metrics):
+            told.append(metrics["samples_per_s"])
+
+        def evaluation(self, run, metrics, sums):
+            now[0] += 100
+
+    monkeypatch.setattr(Run, "end_step", a_second)
+    run.log = Speeds()
+    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    train.train(run)
+    assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
+
+
 def test_a_worker_without_a_sample_votes_too(steps):
     """Of the two samples of the last step the last of four virtual workers, which closes it, has none."""
     run, outcomes = steps("epochs=2", "virtual_workers=4", "global_batch=35", "log_every=100")
