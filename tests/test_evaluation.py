@@ -47,6 +47,7 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
     assert many["sums"]["drawn"] == one["sums"]["drawn"], "seeded by the batch, whichever rank has it"
     assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
+    assert many["sums"]["luck"] == one["sums"]["luck"], "seeded by the trial"
 
 
 @pytest.mark.slow
