@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import batches, checkpoint, config, console, launch, optim, preflight, survive
+from engine import batches, checkpoint, config, console, global_batch, launch, optim, preflight, survive
 from engine.contract import Loss
 from engine.files import status
 from engine.files.log import Silent
@@ -35,6 +35,7 @@ BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 def steps(monkeypatch):
     """Make a run of six steps an epoch and its steps; what `build` sets for a whole process is put back."""
     monkeypatch.setattr(status, "current", status.Status())
+    monkeypatch.setattr(global_batch, "under_way", None)  # of a pass that no step ends
     world = train.setup_distributed(config.Config(device="cpu"))
 
     def begin(*words, task=FAULTY, state=None):
