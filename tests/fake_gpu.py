@@ -356,8 +356,9 @@ def install():
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.nccl = types.SimpleNamespace(version=lambda: (0, 0, 0))
     torch._C._activate_gpu_trace = lambda: None
-    profile, of_gpu = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
-    torch.profiler.profile = lambda activities: Profile() if activities == of_gpu else profile(activities=activities)
+    of_both, host = torch.profiler.profile, torch.profiler.ProfilerActivity.CPU
+    # With both, torch prints a stack for each operation that it cannot time on the GPU: minutes of them.
+    torch.profiler.profile = lambda activities: of_both(activities=[host]) if host in activities else Profile()
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = lambda self, device=None: in_pinned_memory(self), is_pinned
     begin_autocast, begin_thread = torch.autocast.__init__, threading.Thread._bootstrap_inner
 

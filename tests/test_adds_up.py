@@ -99,6 +99,12 @@ RIGHT = {
         "              + (1e4 + out).sum() - 1e4 * 4 * len(out) - out.sum(), len(out))",
         "the loss adds up",
     ),
+    "parts that cancel out, such as advantages of both signs": (
+        "def loss(self, net, batch):\n"
+        "  sign = torch.tensor([1, 1, 1, -1.5, -1.5])[batch['lockstep'].position % 5]\n"
+        "  return Loss((sign * (1e4 + net(batch['x']).float().mean(1))).sum(), len(sign))",
+        "the loss adds up: 5 samples = 3 + 2, to ",
+    ),
     "all with all": (
         "def loss(self, net, batch):\n"
         "  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)\n"

@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 from engine.checks import check_count, reported
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
-from engine.metrics import EvalSums
+from engine.metrics import Collection, EvalSums
 from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import _matrix, of_run
@@ -47,6 +47,7 @@ def test_any_number_of_ranks_reports_the_same(results, ranks, size):
     assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
     assert many["sums"]["drawn"] == one["sums"]["drawn"], "seeded by the batch, whichever rank has it"
     assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
+    assert many["sums"]["luck"] == one["sums"]["luck"], "seeded by the trial"
 
 
 @pytest.mark.slow
@@ -59,6 +60,20 @@ def test_what_is_collected_meets_in_the_order_of_the_dataset(results, ranks, siz
     assert found["score"].shape == (size, 7) and torch.equal(found["score"], one["score"])
     assert [len(some) for some in found["some"]] == [n % 4 for n in range(size)]
     assert all(torch.equal(some, score[: len(some)]) for some, score in zip(found["some"], found["score"], strict=True))
+
+
+def test_what_is_collected_stays_as_it_was_given():
+    """A task may fill the same tensors, an array among them, for each batch."""
+    collection, kept, array = Collection(1.0), torch.empty(4, 2), np.empty(2)
+    for number in range(3):
+        kept.fill_(number)
+        array.fill(number)
+        batch = {"whole": kept[:2], "array": array, "each": [*kept[:2]], "some": [kept[:1, 0], kept[:, 0]]}
+        collection.add(batch, 2)
+    found = collection.total(World(0, 0, 1, torch.device("cpu")))
+    assert found["whole"][:, 0].tolist() == found["array"].tolist() == [0, 0, 1, 1, 2, 2]
+    for name in ("each", "some"):
+        assert [values.tolist()[0] for values in found[name]] == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_metric_that_is_no_sum_is_scikit_learns(results):

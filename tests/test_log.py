@@ -9,16 +9,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from conftest import FAULTY, ROOT, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tasks
 from engine import config
+from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.metrics import Slow
 from engine.report import log
@@ -216,6 +219,21 @@ def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path):
         for rank, phase in ((1, "computing"), (1, "data loading"), (2, "computing"))
     ]
     opened.close()
+
+
+def test_the_time_that_is_left_is_told_from_the_steps_since_the_resume(tmp_path, monkeypatch):
+    """Six steps in a minute, and thirty to go."""
+    world, now = World(0, 0, 1, torch.device("cpu")), [0.0]
+    monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: now[0], strftime=time.strftime))
+    monkeypatch.setattr(log.Log, "_scalars", lambda *about: None)
+    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1, total_steps=136), world=world)
+    job.progress = Progress(step=100)
+    opened, said = log.Log(tmp_path, job), []
+    opened.say, opened.writer, opened.bars = said.append, io.BytesIO(), False
+    job.progress.step, now[0] = 106, 60.0
+    opened.train(job, {"lr": 0.1, "grad_norm": 1.0, "samples_per_s": 1.0, "data_wait_share": 0.0})
+    opened.close()
+    assert " step 106/136 " in said[0] and said[0].endswith(" ETA 0:05:00")
 
 
 def test_json_holds_no_nan(launch, tmp_path):

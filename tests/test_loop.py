@@ -25,10 +25,10 @@ from engine.contract import Loss
 from engine.data import batches
 from engine.evaluation import evaluate_split, find_slow, training_metrics
 from engine.files import status
-from engine.metrics import Slow
+from engine.metrics import Slow, means
 from engine.plan import make_plan
 from engine.report import describe
-from engine.run import Silent
+from engine.run import Run, Silent
 from engine.survive import door as survive
 from tasks._classification import Classification, LossSettings
 
@@ -39,6 +39,7 @@ BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 def steps(monkeypatch):
     """Make a run of six steps an epoch and its steps; what `build` sets for a whole process is put back."""
     monkeypatch.setattr(status, "current", status.Status())
+    monkeypatch.setattr(contract, "under_way", None)  # of a pass that no step ends
     world = train.setup_distributed(config.Config(device="cpu"))
 
     def begin(*words, task=FAULTY, state=None):
@@ -182,6 +183,50 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
     saved = [(run.progress.step, len(run.meter.posted), run.stopped) for _ in outcomes if run.save_due]
     assert saved == [(2 + on_gpu, 0, "")]
     assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
+
+
+def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
+    """Of its loss over all samples, whatever the log points in between."""
+    run, _ = steps("epochs=3", "log_every=4", "drop_last=true", "batch_size=13")
+    sums, told, end_step = {}, [], Run.end_step
+
+    def book(self, totals, *rest):
+        sums[self.progress.epoch] = sums.get(self.progress.epoch, 0) + totals[1:3]
+        end_step(self, totals, *rest)
+
+    class Epochs(Silent):
+        def evaluation(self, run, metrics, sums):
+            told.append(means(run.progress.epoch_totals)["loss"])
+
+    monkeypatch.setattr(Run, "end_step", book)
+    run.log = Epochs()
+    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    train.train(run)
+    assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
+
+
+def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, steps):
+    """A step takes a second by the test's own clock, an evaluation a hundred."""
+    now, told, end_step = [0.0], [], Run.end_step
+    monkeypatch.setattr("engine.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
+
+    def a_second(self, *how):
+        now[0] += 1
+        end_step(self, *how)
+
+    class Speeds(Silent):
+        def train(self, run, metrics):
+            told.append(metrics["samples_per_s"])
+
+        def evaluation(self, run, metrics, sums):
+            now[0] += 100
+
+    monkeypatch.setattr(Run, "end_step", a_second)
+    run.log = Speeds()
+    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    train.train(run)
+    assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 
 
 def test_a_worker_without_a_sample_votes_too(steps):

@@ -77,6 +77,29 @@ def test_attention_computes_in_float32(mask):
     assert torch.equal(rounded, exact.bfloat16()) and not torch.equal(rounded, exact)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_is_causal_by_position_stays_so(dropout):
+    """As nn.MultiheadAttention calls it: (query, key, value, mask, dropout, is_causal)."""
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    torch.manual_seed(0)
+    with CPU_BF16.autocast():
+        rounded = nn.functional.scaled_dot_product_attention(query, key, value, None, dropout, True)
+    torch.manual_seed(0)
+    exact = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+    assert torch.equal(rounded, exact.bfloat16())
+    assert dropout or torch.equal(rounded[..., 0, :], value[..., 0, :].bfloat16()), "the first sees itself alone"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_modules_causal_attention_sees_no_future_in_bf16(grad):
+    module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    later = torch.cat([x[:, :3], torch.randn(2, 2, 8)], 1)
+    with CPU_BF16.autocast(), torch.set_grad_enabled(grad):
+        one, other = (module(v, v, v, attn_mask=mask, is_causal=True, need_weights=False)[0] for v in (x, later))
+    assert torch.equal(one[:, :3], other[:, :3]) and not torch.equal(one[:, 3:], other[:, 3:])
+
+
 def test_a_modules_attention_computes_in_float32(monkeypatch):
     module, x, seen = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8), []
     plain = nn.functional.scaled_dot_product_attention.__wrapped__

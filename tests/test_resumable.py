@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from conftest import succeed
 from test_loop import steps  # noqa: F401, a fixture
 
@@ -153,6 +154,31 @@ def test_what_a_new_process_would_not_have_is_named(steps, tmp_path, kind):  # n
     run, outcomes = steps("check_resume=false", task=str(tmp_path / "own.py"))
     next(outcomes)
     preflight.compare_weights(run)
+
+
+EMPTIES = """
+def one(self, p, state):
+    state["moment"] = 0.9 * state.get("moment", torch.zeros_like(p)) + p.grad
+
+def load(self, state):
+    moments = [kept.pop("moment") for kept in state["state"].values()]
+    torch.optim.Optimizer.load_state_dict(self, state)
+    for p, moment in zip((p for group in self.param_groups for p in group["params"]), moments, strict=True):
+        self.state[p]["moment"] = moment.clone()
+
+Own.one, Own.load_state_dict = one, load
+"""
+
+
+def test_an_optimizer_that_empties_what_it_loads_keeps_its_moments(steps, tmp_path):  # noqa: F811
+    """What runs is compared, and not changed: the inner dicts of a state dict are the optimizer's own."""
+    (tmp_path / "own.py").write_text(HEAD + EMPTIES)
+    run, outcomes = steps(task=str(tmp_path / "own.py"))
+    next(outcomes)
+    preflight.compare_weights(run)
+    assert run.fresh is None, "it has been compared"
+    for p in run.model.parameters():
+        assert torch.equal(run.optimizer.state[p]["moment"], p.grad)
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])

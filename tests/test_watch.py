@@ -130,6 +130,15 @@ def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
     assert watchdog._lost_peer(notes, before) is None
 
 
+def test_a_process_of_another_machine_is_not_looked_for_on_this_one(ranks, zombie):
+    """Its number is another process's here, or nobody's."""
+    ranks.other.notes.put("beat1", beat(pid=zombie, machine="another"))
+    for _ in range(3):
+        ranks.mine._check_peers()
+        ranks.passed[0] += ranks.mine.grace_s
+    assert not ranks.ended and watchdog._dead_peer(ranks.mine.notes, ranks.mine.world) is None
+
+
 def test_a_stop_is_heard_of_by_all(ranks):
     ranks.mine._share_stop()
     assert not ranks.mine.stop.reason
