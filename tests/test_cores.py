@@ -101,7 +101,7 @@ def test_a_launch_keeps_each_process_to_its_cores_and_says_so(launch, tmp_path):
 import os, pathlib, sys
 sys.path.insert(0, {str(Path(TOY).parent)!r})
 import toy
-from engine.hardware import cores
+from engine.speed import cores
 cores.SYS = pathlib.Path({str(sys)!r})
 class Task(toy.Task):
     def model(self):
@@ -239,7 +239,7 @@ def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
 TELLS = """
 import sys
 import train
-from engine.hardware import cores
+from engine.speed import cores
 cores.LOOK_EVERY_S, cores.Crowd.share = 0.0, lambda self: 0.5
 sys.exit(train.main(sys.argv[1:]))
 """

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, errors, launch
+from engine import checkpoint, config, contract, errors, launch
 from engine.comm.buffers import Buffers
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World

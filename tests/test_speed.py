@@ -29,7 +29,7 @@ from tests.tasks import toy
 
 FAULTS = """
 import resource, sys, torch
-from engine.hardware import memory
+from engine.speed import memory
 if sys.argv[1] == "keep":
     assert memory.keep_freed_memory()
 def faults():

@@ -410,7 +410,7 @@ def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, tmp_pa
     script.write_text(
         "import os, sys, time\n"
         "import train\n"
-        "from engine.console import console\n"
+        "from engine.errors import console\n"
         "from engine.survive.signals import StopRequest\n"
         f"ready, install, info = {str(tmp_path / 'ready')!r}, StopRequest.install_handlers, console.info\n"
         "def slowly(self):\n"

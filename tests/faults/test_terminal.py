@@ -38,7 +38,7 @@ def warnings(folder):
 
 SPEAK = """
 import sys
-from engine.faults import terminal
+from engine.survive import terminal
 terminal.outlive()
 terminal.outlive()
 file = open(sys.argv[1], "w")
@@ -115,7 +115,7 @@ def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, she
 def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain):
     script = """
 import sys
-from engine.faults import terminal
+from engine.survive import terminal
 terminal.outlive()
 print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
 print("error: of", 3, file=sys.stderr)
