@@ -133,7 +133,7 @@ def _goes_wrong(
 
 
 @functools.cache
-def model() -> str:
+def cpu_model() -> str:
     """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

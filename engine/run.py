@@ -347,7 +347,7 @@ def environment(run: Run) -> dict[str, str]:
     """Return what, beside config, code and data, decides the last bits of a run."""
     on_gpu = run.world.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.model(),
+        "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.cpu_model(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),  # a class of its own, which a checkpoint would refuse

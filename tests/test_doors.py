@@ -269,7 +269,7 @@ def no_nccl(monkeypatch, tmp_path):
 @pytest.mark.parametrize("known", ["", "file", "home", "infiniband"])
 def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatch, known):
     """That one alone: without the = it would take eth10 for eth1."""
-    monkeypatch.setattr(network.agent, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
     store = dist.HashStore()
     for rank in range(2):
         store.set(f"rank{rank}_is_at", f"10.0.0.{rank + 1}")
@@ -287,7 +287,7 @@ def test_nccl_is_given_the_interface_unless_it_finds_its_own(no_nccl, monkeypatc
 
 def test_gloo_is_given_the_interface_though_that_of_nccl_is_set(no_nccl, monkeypatch):
     """On GPUs both are used, and gloo would take that of the machine's own name."""
-    monkeypatch.setattr(network.agent, "way_to", lambda host: ("10.0.0.2", "eth1"))
+    monkeypatch.setattr(network, "way_to", lambda host: ("10.0.0.2", "eth1"))
     os.environ |= {"NCCL_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "10.0.0.1"}
     assert network.choose_network(dist.HashStore(), 0) == "eth1 (10.0.0.2)"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")

@@ -346,7 +346,7 @@ def test_who_decides_on_wandb(monkeypatch, asked, said, known, refused):
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
-    script = "import sys, train; from engine.files import log; log.find_spec = lambda name: None; "
+    script = "import sys, train; from engine.report import log; log.find_spec = lambda name: None; "
     script += "sys.exit(train.main(sys.argv[1:]))"
     done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
     assert done.code == 2 and done.errors == [

@@ -326,8 +326,8 @@ def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
     said = succeed(launch.python(*words, "steps=4", "schedule.horizon=2", "threads=2", "batch_size=2")).out
     assert note + "threads 1 -> 2, samples of a pass 3, 1 pass of a worker -> 2, 2 passes of a worker\n" in said
     script = (
-        "import sys, train; from engine.comm import digests; from engine.speed import cores; "
-        "cores.model = lambda: 'Z80'; sys.exit(train.main(sys.argv[1:]))"
+        "import sys, train; from engine import private; "
+        "private.cpu_model = lambda: 'Z80'; sys.exit(train.main(sys.argv[1:]))"
     )
     said = succeed(
         launch.python("-c", script, *words[1:], "steps=5", "schedule.horizon=2", "threads=2", "batch_size=2")
