@@ -90,13 +90,12 @@ def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any]
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
         if other != first:  # in another order they would be summed with the wrong partners
-            error = LockstepError(
+            raise LockstepError(
                 f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
                 where="the task's `loss`",
                 todo="give the same names in the same order for every batch, zeros where there is nothing to count",
+                everywhere=names is None,
             )
-            error.everywhere = names is None
-            raise error
     return found
 
 
@@ -119,13 +118,12 @@ def check_scored(task: Task, split: str) -> None:
 def check_count(sums: Sums, samples: int) -> None:
     """Raise LockstepError unless the totals of `samples` samples say that there are so many."""
     if sums["count"].tolist() != samples:
-        error = LockstepError(
+        raise LockstepError(
             f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
             where="the task's `score`",
             todo="count each sample of the batch once; other numbers, such as tokens, under another name",
+            everywhere=True,
         )
-        error.everywhere = True
-        raise error
 
 
 def reported(task: Task, sums: Sums) -> dict[str, float]:

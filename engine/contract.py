@@ -361,8 +361,8 @@ def _in_parts(run: Any) -> LockstepError:
         where="the task's `loss`",
         todo=f"give one pass a step: no accumulation, batch_size={-(-run.plan.global_batch // run.plan.processes)}, "
         + ("virtual_workers=0" if run.plan.workers else "or more processes"),
+        everywhere=True,
     )
-    error.everywhere = True
     return error
 
 

@@ -10,12 +10,14 @@ class LockstepError(Exception):
     """An error that the user can fix; printed as `error: what (where): what to do`, never a traceback.
 
     Exit codes: 2 usage, config or data; 3 checkpoint or log; 6 distributed.
+
+    everywhere  every rank raises it: rank 0 alone prints it
     """
 
-    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2):
+    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2, everywhere: bool = False):
         super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
         self.exit_code = exit_code
-        self.everywhere = False  # every rank raises it: rank 0 alone prints it
+        self.everywhere = everywhere
         self.again: dict[str, int] = {}  # settings with which all ranks can start again by themselves
 
 

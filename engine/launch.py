@@ -194,9 +194,7 @@ def _secret(one_machine: bool) -> bytes:
     try:
         return sealed.secret(one_machine)
     except ValueError as error:
-        wrong = LockstepError(str(error))
-        wrong.everywhere = True
-        raise wrong from error
+        raise LockstepError(str(error), everywhere=True) from error
 
 
 def _of_this_attempt(
@@ -219,14 +217,13 @@ def _of_this_attempt(
     for rank, theirs in enumerate(joins):
         if not theirs or theirs.split()[0] != joins[0].split()[0]:  # they would wait for each other, or worse
             what = f"rank {rank} joins with {theirs.split()[0].decode()}, rank 0 with {joins[0].split()[0].decode()}"
-            error = LockstepError(
+            raise LockstepError(
                 what if theirs else f"rank {rank} and rank {env.rank} have different secrets",
                 where="ddp.backend" if theirs else sealed.SECRET_FILE,
                 todo="start the same command on all of them",
                 exit_code=6,
+                everywhere=theirs is not None,
             )
-            error.everywhere = theirs is not None
-            raise error
     if env.size not in (1, env.local_size):
         meeting.network = choose_network(notes, env.size)
     return store, sealed.digest(known, *joins)

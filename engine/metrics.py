@@ -256,13 +256,12 @@ class Collection:
     def check(self, count: float, everywhere: bool = False) -> None:
         """Raise LockstepError where so many bytes are too many."""
         if count > self.limit_mb * 1e6:
-            error = LockstepError(
+            raise LockstepError(
                 f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}",
                 where=f"the task's `{self.source}`",
                 todo="return less of each sample, or give the task a higher `collect_limit_mb`",
+                everywhere=everywhere,
             )
-            error.everywhere = everywhere
-            raise error
 
     def total(self, world: World) -> dict[str, Any]:
         """(all ranks) Return on rank 0 the values of all samples in their order: a tensor (N, ...) or a list of N. On

@@ -54,6 +54,4 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
 def alone(what: str, where: str) -> None:
     """Raise LockstepError where a launcher has started several processes of a tool for one."""
     if launch.environment().size > 1:
-        error = LockstepError(what, where=where, todo="start it without torchrun")
-        error.everywhere = True
-        raise error
+        raise LockstepError(what, where=where, todo="start it without torchrun", everywhere=True)

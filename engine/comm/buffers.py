@@ -107,15 +107,14 @@ def equalise_buffers(world: World, *models: nn.Module) -> None:
 def check_buffers(world: World, buffers: Buffers) -> None:
     """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
     for name, rank in _differing(world, buffers(of_norms=False)).items():
-        error = LockstepError(
+        raise LockstepError(
             f"the buffer {name} of rank {rank} is another than rank 0's",
             where=f"step {phase.step}",
             todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
             "after each step (other numbers of processes are then other runs)",
             exit_code=6,
+            everywhere=True,
         )
-        error.everywhere = True
-        raise error
 
 
 def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:

@@ -27,13 +27,12 @@ if len(NO_BUFFER_SYNC) > 1:
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cpu":
-        error = LockstepError(
+        raise LockstepError(
             "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
             where="ddp.sync_bn",
             todo="drop it, or use GroupNorm, which needs no synchronising",
+            everywhere=True,
         )
-        error.everywhere = True
-        raise error
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 

@@ -91,9 +91,7 @@ def sync_errors(world: World) -> Iterator[None]:
         problem = (str(error), error.exit_code)
     first = next((each for each in world.gather(problem) if each), None)
     if first:
-        raised = LockstepError(first[0], exit_code=first[1])
-        raised.everywhere = True
-        raise raised
+        raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 
 def on_rank0(world: World, work: Callable[[], T]) -> T | None:

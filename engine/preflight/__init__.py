@@ -100,14 +100,7 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
     ]
     if differences:
         more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
-        error = LockstepError(
-            differences[0] + more,
-            where=f"step {phase.step}",
-            todo=todo,
-            exit_code=6,
-        )
-        error.everywhere = True
-        raise error
+        raise LockstepError(differences[0] + more, where=f"step {phase.step}", todo=todo, exit_code=6, everywhere=True)
 
 
 FEW = 4

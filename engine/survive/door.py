@@ -94,14 +94,13 @@ def check_outcome(run: Run) -> None:
             skipped_now, progress.skipped = True, progress.skipped + 1
             run.log.skipped(run, _samples_behind(run, outcome))
     if skipped_now and (reason := _hopeless(run)):
-        error = LockstepError(
+        raise LockstepError(
             f"the training has diverged: {reason}",
             where=f"step {progress.step}",
             todo=_todo(run),
             exit_code=status.DIVERGED,
+            everywhere=True,
         )
-        error.everywhere = True
-        raise error
     if asked:
         run.agree_to_stop()
 
