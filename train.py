@@ -116,7 +116,7 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
             static_graph=cfg.static_graph,
             **ddp.NO_BUFFER_SYNC,  # a broadcast per forward; buffers are averaged before they are used instead
         )
-    return ddp.add_comm_hook(net, run.virtual or cfg.comm_hook)
+    return ddp.add_comm_hook(net, cfg.comm_hook, run.workers)
 
 
 def train(run: Run) -> None:
@@ -155,10 +155,9 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     run.begin_step()  # no gradients, training mode
     totals: Any = 0
     for batch, micro in passes:
-        phase("forward")
-        run.begin_pass(micro)  # random numbers that depend on the samples, not on the rank
         ddp_waits = isinstance(net, DistributedDataParallel) and not micro.closes_step
-        with net.no_sync() if ddp_waits else nullcontext():  # the forward too: DDP decides there
+        no_sync = net.no_sync() if ddp_waits else nullcontext()  # around the forward pass, too: DDP decides there
+        with run.forward(micro), no_sync:  # random numbers that depend on the samples, not on the rank
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
             totals += run.numbers(loss, micro)  # (votes, total, weight, *sums), float64; a filler's are zeros

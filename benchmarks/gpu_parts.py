@@ -271,7 +271,9 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
     launches = [each for each in events if re.match(r"cu(da)?(Launch|GraphLaunch)", each.name)]
     facts |= {"kernels": len(of_gpu) / 4, "launches": len(launches) / 4}
     with contextlib.suppress(RuntimeError):  # where it cannot be recorded as a graph, the training's own speed counts
-        facts["limit"] = 0.0 if run.virtual else limit(run, float(seconds) / 2)  # whose hooks would take its gradients
+        facts["limit"] = (
+            0.0 if run.plan.workers else limit(run, float(seconds) / 2)
+        )  # whose hooks would take its gradients
     return facts
 
 

@@ -7,7 +7,8 @@ it returns *sums*, and the engine adds them up over micro-batches and ranks befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -304,6 +305,17 @@ itself. A task knows neither."""
 
 stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 """What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/preflight/adds_up.py."""
+
+
+@contextmanager
+def current(run: Any, micro: Any) -> Iterator[None]:
+    """A forward pass of a training step, which `gather_batch` sees."""
+    global under_way
+    under_way = run, micro
+    try:
+        yield
+    finally:
+        under_way = None
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow |
     if run.gpu_clock:
         with world.host_sync():
             computed = run.gpu_clock.take()
-    workers = len(run.virtual.block) if run.virtual else 1  # a rank may run more virtual workers than another
+    workers = len(run.workers.block)  # a rank may run more virtual workers than another
     times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
     times[world.rank] = torch.tensor([loading_s(seconds), computed]) / workers
     world.sum(times)

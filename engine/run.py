@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from engine import contract, optim, private
 from engine.checks import check_loss, check_terms, same_names
 from engine.comm.buffers import Buffers
+from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
@@ -144,9 +145,10 @@ class Run:
         self.vote = torch.zeros((), dtype=torch.float64, device=device)
         self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
         self.gpu_clock: GpuClock | None = None
-        workers = self.plan.workers
-        unused = self.cfg.ddp.find_unused_parameters
-        self.virtual = VirtualWorkers(workers, self.world, self.model, unused) if workers else None
+        self.workers: Plain | VirtualWorkers = Plain(self.world.rank)
+        if self.plan.workers:
+            unused = self.cfg.ddp.find_unused_parameters
+            self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
         self.fresh: Fresh | None = None  # until `resumable` has compared
         if self.cfg.check_resume:
             self.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
@@ -179,11 +181,17 @@ class Run:
     def begin_pass(self, micro: Any) -> None:
         """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
         on nothing but the seed and the cut; no state of a generator has to be kept."""
-        contract.under_way = self, micro
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
-        if self.virtual:
-            in_ddp = isinstance(self.net, DistributedDataParallel)
-            self.virtual.begin_pass(micro, self.buffers, check=self.check_due, in_ddp=in_ddp)
+        in_ddp = isinstance(self.net, DistributedDataParallel)
+        self.workers.begin_pass(micro, self.buffers, check=self.check_due, in_ddp=in_ddp)
+
+    @contextmanager
+    def forward(self, micro: Any) -> Iterator[None]:
+        """A pass, the backward one too: its phase, its random numbers, and what `gather_batch` may see of the step."""
+        phase("forward")
+        self.begin_pass(micro)
+        with contract.current(self, micro):
+            yield
 
     def numbers(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
@@ -205,7 +213,7 @@ class Run:
             self.passes.append((micro, loss.total.detach()))
         if micro.closes_step and (votes := self.votes(micro.consumed)):
             numbers[0] = votes
-        return self.virtual.as_row(numbers, micro.worker) if self.virtual else numbers
+        return self.workers.as_row(numbers, micro)
 
     def votes(self, consumed: int) -> float:
         """Return this rank's votes on what follows the step that ends at this place of the epoch: 1 to stop, and by the
@@ -219,7 +227,7 @@ class Run:
 
     def total(self, totals: Tensor) -> Tensor:
         """Return the (3 + sums,) totals of a step; of virtual workers they come a row for each."""
-        return self.virtual.total(totals) if self.virtual else totals
+        return self.workers.total(totals)
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
         """Book a step: its buffers, the average of weights, totals and progress; read its outcome.
@@ -229,10 +237,9 @@ class Run:
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
         """
-        cfg, progress, contract.under_way = self.cfg, self.progress, None
+        cfg, progress = self.cfg, self.progress
         samples = consumed - progress.position
-        if self.virtual:
-            self.virtual.end_step(self.buffers, busy=min(self.plan.workers, samples))
+        self.workers.end_step(self.buffers, busy=min(self.plan.workers, samples))
         self.buffers.put_back(skipped)
         if cfg.ddp.buffers != "same":
             self.world.unify(self.buffers(of_norms=False).values(), mean=cfg.ddp.buffers == "mean")
@@ -336,7 +343,7 @@ class Terms:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
         weights = torch.zeros_like(weights) if micro.filler else weights
-        return run.virtual.as_row(weights, micro.worker) if run.virtual else weights
+        return run.workers.as_row(weights, micro)
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tasks
 import train
-from engine import checkpoint, config, contract, errors, launch
+from engine import checkpoint, config, errors, launch
 from engine.comm.buffers import Buffers
+from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss
@@ -39,7 +40,6 @@ BUFFERS = str(ROOT / "tests" / "tasks" / "buffers.py")
 def steps(monkeypatch):
     """Make a run of six steps an epoch and its steps; what `build` sets for a whole process is put back."""
     monkeypatch.setattr(status, "current", status.Status())
-    monkeypatch.setattr(contract, "under_way", None)  # of a pass that no step ends
     world = train.setup_distributed(config.Config(device="cpu"))
 
     def begin(*words, task=FAULTY, state=None):
@@ -144,7 +144,7 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
 
     def found(rank):
         run.world, run.times = World(rank, 0, 3, torch.device("cpu")), None
-        run.virtual = VirtualWorkers(workers, run.world, run.model) if workers else None
+        run.workers = VirtualWorkers(workers, run.world, run.model) if workers else Plain(rank)
         return find_slow(run, {"forward": computed[rank]})
 
     monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))

@@ -36,14 +36,15 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
-def add_comm_hook(net: DistributedDataParallel, kind: Any) -> DistributedDataParallel:
+def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> DistributedDataParallel:
     """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing.
 
-    kind  of ddp.comm_hook; or virtual workers, which bring their own hook
+    kind     of ddp.comm_hook
+    workers  virtual ones bring a hook of their own
     """
     sealed.meeting.wrapped = True
-    if not isinstance(kind, str):
-        net.register_comm_hook(kind, kind.hook)
+    if workers.hook is not None:
+        net.register_comm_hook(workers, workers.hook)
         return net
     if kind == "bf16" and "nccl" not in dist.get_backend():  # torch itself asks what it was built with
         console.info(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")

@@ -259,11 +259,11 @@ class VirtualWorkers:
 
     # ---- numbers ----
 
-    def as_row(self, numbers: Tensor, worker: int) -> Tensor:
+    def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         """Return (workers, len(numbers)) with zeros in the other workers' rows, so that any order of additions over
         passes and ranks is exact."""
         rows = numbers.new_zeros(self.workers, len(numbers))
-        rows[worker] = numbers
+        rows[micro.worker] = numbers
         return rows
 
     def total(self, rows: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def training(run: Run, strict: bool) -> None:
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
         console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
-        console.info(ddp_line(run.net, run.cfg.ddp, bool(run.virtual)) + "\n")
+        console.info(ddp_line(run.net, run.cfg.ddp, run.plan.workers > 0) + "\n")
 
 
 def print_plan(run: Run, steps: bool = True) -> None:

@@ -14,12 +14,14 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from engine.contract import current
 from engine.data.batches import leaves, map_tensors
 from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
@@ -210,8 +212,10 @@ class _Inside:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.run, name)
 
-    def begin_pass(self, micro: Any) -> None:
-        """Do nothing: random numbers are seeded before each launch."""
+    def forward(self, micro: Any) -> AbstractContextManager[None]:
+        """Seed nothing: that is done before each launch."""
+        phase("forward")
+        return current(self.run, micro)
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
         self.outcome = totals, grad_norm, skipped
