@@ -40,12 +40,11 @@ import train
 from engine import checkpoint, config, launch
 from engine.comm.world import World, on_rank0
 from engine.evaluation import find_slow
-from engine.files.checkpoints import Checkpoints
+from engine.files.checkpoints import Checkpoints, CheckpointWriter
 from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
-from engine.report.saving import CheckpointWriter
-from engine.run import Run
+from engine.run import Run, Silent
 from engine.survive.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
@@ -187,7 +186,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     busy: dict[str, list[float]] = {name: [] for name in names}
     run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or run.Silent()
+        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or Silent()
         ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)
@@ -241,7 +240,7 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
     def blocking() -> None:
         checkpoints.commit(checkpoint.capture(run), f"blocking_{run.progress.step}.pt", False)
 
-    with contextlib.closing(CheckpointWriter(checkpoints, run.Silent(), run.task.monitor)) as writer:
+    with contextlib.closing(CheckpointWriter(checkpoints, run.log, "")) as writer:
         for _ in range(rounds):
             times["blocking"].append(seconds(blocking))
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))

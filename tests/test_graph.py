@@ -113,12 +113,12 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
 
 
 SAVED = """
-from engine.files.checkpoints import Writer
+from engine.files.checkpoints import CheckpointWriter
 from engine.phases import phase
 from tests.tasks import graphed
 class Task(graphed.Task):
     pass
-Writer.worth_it = lambda self, minutes=None: phase.step + 1 in (4, 12)
+CheckpointWriter.worth_it = lambda self, minutes=None: phase.step + 1 in (4, 12)
 """
 
 

@@ -12,7 +12,6 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from engine.errors import LockstepError
 from engine.files import status
 from engine.files.archive import damage, examine, reason
 from engine.files.atomic import write_atomically, write_json
+from engine.phases import phase
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
@@ -269,20 +269,25 @@ RETRY_S, MANY = (15.0, 600.0), 3
 """After a save that has failed: seconds, doubled with each in a row, and the most; how many in a row are a danger."""
 
 
-class Writer:
-    """(rank 0) Commits checkpoints in a thread of its own, at most one in flight.
+class CheckpointWriter:
+    """(rank 0) Write checkpoints in a thread while training continues, at most one at a time.
 
-    say   called by that thread, with a warning for each failure; `settle` raises the last, unless a success followed
-    cost  CPU seconds of the last commit; 0 if there is none, or it has failed; infinite while it is in flight
+    log      a run's: gets a line for each best checkpoint, and a warning for each failure; `settle` raises the last
+             failure, unless a success followed
+    label    of the metric that tells the best, for a person
+    unsaved  a state that is saved if the current evaluation fails, or never ends
+    cost     CPU seconds of the last write; 0 if there is none, or it has failed; infinite while it is in flight
     """
 
-    def __init__(self, checkpoints: Checkpoints, say: Callable[[str], None]):
-        self.checkpoints, self.say = checkpoints, say
+    def __init__(self, checkpoints: Checkpoints, log: Any, label: str):
+        self.checkpoints, self.log, self.label = checkpoints, log, label
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
         self.failed: LockstepError | None = None  # of the newest checkpoint; a later success clears it
-        self.cost, self.since = 0.0, time.monotonic()
         self.failures = 0  # in a row
+        self.unsaved: dict[str, Any] | None = None
+        self.cost, self.since = 0.0, time.monotonic()
+        status.current.settle = self._settle_before_end
 
     def worth_it(self, minutes: float | None = None) -> bool:
         """Return whether a checkpoint that may be put off is to be written now: at the end of an epoch, or within one,
@@ -291,35 +296,31 @@ class Writer:
         wait = min(RETRY_S[0] * 2**self.failures, RETRY_S[1]) if self.failures else 60 * (minutes or 0.0)
         return passed >= (min(LOST_S, pays) if minutes is None else max(wait, pays))
 
-    def submit(
-        self,
-        state: dict[str, Any],
-        file: str,
-        best: bool,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[Path, int], None] = lambda path, step: None,
-    ) -> None:
-        """Commit `state`, which must not change any more; waits for the one in flight.
-
-        before  called first, in the thread: what must be on the disk before the checkpoint is
-        after   called with the file and its step once they count
-        """
+    def write(self, state: dict[str, Any], best: bool = False) -> None:
+        """Save `state`, which must not change any more; waits for the save before."""
+        self.unsaved = None
         if self.pending is not None:
-            self.pending.result()
+            with phase.during("waiting for the checkpoint before"):
+                self.pending.result()
         self.cost, self.since = math.inf, time.monotonic()
-        self.pending = self.pool.submit(self._write, state, file, best, before, after)
+        self.pending = self.pool.submit(self._write, state, best)
 
-    def _write(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
-        self.failed, began = None, time.thread_time()
+    def _write(self, state: dict[str, Any], best: bool) -> None:
+        self.failed, began, progress = None, time.thread_time(), state["progress"]
+        file = f"best_model_epoch{progress['epoch']}.pt" if best else f"step_{progress['step']}.pt"
         try:
-            self._commit(state, file, best, before, after)
+            self.log.sync()  # first: a resumed run takes the log to be complete up to its checkpoint
+            path = self.checkpoints.commit(state, file, best)
+            status.current.update(step=progress["step"], checkpoint=str(path))
+            if best:
+                self.log.say(f"  ✓ Saved best model: {path.name} ({self.label}: {progress['best']:.4f})")
         except LockstepError as error:
             self.failed = error
-            self.say(f"warning: {error}")
+            self.log.say(f"warning: {error}")
         self._count()
         self.cost = 0.0 if self.failed else time.thread_time() - began
         while self.checkpoints.warnings:
-            self.say(f"warning: {self.checkpoints.warnings.pop(0)}")
+            self.log.say(f"warning: {self.checkpoints.warnings.pop(0)}")
 
     def _count(self) -> None:
         """Count failures in a row: of many the log and the status say what is at stake, until one succeeds."""
@@ -328,35 +329,30 @@ class Writer:
             held = self.checkpoints.entries
             lost = f"nothing since step {held[-1].step} is on disk" if held else "nothing is on disk"
             warning = f"{self.failures} saves in a row have failed: {lost}"
-            self.say(f"warning: {warning}")
+            self.log.say(f"warning: {warning}")
             status.current.update(warning=warning)
         elif before >= MANY:
-            self.say("A checkpoint could be written again")
+            self.log.say("A checkpoint could be written again")
             status.current.update(warning="")
 
-    def _commit(self, state: dict[str, Any], file: str, best: bool, before: Any, after: Any) -> None:
-        try:
-            before()
-        except OSError as error:
-            raise LockstepError(
-                f"the log could not be written, so no checkpoint was: {reason(error)}",
-                where=str(self.checkpoints.folder),
-                todo="the checkpoint before is as it was",
-                exit_code=3,
-            ) from error
-        after(self.checkpoints.commit(state, file, best), state["progress"]["step"])
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the save in flight, before this process is ended."""
+        if self.pending is not None:
+            futures.wait([self.pending], timeout=seconds)
 
     def settle(self) -> None:
-        """Wait until nothing is in flight; raises if the newest checkpoint is not on the disk."""
+        """Wait for the save in flight; raises LockstepError if the newest checkpoint is not on the disk."""
         if self.pending is not None:
-            self.pending.result()
+            with phase.during("writing the checkpoint"):
+                self.pending.result()
         if self.failed:
             raise self.failed
 
-    def wait(self, seconds: float) -> None:
-        """Wait at most so long for the commit in flight, before this process is ended."""
-        if self.pending is not None:
-            futures.wait([self.pending], timeout=seconds)
+    def _settle_before_end(self, seconds: float) -> None:
+        """Wait for the checkpoint before this process ends, from whichever thread ends it."""
+        if self.unsaved:
+            self.write(self.unsaved)
+        self.wait(seconds)
 
     def close(self) -> None:
         """Wait, whether it succeeds or not: the run is over."""

@@ -12,10 +12,9 @@ from engine.comm import digests, sealed
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import console
 from engine.files import run_folder, status
-from engine.files.checkpoints import LAST
+from engine.files.checkpoints import LAST, CheckpointWriter
 from engine.report import log
 from engine.report.profile import Profile
-from engine.report.saving import CheckpointWriter
 from engine.run import Run, Silent, environment
 from engine.survive.signals import StopRequest
 
@@ -47,7 +46,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     run.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     run.profile = Profile(run, path, run.log.say) if profile else None
     if isinstance(run.log, log.Log) and made:
-        run.checkpoints = CheckpointWriter(made[1], run.log, run.task.monitor)
+        run.checkpoints = CheckpointWriter(made[1], run.log, log.SHORT.get(run.task.monitor, run.task.monitor))
         sealed.remember("folder", str(path))
         status.current.write("running")
     if run.resumed:
@@ -88,7 +87,7 @@ def _changed(then: dict[str, str], now: dict[str, str]) -> str:
 
 
 def _summary(run: Run, path: Path) -> str:
-    p, checkpoints = run.progress, run.checkpoints.writer.checkpoints
+    p, checkpoints = run.progress, run.checkpoints.checkpoints
     held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.left_out)
     weights = digests.of_tensors(held)[:16]
     if run.stopped:

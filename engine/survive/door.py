@@ -134,7 +134,7 @@ def _todo(run: Run) -> str:
     """Return what to do about a divergence. A skipped step changes nothing, so these weights tell of those saved."""
     if bad := next((name for name, p in run.model.named_parameters() if not p.isfinite().all()), ""):
         return f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
-    saved = run.checkpoints and run.checkpoints.writer.checkpoints.last
+    saved = run.checkpoints and run.checkpoints.checkpoints.last
     left = "the last checkpoint holds finite weights" if saved else "there is no checkpoint yet"
     return f"{left}; lower lr or grad_clip, or fix the samples named above"
 
