@@ -55,7 +55,9 @@ def without_guarantees(page):
         elif found := re.match(rf"(\s*return) ({names})\.", line):
             line = f"{found[1]} 0"
         kept.append(line)
-    assert not [line for line in kept if re.search(rf"\b({names})\.", line)], "a guarantee takes more than its line"
+    assert not [line for line in kept if re.search(rf"(?<!engine\.)\b({names})\.", line)], (
+        "a guarantee takes more than its line"
+    )
     return "\n".join(kept)
 
 

@@ -17,6 +17,7 @@ from engine import config, plan, speed
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.precision import Precision
+from engine.report import describe
 from engine.speed import compiler, memory
 from models.layers import group_norm
 
@@ -433,7 +434,7 @@ def test_for_norms_in_half_precision_on_a_gpu_the_compiler_is_advised():
     def advised(device="cuda", amp="bf16", mode="off", norm=group_norm):
         there, model = World(0, 0, 1, torch.device(device)), nn.Sequential(nn.Conv3d(1, 8, 3), norm(8))
         decided = replace(plan.make_plan(cfg, there, 61), compile=mode)
-        said = plan.describe(decided, cfg, there, model, 0, Precision(amp, there.device, ""))
+        said = describe.plan_table(decided, cfg, there, model, 0, Precision(amp, there.device, ""))
         return "compile=default fuses it" in said
 
     assert advised() and advised(amp="fp16")

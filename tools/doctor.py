@@ -30,8 +30,6 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.report import describe
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -49,6 +47,7 @@ try:
     from engine.data.cache import CachedDataset
     from engine.errors import LockstepError, amount
     from engine.files import status
+    from engine.report import describe
     from engine.run import Run
     from engine.speed.cores import Crowd, available, bound_to, crowded, threads_at_most
     from engine.survive import agent, blame

@@ -641,7 +641,7 @@ def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path):
 
 A_FULL_LOG = """
 import sys, train
-from engine.files import log
+from engine.report import log
 begin = log.Log.__init__
 def full(self, *about):
     begin(self, *about)

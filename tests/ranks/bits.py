@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tasks
 import train
 from engine import config, launch, run
-from engine.comm import tree
+from engine.comm import tree, virtual
 from engine.report.open_log import open_log
 
 if "flat" in sys.argv[2:]:
@@ -28,7 +28,7 @@ if "flat" in sys.argv[2:]:
             ((a, _), left), ((_, d), right) = nodes[-2:]
             nodes[-2:] = [((a, d), tree._add(left, right, in_place))]
 
-    tree.push = push
+    tree.push = virtual.push = push
 if "rank" in sys.argv[2:]:
     seed = run.seed_generators
     run.seed_generators = lambda device, *key: seed(device, *key, dist.get_rank())
