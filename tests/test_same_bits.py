@@ -198,10 +198,10 @@ def test_running_statistics_of_a_step_are_the_mean_of_the_workers_that_have_samp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 6])
+@pytest.mark.parametrize("seed", [0, 1, 50503])
 def test_random_trainings(seed):
     """As grammar.py draws them for as long as asked: one of each kind."""
     import grammar
 
-    assert grammar.draw(seed).kind == {0: "cuts", 1: "bits", 6: "again"}[seed]
+    assert grammar.draw(seed).kind == {0: "cuts", 1: "bits", 50503: "again"}[seed]
     grammar.try_one(seed)
