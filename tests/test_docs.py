@@ -25,6 +25,11 @@ def test_the_six_places_lead_to_code():
     assert all(len(re.findall(r"\]\(\.\./\w[^)]*#L\d+\)", part)) >= 3 for part in parts[1::2])
 
 
+def test_the_index_has_each_page_once():
+    listed = re.findall(r"^\| \[.*?\]\((.*?)\) \|", (ROOT / "docs/README.md").read_text(), flags=re.M)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text())
