@@ -9,6 +9,7 @@ from test_loop import steps  # noqa: F401, a fixture
 
 from engine import preflight
 from engine.contract import LockstepError
+from engine.preflight import resumable
 
 HEAD = """
 from collections import namedtuple
@@ -213,6 +214,21 @@ def test_what_a_new_process_has_is_not(steps, tmp_path, kind):  # noqa: F811
     next(outcomes)
     preflight.compare_weights(run)
     assert run.fresh is None
+
+
+@pytest.mark.parametrize("call", ["save", "load_state"])
+def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps, monkeypatch, call):  # noqa: F811
+    """torch raises it from a signal handler, wherever the main thread is."""
+
+    def interrupted(*given):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    run, outcomes = steps("global_batch=12", "batch_size=12")
+    next(outcomes)
+    owner = resumable.torch if call == "save" else resumable
+    monkeypatch.setattr(owner, call, interrupted)
+    with pytest.raises(RuntimeError, match="is killed by signal"):
+        resumable.check(run)
 
 
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])

@@ -68,9 +68,17 @@ def _check_plain(held: Any, where: str) -> None:
         torch.save(batches.map_leaves(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
         archive.examine(file)
     except Exception as error:
+        _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
         todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
         raise LockstepError(what, where=where, todo=todo) from error
+
+
+def _pass_on(error: Exception) -> None:
+    """Raise what comes from elsewhere: torch tells of a loader process that was killed by a signal handler's error,
+    wherever this thread is."""
+    if "DataLoader worker" in str(error):
+        raise error
 
 
 # ---- the optimizer --------------------------------------------------------------------------------------------------
@@ -88,6 +96,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
         load_state(twin, saved if torchs else copy.deepcopy(saved))  # another's might change in place what it is given
         restored = twin.state_dict()
     except Exception as error:
+        _pass_on(error)
         what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
         raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY) from error
     then = dict(batches.leaves(restored))
