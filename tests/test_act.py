@@ -100,6 +100,7 @@ def close(got, expected, **how):
 # ---- LeRobot's network ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_numbers_of_lerobot(case):
     name, net, inputs, draws = case
@@ -308,6 +309,7 @@ def test_a_random_backbone_learns():
     assert (net.backbone.conv1.weight - first).abs().max() > 1e-4, "down to the first layer"
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_the_device(case):
     """Tensors without contents: whoever asks one for a number fails."""
     _, net, inputs, draws = case

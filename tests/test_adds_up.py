@@ -440,6 +440,7 @@ def test_a_training_does_not_notice(start, tmp_path):
     assert before[:2] == after[:2] and all(torch.equal(value, after[2][name]) for name, value in before[2].items())
 
 
+@pytest.mark.slow
 def test_two_processes_end_in_one_line_before_anything_is_written(launch, tmp_path):
     words = ["train.py", own(tmp_path, WRONG["a mean"][0]), f"save_dir={tmp_path / 'run'}", "batch_size=6"]
     done = launch.torchrun(2, *words)

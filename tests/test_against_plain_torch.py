@@ -42,6 +42,7 @@ def plain_loop():
     return model, numbers, weights
 
 
+@pytest.mark.slow
 def test_the_accuracy_in_training_is_of_samples_whatever_their_weights(launch, tmp_path):
     """Classes weigh differently in the loss. At a rate that moves no weight the network stays the one it began as."""
     words = ["har", "dataset.stride=512", "model.width=8", "model.dropout=0", "lr=1e-12", "epochs=1", "log_every=1"]

@@ -246,6 +246,7 @@ def loaders_of(dataset, workers=0, epoch=0, **more):
     return train, val
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_of_any_form_is_loaded(form):
     dataset = Drawn(Waves(10, 0), form)

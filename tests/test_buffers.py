@@ -16,6 +16,7 @@ TASK = str(ROOT / "tests" / "tasks" / "buffers.py")
 MANY = str(ROOT / "tests" / "ranks" / "many.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "step"),
     [("check_every=0", 1), ("check_every=0 own.begins=1", 6), ("check_every=3 own.begins=1", 3)],
@@ -53,6 +54,7 @@ class Task(toy.Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", ["0", "0.9"])
 def test_an_evaluation_leaves_buffers_as_they_were(launch, tmp_path, ema):
     """Also where a module moves them in eval mode: straight, stopped and resumed, and on two processes."""
@@ -113,6 +115,7 @@ def runs(tmp_path_factory):
     return {path.name: torch.load(path / "last.pt", weights_only=True) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["mean", "rank0"])
 def test_buffers_made_one_after_each_step_resume_as_they_were(runs, way):
     """Another tensor in a buffer's place, whole numbers, and the average, too: bit for bit."""

@@ -72,6 +72,7 @@ def test_the_file_is_mapped_not_read_and_reopened_after_pickling(packed):
     assert other.labels.tolist() == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_loader_worker_reads_the_same(packed):
     clips = Clips(packed)
     loader = torch.utils.data.DataLoader(

@@ -64,6 +64,7 @@ def plain_loop(task, loss_of, words):
     return model, numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "loss_of", "cut"),
     [

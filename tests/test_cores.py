@@ -91,6 +91,7 @@ def test_one_node_or_somebody_else_s_choice_is_left_alone(tmp_path):
     assert bound(tmp_path / "nothing", CPU, 0, 2) == ("", MINE)
 
 
+@pytest.mark.slow
 @needs_two
 def test_a_launch_keeps_each_process_to_its_cores_and_says_so(launch, tmp_path):
     low, high = halves()
@@ -168,6 +169,7 @@ def test_new_processes_are_told_how_many_threads_there_may_be(monkeypatch):
     assert cores.threads_at_most(2) == {"OMP_NUM_THREADS": "2", cores.BY_RULE: "by_rule"}
 
 
+@pytest.mark.slow
 def test_the_plan_says_how_many_threads_and_why(launch, tmp_path):
     """They are counted from the work of a forward pass, the same for a resumed run; evaluations keep to one."""
     from_task = ["har", "dataset.stride=512", "batch_size=64", f"save_dir={tmp_path / 'run'}", "schedule.horizon=2"]

@@ -59,6 +59,7 @@ def healthy(tmp_path_factory):
     return table, as_json, run
 
 
+@pytest.mark.slow
 def test_where_all_is_well_nothing_fails(healthy):
     table, _, run = healthy
     assert not lines_of(table, "failure") and not table.err

@@ -63,6 +63,7 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
     assert same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_both_doors_are_one_under_torchrun(launch, tmp_path):
     config_file = tmp_path / "toy.yaml"
     config_file.write_text(f"task: {TOY}\nbatch_size: 6\namp: off\nmodel: {{width: 8}}\n")
@@ -363,12 +364,14 @@ def test_a_port_in_use_is_named(launch, tmp_path):
     assert done.code == 2 and done.errors[0].startswith(f"error: port {port} is in use"), done.err
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(launch, tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = launch.python("train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}", **env, timeout=60)
     assert done.code == 6 and "could not join the others" in done.errors[0] and "1/2" in done.errors[0], done.err
 
 
+@pytest.mark.slow
 def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_path):
     """Rank 1 goes away before it joins; gloo itself would wait for ddp.timeout_s."""
     wrapper = tmp_path / "wrapper.py"

@@ -150,6 +150,7 @@ NOT_HERE = {
 ELSEWHERE = ("clips", "steps", "sanitized_steps", "race")  # the tests beside this one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in gpu_check.PARTS if part not in ELSEWHERE])
 def test_the_parts_of_the_check_of_a_gpu_run_here(gpu, part):
     """All that they ask of torch.cuda is there, and their sums come out."""

@@ -119,6 +119,7 @@ def test_any_bytes_as_a_config_file(tmp_path, raw):
     read_config("har", "--config", str(tmp_path / "c.yaml"))
 
 
+@pytest.mark.slow
 @fuzz
 @given(st.dictionaries(names, trees, max_size=5), st.lists(st.tuples(st.integers(0, 10**6), SCRAPS), max_size=4))
 def test_any_tree_with_yaml_scraps_in_it(tmp_path, tree, scraps):
@@ -346,6 +347,7 @@ def test_a_header_that_lies_about_its_size_costs_no_memory(tmp_path, shape, kind
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_an_archive_that_claims_more_than_it_can_hold_is_refused_before_it_is_unpacked(tmp_path):
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:  # it packs zeros better than numpy's own zip can

@@ -134,6 +134,7 @@ def test_the_clock_saves_amid_recorded_steps(run, tmp_path):
     assert_same(eager, recorded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -165,6 +166,7 @@ def test_batches_of_another_form_are_taken_kernel_by_kernel(run):
     assert "a batch is no dict" in done[2] and launched(done[2]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "backward"])
 @pytest.mark.parametrize(("after", "perhaps"), [(5, ""), (8, ", perhaps in the 3 steps before, too")])
 def test_a_number_that_changes_on_the_host_is_noticed(run, kind, after, perhaps):

@@ -110,6 +110,7 @@ def test_the_guides_commands_train(launch, tmp_path, processes, words):
         assert "Multi-GPU Training Launcher" in done.out and "warning" in done.err
 
 
+@pytest.mark.slow
 def test_two_nodes_as_two_launchers(launch, tmp_path):
     """One process on the first node, two on the second; here both nodes are this machine."""
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -151,6 +152,7 @@ def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path
     assert "warning: accelerate started this process without RANK" in done.err
 
 
+@pytest.mark.slow
 def test_resume_is_automatic_with_the_same_save_dir(launch, tmp_path):
     line = ["train.py", TOY, "--save-dir", str(tmp_path / "run")]
     succeed(launch.torchrun(2, *line, "--epochs", "1"))

@@ -43,6 +43,7 @@ def test_a_state_dict_is_found_wherever_it_is(tmp_path, kind):
     assert_same_weights(model.state_dict(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["all of it", "a part of it"])
 def test_a_model_that_is_compiled_gets_what_one_that_is_not_has_saved(compiled):
     given, model = network().state_dict(), network().apply(lambda each: [nn.init.zeros_(p) for p in each.parameters()])
@@ -68,6 +69,7 @@ def test_names_that_fit_as_they_are_stay(prefix):
     assert weights.fitted({f"module.{name}": 0 for name in nested}, nested).keys() == nested
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_best_weights_of_another(launch, tmp_path):
     """Which ends with worse ones: its rate is far too high. The new run's moves nothing."""
     first = ["train.py", TOY, "lr=2", "schedule.kind=constant", "optim.name=sgd", "optim.momentum=0", "steps=6"]

@@ -640,6 +640,7 @@ def test_an_older_torchrun_is_not_killed_by_sigusr1(home: Home) -> None:
 NASTY = ["a b;touch x", "it's", 'say "hi"', "$(touch x)", "`touch x`", "*", "", "--", "back\\slash", "new\nline", "ü"]
 
 
+@pytest.mark.slow
 def test_arguments_arrive_unharmed(home: Home) -> None:
     """Through a symlink, in a folder whose name has blanks, from another folder; exit code 0."""
     odd = home.folder.rename(home.folder.with_name("a b;touch x"))
@@ -664,6 +665,7 @@ def test_printed_command_can_be_pasted(home: Home) -> None:
     assert pasted.stdout.split("\0")[-len(NASTY) - 1 : -1] == NASTY
 
 
+@pytest.mark.slow
 def test_a_failing_worker_fails_the_launch(home: Home) -> None:
     home.train(FAIL)
     done = home.run("2")
@@ -671,6 +673,7 @@ def test_a_failing_worker_fails_the_launch(home: Home) -> None:
     assert re.search(r"^error: rank 1 \(process \d+\) ended with exit code 7 ", done.stderr, re.MULTILINE), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_anybody_can_say_so(home: Home) -> None:
     home.train("import os, signal\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '0' else signal.pause()")
     done = home.run("2")
@@ -725,6 +728,7 @@ def test_signals_reach_the_workers(home: Home, sent: str, before: Callable[[], N
     assert home.processes() == []
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_after_the_run_changes_nothing(home: Home) -> None:
     """Slurm's warning may: torch's handler would end the launcher with a traceback and 1."""
     home.train(SIGNAL_THE_LAUNCHER_WHILE_IT_TIDIES_UP)

@@ -75,6 +75,7 @@ def test_the_lines_of_the_guide_are_on_the_terminal(runs):
     assert "\r" not in done.out + done.err, "no bar where there is no terminal"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_bars(launch, tmp_path):
     import fcntl
     import os
@@ -290,6 +291,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
     assert done.code == 2 and "file is not a folder" in done.errors[0] and len(done.err.splitlines()) == 1, done.err
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline(launch, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = tmp_path / "run"

@@ -88,6 +88,7 @@ class Event:
         Event.waited += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "late"),
     [

@@ -265,6 +265,7 @@ def started(name, monkeypatch, folder, *words):
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_made_up_data_are_told_each_time_and_lie_apart(tmp_path, monkeypatch, capsys, name):
     if name == "own_videos":
@@ -322,6 +323,7 @@ def test_own_files_without_a_table_are_refused_and_nothing_is_written(tmp_path, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_an_option_is_no_folder_and_help_starts_nothing(tmp_path, monkeypatch, capsys, name):
     if name == "own_videos":

@@ -43,6 +43,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_convolutions_of_tiny_maps_train_in_bf16(launch):
     """In a process of its own, because what is wrong ends it; with memory that is not clean."""

@@ -289,6 +289,7 @@ class Task(Toy):
 """
 
 
+@pytest.mark.slow
 def test_every_task_with_the_method_writes_a_table_or_arrays(launch, tmp_path):
     """Numbers, tables, texts, and as many numbers as there are, of 23 samples in batches of 4."""
     (tmp_path / "said.py").write_text(SAID)

@@ -70,6 +70,7 @@ def rows_of(text):
     return {line[:18].strip(): line[18:].split()[:2] for line in lines[: len(profiling.PHASES) + 1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_says_where_its_time_goes_and_leaves_a_trace(launch, tmp_path, processes):
     run = tmp_path / "run"

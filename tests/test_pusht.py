@@ -115,6 +115,7 @@ def test_pictures_reach_the_policy_in_trials_as_in_training(monkeypatch, tmp_pat
     assert (robot._shrunk(fresh, task.sizes[CAMERA]).int() - batch[CAMERA].int()).abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_without_the_package_it_says_so(launch, tmp_path):
     (tmp_path / "hidden/gym_pusht").mkdir(parents=True)
     (tmp_path / "hidden/gym_pusht/__init__.py").write_text("raise ImportError('hidden')")

@@ -133,6 +133,7 @@ def test_no_command_is_left_out():
     assert not [name for name in ELSEWHERE if f"def {name}(" not in tests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", TRAINED)
 def test_a_command_trains(launch, tmp_path, words):
     if torch.cuda.is_available():
@@ -189,6 +190,7 @@ def test_mistakes_are_told_as_shown(launch):
     assert done.code == 2 and done.errors == blocks_after(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "lines"), PLANS.items())
 def test_the_arithmetic_is_as_shown(launch, tmp_path, words, lines):
     done = succeed(launch(*command(words, tmp_path)))

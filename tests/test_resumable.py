@@ -231,6 +231,7 @@ def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps
         resumable.check(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
 def test_all_ranks_end_with_one_line_before_anything_is_lost(launch, tmp_path, words):
     (tmp_path / "own.py").write_text(HEAD + FORGOTTEN["a counter"][0])

@@ -206,6 +206,7 @@ def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
     assert "Done: " in straight.out
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
     """The first one was logged, and then its pictures failed: the checkpoint says that it is due. Garbage at the end
     of the log is no reason not to resume."""
@@ -265,6 +266,7 @@ def test_a_finished_run_started_again_changes_nothing(launch, finished):
     assert "Resuming" in more.out and load(finished)["progress"]["step"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -379,6 +381,7 @@ class Task(Toy):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", ["0", "0.9"])
 def test_a_module_of_the_models_own_is_no_wrapper(launch, tmp_path, ema):
     """A model may keep its network as `self.module`, the name that DDP and averages put before all others."""
@@ -564,6 +567,7 @@ class Task(toy.Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "more", "steps"),
     [(1e9, "", [3, 12]), (0.0, "", [3, 6, 9, 12]), (1e9, "save_every=4", [4, 8, 12])],

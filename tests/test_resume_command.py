@@ -81,6 +81,7 @@ def test_what_was_typed_before_them(tmp_path, monkeypatch):
     assert said([], **TORCHRUN)[:3] == [sys.executable, "-m", "torch.distributed.run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "started", ["python", *(pytest.param(how, marks=pytest.mark.slow) for how in ("torchrun", "launcher under Slurm"))]
 )

@@ -236,6 +236,7 @@ def test_the_loss_is_a_quotient_of_the_whole_batch(walks, policy):
     torch.testing.assert_close(total / weight, whole.total / whole.weight, rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 def test_acts_loss_is_lerobots(walks):
     """The masked mean of the absolute error plus kl_weight times the mean divergence, worked out apart."""
     torch.manual_seed(0)
@@ -260,6 +261,7 @@ def test_acts_loss_is_lerobots(walks):
 # ---- training and evaluation ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_act_trains_on_a_dataset_of_its_own(launch, tmp_path, walks, processes):
     words = ["--config", "configs/policy/act.yaml", f"dataset.root={walks}", "batch_size=4", "steps=3", *TINY_ACT]
@@ -363,6 +365,7 @@ def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
     assert torch.equal(heard[0], task.words.repeat(2, 1))
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
     """Asked to stop between the validation and the end of the trials, all ranks leave; what was trained is saved, and
     the evaluation is made when the run is resumed."""
@@ -394,6 +397,7 @@ def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
     assert "success_rate" not in (tmp_path / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -602,6 +606,7 @@ def test_each_command_has_a_recording_of_its_own(own_recordings):
         assert task.demos.tasks == [command] if command else len(task.demos.tasks) > 1
 
 
+@pytest.mark.slow
 def test_a_trial_shows_in_tensorboard(launch, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -32,11 +32,13 @@ def test_ddp_with_and_without_hooks_and_zero(launch, processes):
     assert "shared" in succeed(launch.torchrun(processes, SUMS, "ddp")).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["different", "late", "gone"])
 def test_what_goes_wrong_is_said_in_the_same_words_from_within_ddp(launch, what):
     succeed(launch.torchrun(2, SUMS, what))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["no_room", "forbidden", "one_cannot", "elsewhere", "other_user"])
 def test_gloo_where_memory_cannot_be_shared(launch, why):
     assert "gloo" in succeed(launch.torchrun(2, SUMS, why)).out

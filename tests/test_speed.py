@@ -151,6 +151,7 @@ def order_said(done):
     return line.split("convolutions in ")[1].split(" order")[0]
 
 
+@pytest.mark.slow
 def test_the_order_of_convolutions_is_one_for_every_cut_and_stays_that_of_a_run(launch, tmp_path):
     one = succeed(launch.python("train.py", *CONV, "--dry-run"))
     two = succeed(launch.torchrun(2, "train.py", *CONV, "batch_size=32", "--dry-run"))
@@ -192,6 +193,7 @@ class Task(Base):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "processes"), [(1, 1), (2, 2), (3, 1)])
 def test_a_model_that_views_its_features_is_trained_in_the_usual_order(launch, tmp_path, axes, processes):
     """`x.view(len(x), -1)` after a convolution, as in many tutorials: no view flattens the other order."""
@@ -333,6 +335,7 @@ def test_the_benchmark_runs_and_checks(launch, tmp_path, monkeypatch):
     assert benchmark.main() == 1
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_is_named(capsys):
     args = SimpleNamespace(
         arrays="nowhere", gpu=False, epochs=1, limits=False, contestants="tutorial", rounds=1, threads=1

@@ -231,6 +231,7 @@ def plain_loop(seed, terms):
     return net.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_gradients_of_what_few_passes_use_are_those_of_a_plain_loop(launch, tmp_path, float64, processes):
     """A branch that is used in a worker's first passes, but not in its last; on one process only; in no pass."""
@@ -315,6 +316,7 @@ def test_more_processes_than_workers_are_refused_before_anything_is_written(laun
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resume_says_what_changes_the_bits(launch, tmp_path):
     """Threads, the processor, the samples of a pass; nothing where nothing has changed. One hash at the end."""
     run = tmp_path / "run"

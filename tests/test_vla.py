@@ -99,6 +99,7 @@ def test_sizes_that_do_not_fit_are_refused(wrong, words):
 # Words
 
 
+@pytest.mark.slow
 def test_words_are_hashed_alike_everywhere():
     """Checkpoints outlive a process: the numbers themselves are pinned, and asked of a Python with another salt."""
     command = "from models.vla import hash_words; print(hash_words('Move to the RED disc!', 8, 512))"

@@ -404,6 +404,7 @@ def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch, tmp
     assert done.out == "0\nSIGINT\n" and done.err.count("stopping after this step") == 1
 
 
+@pytest.mark.slow
 def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, tmp_path):
     """A rank that was slow to get there died of a signal to the whole run, which then ended with an error."""
     script = tmp_path / "slow.py"
@@ -599,6 +600,7 @@ def test_a_loss_scale_that_falls_to_nothing_ends_the_run(launch, tmp_path):
     assert done.code == 4 and "the loss scale of fp16 has fallen to 0.0009" in done.errors[0], done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["batch_size=1"], ["num_workers=1"], ["cache=host"]], ids=" ".join)
 def test_a_sample_with_nan_is_named(launch, tmp_path, more):
     """Among those of its pass, once an epoch. The second time there is advice; the end counts the steps, those before
