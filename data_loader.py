@@ -252,7 +252,7 @@ class TrainLoader:
                 what = f"{odd!r} of the same samples is another each time they are prepared"
                 what = f"it draws from {moved[0]}'s generator" if odd is None else what
                 todo = "draw from batch['lockstep'].seed, not from a generator; random_samples=warn trains all the same"
-                error = LockstepError(what, where="the task's `prepare`", todo=todo)
+                error = LockstepError(what, "the task's `prepare`", todo)
                 if random_samples == "stop":
                     raise error
                 console.info(f"warning: {error}")
@@ -408,7 +408,7 @@ def _announced(source: Source, sampler: Any) -> Iterator[Any]:
             source.prefetch(asked.indices)
         except Exception as error:
             what = f"`prefetch` of samples {named(asked.indices)} has failed: {type(error).__name__}: {error}"
-            raise LockstepError(what, where=source.name, todo="fix it or remove it", exit_code=5) from error
+            raise LockstepError(what, source.name, "fix it or remove it", exit_code=5) from error
         if next_one is not None:
             yield next_one
         next_one = asked
@@ -500,15 +500,13 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
         datasets = task.datasets()
     if not isinstance(datasets, (tuple, list)) or len(datasets) != 2:
         raise LockstepError(
-            f"the datasets are a {type(datasets).__name__}, not a pair",
-            where="the task's `datasets`",
-            todo="return (train, val)",
+            f"the datasets are a {type(datasets).__name__}, not a pair", "the task's `datasets`", "return (train, val)"
         )
     train_set, val_set = datasets
     check_datasets(train_set, train_set if val_set is None else val_set)
     if val_set is None and split == "val":
         what, todo = "the task has no validation data", "score others: --split train, or all"
-        raise LockstepError(what, where="split val", todo=todo)
+        raise LockstepError(what, "split val", todo)
     if split == "train" or (split == "any" and val_set is None):
         val_set = train_set
     if val_set is not None and split != "any":
@@ -530,15 +528,15 @@ def create_data_loaders(
         if not hasattr(train_set, "labels"):
             raise LockstepError(
                 f"sampler=balanced, but the data of task {cfg.task} have no labels",
-                where="sampler",
-                todo="give the dataset an attribute `labels` (N,), or use sampler=shuffle",
+                "sampler",
+                "give the dataset an attribute `labels` (N,), or use sampler=shuffle",
             )
         labels = _per_sample(train_set, "labels")
     if val_set is None and cfg.patience:
         what, todo = f"patience={cfg.patience} without validation data", "drop it: nothing is evaluated"
-        raise LockstepError(what, where="patience", todo=todo)
+        raise LockstepError(what, "patience", todo)
     if val_set is not None and not len(val_set):
-        raise LockstepError("the validation set is empty", where="dataset", todo="check the data and the split")
+        raise LockstepError("the validation set is empty", "dataset", "check the data and the split")
     sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
     samplers: list[Any] = [sampler]
     sets = [train_set]
@@ -574,5 +572,5 @@ def _per_sample(dataset: Any, name: str) -> np.ndarray | None:
     values = np.asarray(values)
     if values.shape != (len(dataset),):
         what = f"the `{name}` of the dataset have the shape {values.shape}, and it has {len(dataset)} samples"
-        raise LockstepError(what, where=type(dataset).__name__, todo="give one for each sample")
+        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
     return values

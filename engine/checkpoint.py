@@ -68,8 +68,8 @@ def _read(path: Path, world: World) -> dict[str, Any]:
     if not path.exists():
         raise LockstepError(
             f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})",
-            where=str(path),
-            todo="give a save_dir that all machines share",
+            str(path),
+            "give a save_dir that all machines share",
         )
     state = archive.read(path)
     check_format(state, path)
@@ -141,8 +141,8 @@ def check_format(state: dict[str, Any], path: Path) -> None:
     if state["format"] not in (2, FORMAT):
         raise LockstepError(
             f"the checkpoint has format {state['format']}, this version reads {FORMAT}",
-            where=str(path),
-            todo="update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it",
+            str(path),
+            "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it",
             exit_code=3,
         )
 
@@ -199,8 +199,8 @@ def check_same_run(
     hint = f" (global_batch={state['global_batch']} keeps it)" if state["global_batch"] != plan.global_batch else ""
     raise LockstepError(
         f"this is not the run of the checkpoint: {'; '.join(differences.values())}",
-        where=str(path),
-        todo=f"change these back{hint}, start a new run with another save_dir, or insist with --force "
+        str(path),
+        f"change these back{hint}, start a new run with another save_dir, or insist with --force "
         + ",".join([*named, *differences]),
     )
 
@@ -219,7 +219,7 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
     if (then := state.get("optimizer_name", optimizer)) != optimizer:
         todo = f"change it back, or start a new run with init_from={path}"
         what = f"the checkpoint's optimizer is {then}, not {optimizer}"
-        raise LockstepError(what, where=str(path), todo=todo, exit_code=3)
+        raise LockstepError(what, str(path), todo, exit_code=3)
     _load_model(run.model, state, state["model"], path)
     with _of_the_same_model(path):
         if run.ema is not None and state["ema"] is not None:
@@ -255,7 +255,7 @@ def _load_model(model: nn.Module, state: dict[str, Any], saved: dict[str, Any], 
     now = digests.each(own.items())
     if other := next((name for name, digest in now.items() if digest != left_out[name]), ""):
         what = f"{other}, which the checkpoint leaves to the task's `model`, is not the weight that it was trained with"
-        raise LockstepError(what, where=str(path), todo="give `model` the same weights again", exit_code=3)
+        raise LockstepError(what, str(path), "give `model` the same weights again", exit_code=3)
     with _of_the_same_model(path):
         model.load_state_dict(own | weights.fitted(saved, model.state_dict()))
 
@@ -267,7 +267,7 @@ def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
     for name in left_out:
         if isinstance(entries[name], nn.Parameter) and entries[name].requires_grad and id(entries[name]) not in kept:
             what, todo = f"it leaves out {name}, which is trained", "save it, or freeze it (optim.freeze)"
-            raise LockstepError(what, where="the task's `saved`", todo=todo)
+            raise LockstepError(what, "the task's `saved`", todo)
     return digests.each((name, entries[name]) for name in left_out)
 
 
@@ -279,7 +279,7 @@ def _of_the_same_model(path: Path | None) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines()]
         raise LockstepError(
             f"the checkpoint is of another model: {' '.join(lines[:3])}",
-            where=str(path),
-            todo="use the model it was trained with, or start a new run with another save_dir",
+            str(path),
+            "use the model it was trained with, or start a new run with another save_dir",
             exit_code=3,
         ) from error

@@ -29,19 +29,19 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
     elif taken := loss.sums.keys() & {"loss", "weight", *LOGGED}:
         raise LockstepError(
             f"the sums of the loss have the name {min(taken)!r}, which another number of each step has already",
-            where="the task's `loss`",
-            todo="give them another name",
+            "the task's `loss`",
+            "give them another name",
         )
     elif not loss.total.requires_grad:
         problem = "a Loss whose total has no graph"
     elif loss.factor != 1.0:
         what = f"the loss has factor={loss.factor}, which is of one term among several"
-        raise LockstepError(what, where="the task's `loss`", todo="multiply its total, or return it from `losses`")
+        raise LockstepError(what, "the task's `loss`", "multiply its total, or return it from `losses`")
     if problem:
         raise LockstepError(
             f"the loss is {problem}",
-            where="the task's `loss`",
-            todo="return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by, "
+            "the task's `loss`",
+            "return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by, "
             "a number; what is in `sums` are numbers, too",
         )
     return same_names([*loss.sums], names, gather, "sums")
@@ -52,20 +52,20 @@ def check_terms(terms: Any) -> dict[str, Loss]:
     where = "the task's `losses`"
     if not isinstance(terms, dict) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
         todo = 'return {"name": Loss(total, weight), ...}: each is divided by its own weight, and all are added up'
-        raise LockstepError(f"the losses are {_kind(terms)}", where=where, todo=todo)
+        raise LockstepError(f"the losses are {_kind(terms)}", where, todo)
     for name, term in terms.items():
         if not isinstance(term.total, Tensor) or term.total.ndim:
             todo = "give each the sum of its parts over the batch, a scalar"
-            raise LockstepError(f"the total of {name!r} is no scalar tensor", where=where, todo=todo)
+            raise LockstepError(f"the total of {name!r} is no scalar tensor", where, todo)
         if not _scalar(term.weight):
             todo = "give what to divide its total by, a number"
-            raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where=where, todo=todo)
+            raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where, todo)
         if odd := _odd_sums(term):
-            raise LockstepError(f"the sums of {name!r} are {odd}", where=where, todo="give totals by name, numbers")
+            raise LockstepError(f"the sums of {name!r} are {odd}", where, "give totals by name, numbers")
     taken = ["loss", "weight", "count", *LOGGED, *terms, *(name for term in terms.values() for name in term.sums)]
     if twice := {name for name in taken if taken.count(name) > 1}:
         todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
-        raise LockstepError(f"the name {min(twice)!r} is there twice", where=where, todo=todo)
+        raise LockstepError(f"the name {min(twice)!r} is there twice", where, todo)
     return terms
 
 
@@ -92,8 +92,8 @@ def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any]
         if other != first:  # in another order they would be summed with the wrong partners
             raise LockstepError(
                 f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
-                where="the task's `loss`",
-                todo="give the same names in the same order for every batch, zeros where there is nothing to count",
+                "the task's `loss`",
+                "give the same names in the same order for every batch, zeros where there is nothing to count",
                 everywhere=names is None,
             )
     return found
@@ -103,7 +103,7 @@ def built(task: Task) -> nn.Module:
     """Return the task's `model`. Raises LockstepError where that is none."""
     model: Any = task.model()
     if not isinstance(model, nn.Module):
-        raise LockstepError(f"the model is {_kind(model)}", where="the task's `model`", todo="return the nn.Module")
+        raise LockstepError(f"the model is {_kind(model)}", "the task's `model`", "return the nn.Module")
     return model
 
 
@@ -112,7 +112,7 @@ def check_scored(task: Task, split: str) -> None:
     if missing := [name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)]:
         todo = "give it these methods to score a split" if split else "or return (train, None) from `datasets`"
         todo = f"see engine/contract.py; {todo}"
-        raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", where="task", todo=todo)
+        raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", "task", todo)
 
 
 def check_count(sums: Sums, samples: int) -> None:
@@ -120,8 +120,8 @@ def check_count(sums: Sums, samples: int) -> None:
     if sums["count"].tolist() != samples:
         raise LockstepError(
             f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
-            where="the task's `score`",
-            todo="count each sample of the batch once; other numbers, such as tokens, under another name",
+            "the task's `score`",
+            "count each sample of the batch once; other numbers, such as tokens, under another name",
             everywhere=True,
         )
 
@@ -132,15 +132,15 @@ def reported(task: Task, sums: Sums) -> dict[str, float]:
     found, where = task.report(sums), "the task's `report`"
     if not isinstance(found, dict):
         todo = f"return a number by each name, `loss` and `{task.monitor}` among them"
-        raise LockstepError(f"`report` returns a {type(found).__name__}", where=where, todo=todo)
+        raise LockstepError(f"`report` returns a {type(found).__name__}", where, todo)
     if not {"loss", task.monitor} <= found.keys():
-        raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where=where, todo="return both")
+        raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where, "return both")
     if taken := [name for name in LOGGED if name in found]:
         what, todo = (
             f"`report` gives {taken[0]!r}, a name that each line of the log has already",
             "give it another name",
         )
-        raise LockstepError(what, where=where, todo=todo)
+        raise LockstepError(what, where, todo)
     return {name: _number(name, value) for name, value in found.items()}
 
 
@@ -153,8 +153,8 @@ def _number(name: str, value: Any) -> float:
     kind = f"of shape {tuple(value.shape)} " if hasattr(value, "shape") else ""
     raise LockstepError(
         f"`report` gives a {type(value).__name__} {kind}as {name!r}",
-        where="the task's `report`",
-        todo="give one number by each name; in `score`, add up what is of each sample (`.sum()`)",
+        "the task's `report`",
+        "give one number by each name; in `score`, add up what is of each sample (`.sum()`)",
     )
 
 

@@ -205,7 +205,7 @@ class Task:
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         """Return what tools/predict.py writes of each sample: predictions, and what says which sample it is."""
-        raise LockstepError("this task predicts nothing", where="task", todo="give it a method `predict`")
+        raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """Return the optimizer, any of torch whose step needs no closure, or None for that of `optim.name`. Called once
@@ -234,9 +234,7 @@ class Task:
 
     def full_dataset(self) -> Any:
         """Return, after `load_metadata`, all samples of the data that the config names, as one dataset to score."""
-        raise LockstepError(
-            "this task only knows its own two splits", where="split all", todo="give it a method `full_dataset`"
-        )
+        raise LockstepError("this task only knows its own two splits", "split all", "give it a method `full_dataset`")
 
     num_trials: int = 0
     """Number of trials that an evaluation makes beside the split."""
@@ -256,7 +254,7 @@ class Task:
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """Return the module to export, of one input (raw values with the batch as their leading axis) and a dict of
         tensors as output; and a function that turns a batch of `datasets` into that input."""
-        raise LockstepError("this task cannot be exported", where="task", todo="give it a method `export_module`")
+        raise LockstepError("this task cannot be exported", "task", "give it a method `export_module`")
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """Return pictures of an evaluation, uint8: (H, W) or (H, W, 3) still, (T, H, W) or (T, H, W, 3) moving."""
@@ -343,7 +341,7 @@ def check_rows(tensor: Tensor, samples: int) -> None:
     """Raise LockstepError unless there is a row for each sample."""
     if len(tensor) != samples:
         what = f"gather_batch was given {amount(len(tensor), 'row')} in a batch of {amount(samples, 'sample')}"
-        raise LockstepError(what, where="the task's `loss`", todo="give it one row for each sample")
+        raise LockstepError(what, "the task's `loss`", "give it one row for each sample")
 
 
 class _Gather(torch.autograd.Function):
@@ -370,8 +368,8 @@ class _Gather(torch.autograd.Function):
 def _in_parts(run: Any) -> LockstepError:
     error = LockstepError(
         f"gather_batch in a step of {run.plan.accumulation} forward passes, none of which sees the whole global batch",
-        where="the task's `loss`",
-        todo=f"give one pass a step: no accumulation, batch_size={-(-run.plan.global_batch // run.plan.processes)}, "
+        "the task's `loss`",
+        f"give one pass a step: no accumulation, batch_size={-(-run.plan.global_batch // run.plan.processes)}, "
         + ("virtual_workers=0" if run.plan.workers else "or more processes"),
         everywhere=True,
     )

@@ -14,7 +14,7 @@ class LockstepError(Exception):
     everywhere  every rank raises it: rank 0 alone prints it
     """
 
-    def __init__(self, what: str, *, where: str = "", todo: str = "", exit_code: int = 2, everywhere: bool = False):
+    def __init__(self, what: str, where: str = "", todo: str = "", *, exit_code: int = 2, everywhere: bool = False):
         super().__init__(what + (f" ({where})" if where else "") + (f": {todo}" if todo else ""))
         self.exit_code = exit_code
         self.everywhere = everywhere

@@ -58,25 +58,25 @@ def environment() -> Environment:
         if _number("WORLD_SIZE", "1") > 1:
             raise LockstepError(
                 f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not",
-                where="environment",
-                todo="start with torchrun, or `unset WORLD_SIZE` to train in one process",
+                "environment",
+                "start with torchrun, or `unset WORLD_SIZE` to train in one process",
             )
         return Environment()
     if "WORLD_SIZE" not in env:
         raise LockstepError(
             f"RANK={env['RANK']} is set but WORLD_SIZE is not",
-            where="environment",
-            todo="start with torchrun, or `unset RANK` to train in one process",
+            "environment",
+            "start with torchrun, or `unset RANK` to train in one process",
         )
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     if not 0 <= rank < size:
-        raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", where="environment", todo="RANK counts from 0")
+        raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", "environment", "RANK counts from 0")
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]
     if missing:
         raise LockstepError(
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not",
-            where="environment",
-            todo="start with torchrun, which sets them all",
+            "environment",
+            "start with torchrun, which sets them all",
         )
     return Environment(rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True)
 
@@ -86,7 +86,7 @@ def _number(name: str, default: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise LockstepError(f"{name}={text!r} is no whole number", where="environment", todo=f"unset {name}") from None
+        raise LockstepError(f"{name}={text!r} is no whole number", "environment", f"unset {name}") from None
 
 
 def speaks() -> bool:
@@ -117,18 +117,18 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     """Return the device of this process, by LOCAL_RANK under a launcher."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() and cfg.device != "cpu" else 0
     if cfg.device == "cuda" and not visible:
-        raise LockstepError("device=cuda, but no GPU is visible", where="device", todo="drop it, or check nvidia-smi")
+        raise LockstepError("device=cuda, but no GPU is visible", "device", "drop it, or check nvidia-smi")
     if cfg.ddp.backend == "nccl" and not visible:
         raise LockstepError(
             "ddp.backend=nccl needs CUDA, and no GPU is visible",
-            where="ddp.backend",
-            todo="leave it at auto: gloo is used on the CPU",
+            "ddp.backend",
+            "leave it at auto: gloo is used on the CPU",
         )
     if cfg.multi_gpu == "dp" and env.launched:
         raise LockstepError(
             "--multi-gpu dp is for one process, but torchrun started this one",
-            where="multi_gpu",
-            todo="use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
+            "multi_gpu",
+            "use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
         )
     if not visible:
         return torch.device("cpu")
@@ -139,8 +139,8 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     if env.local_rank >= visible and not own_gpu and cfg.ddp.backend != "gloo":
         raise LockstepError(
             f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible",
-            where="environment",
-            todo=f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
+            "environment",
+            f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", env.local_rank % visible)
 
@@ -148,9 +148,7 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
 def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
     wrong = [gpu for gpu in gpu_ids if gpu >= visible]
     if wrong:
-        raise LockstepError(
-            f"gpu_ids={wrong} asked, {visible} visible", where="gpu_ids", todo=f"choose from 0..{visible - 1}"
-        )
+        raise LockstepError(f"gpu_ids={wrong} asked, {visible} visible", "gpu_ids", f"choose from 0..{visible - 1}")
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
@@ -219,8 +217,8 @@ def _of_this_attempt(
             what = f"rank {rank} joins with {theirs.split()[0].decode()}, rank 0 with {joins[0].split()[0].decode()}"
             raise LockstepError(
                 what if theirs else f"rank {rank} and rank {env.rank} have different secrets",
-                where="ddp.backend" if theirs else sealed.SECRET_FILE,
-                todo="start the same command on all of them",
+                "ddp.backend" if theirs else sealed.SECRET_FILE,
+                "start the same command on all of them",
                 exit_code=6,
                 everywhere=theirs is not None,
             )
@@ -244,8 +242,8 @@ def _cannot_join(error: Exception, env: Environment) -> LockstepError:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return LockstepError(
             f"port {os.environ.get('MASTER_PORT')} is in use",
-            where=where,
-            todo="start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
+            where,
+            "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
         )
     todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
     if "connectFullMesh" in text:
@@ -253,9 +251,7 @@ def _cannot_join(error: Exception, env: Environment) -> LockstepError:
             "they reach that address, but not each other: let the firewall pass all ports between the machines; "
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
         )
-    return LockstepError(
-        f"rank {env.rank} of {env.size} could not join the others: {text}", where=where, todo=todo, exit_code=6
-    )
+    return LockstepError(f"rank {env.rank} of {env.size} could not join the others: {text}", where, todo, exit_code=6)
 
 
 def processes_sharing(memory: torch.device) -> int:

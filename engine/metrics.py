@@ -194,8 +194,8 @@ class EvalSums:
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
             raise LockstepError(
                 f"`{self.source}` returns no Sums of tensors",
-                where=f"the task's `{self.source}`",
-                todo="return Sums(loss=..., count=torch.tensor(len(batch)), ...)",
+                f"the task's `{self.source}`",
+                "return Sums(loss=..., count=torch.tensor(len(batch)), ...)",
             )
         return sorted(
             f"{name} {'float' if value.is_floating_point() else 'int'} {tuple(value.shape) or ''}".strip()
@@ -206,8 +206,8 @@ class EvalSums:
         once, before = (", ".join(forms) or "nothing" for forms in (found, first))
         return LockstepError(
             f"`{self.source}` gives {once} once and {before} another time",
-            where=f"the task's `{self.source}`",
-            todo="give totals of the same names and shapes for every batch, zeros where there is nothing to count",
+            f"the task's `{self.source}`",
+            "give totals of the same names and shapes for every batch, zeros where there is nothing to count",
         )
 
 
@@ -258,8 +258,8 @@ class Collection:
         if count > self.limit_mb * 1e6:
             raise LockstepError(
                 f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}",
-                where=f"the task's `{self.source}`",
-                todo="return less of each sample, or give the task a higher `collect_limit_mb`",
+                f"the task's `{self.source}`",
+                "return less of each sample, or give the task a higher `collect_limit_mb`",
                 everywhere=everywhere,
             )
 
@@ -357,4 +357,4 @@ def _bytes(values: Packed) -> int:
 
 def _wrong(source: str, what: str) -> LockstepError:
     todo = "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch"
-    return LockstepError(f"`{source}` {what}", where=f"the task's `{source}`", todo=todo)
+    return LockstepError(f"`{source}` {what}", f"the task's `{source}`", todo)

@@ -104,8 +104,8 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     if not steps_per_epoch:
         raise LockstepError(
             f"0 steps per epoch: {num_samples} training samples, global batch {global_batch}",
-            where="batch_size",
-            todo="use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
+            "batch_size",
+            "use a smaller batch, or drop_last=false" if num_samples else "the training set is empty",
         )
     if accumulation > 1:
         _check_accumulation(cfg, world, accumulation)
@@ -146,15 +146,15 @@ def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
     if cfg.ddp.static_graph and (world.size > 1 or cfg.virtual_workers):
         raise LockstepError(
             f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
-            where="ddp.static_graph",
-            todo="drop it, or use a larger batch_size",
+            "ddp.static_graph",
+            "drop it, or use a larger batch_size",
         )
     if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda":
         raise LockstepError(
             f"compile={cfg.compile} with {accumulation} forward passes a step: each would overwrite the gradients of "
             "the one before, which lie in the memory of a CUDA graph",  # pytorch#169545
-            where="compile",
-            todo="use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
+            "compile",
+            "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
         )
 
 
@@ -172,7 +172,7 @@ def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
         todo = "drop it: virtual workers sum gradients and average buffers by themselves"
         if processes > workers:
             todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
-        raise LockstepError(f"{found[0]} with virtual_workers={workers}", where="virtual_workers", todo=todo)
+        raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
 
 
 def _deal(cfg: Config) -> tuple[int, int, int]:
@@ -196,8 +196,8 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
         near = [n for n in range(1, cfg.global_batch + 1) if cfg.global_batch % n == 0 and abs(n - parts) <= parts]
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
-            where="global_batch",
-            todo=f"start {' or '.join(map(str, near[:5]))} {'process' if near == [1] else 'processes'}, or use "
+            "global_batch",
+            f"start {' or '.join(map(str, near[:5]))} {'process' if near == [1] else 'processes'}, or use "
             f"global_batch={max(1, each) * parts}",
         )
     if cfg.gradient_accumulation_steps:
@@ -205,8 +205,8 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int]:
             raise LockstepError(
                 f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
                 f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}",
-                where="gradient_accumulation_steps",
-                todo=f"leave it out, or choose a divisor of {each}",
+                "gradient_accumulation_steps",
+                f"leave it out, or choose a divisor of {each}",
             )
         return each // cfg.gradient_accumulation_steps, cfg.gradient_accumulation_steps
     # The fewest forward passes whose batch is no larger than batch_size.

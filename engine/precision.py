@@ -85,7 +85,7 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
         if amp == "bf16" and not has_bf16:
             lack = f"{torch.cuda.get_device_name(device)} has no bf16"
             if strict:
-                raise LockstepError(f"amp=bf16, but {lack}", where="amp", todo="use amp=fp16 or auto")
+                raise LockstepError(f"amp=bf16, but {lack}", "amp", "use amp=fp16 or auto")
             return Precision("fp16", device, f"bf16 was asked for, but {lack}")
         if amp == "auto":
             name = "bf16" if has_bf16 else "fp16"

@@ -39,7 +39,7 @@ class PushT:
             from gym_pusht.envs.pusht import PushTEnv
         except ImportError:
             todo = "pip install gym-pusht==0.1.8, or give env.type=none"
-            raise LockstepError("PushT needs the gym-pusht package", where="env.type=pusht", todo=todo) from None
+            raise LockstepError("PushT needs the gym-pusht package", "env.type=pusht", todo) from None
         self.size, self.pictures = size, pictures
         kind = "environment_state_agent_pos"
         self.tables = [PushTEnv(kind, observation_width=size, observation_height=size) for _ in seeds]

@@ -100,9 +100,7 @@ def needed(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise LockstepError(
-            f"this needs {package}", where="examples/own_lora.py", todo=f"pip install {package}"
-        ) from None
+        raise LockstepError(f"this needs {package}", "examples/own_lora.py", f"pip install {package}") from None
 
 
 def tokenize(text: str, base: str) -> Tensor:
@@ -117,7 +115,7 @@ def read(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, ValueError) as error:
-        raise LockstepError(f"cannot read the text: {error}", where=path, todo="give a text in UTF-8") from None
+        raise LockstepError(f"cannot read the text: {error}", path, "give a text in UTF-8") from None
 
 
 def made_up() -> str:

@@ -37,7 +37,7 @@ SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 def find_raw(folder: Path) -> tuple[Path, Path]:
     """Return the folder of your logs and the folder of what is made of them; else those of logs that are made up."""
     if folder.exists() and not folder.is_dir():
-        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+        raise LockstepError("not a folder", str(folder), "give the folder that holds it")
     if raw := next((raw for raw in (folder, folder / "raw") if any(raw.glob("*.npz"))), None):
         return raw, folder
     raw = folder / "made_up" / "raw"

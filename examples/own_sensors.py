@@ -41,7 +41,7 @@ SETTINGS = {"dataset.length": 100, "dataset.stride": 50, "epochs": 10}
 def find_raw(folder: Path) -> tuple[Path, Path]:
     """Return the folder of your table and the folder of what is made of it; else those of files that are made up."""
     if folder.exists() and not folder.is_dir():
-        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+        raise LockstepError("not a folder", str(folder), "give the folder that holds it")
     if raw := next((raw for raw in (folder, folder / "raw") if (raw / TABLE).is_file()), None):
         return raw, folder
     made = folder / "made_up"
@@ -49,7 +49,7 @@ def find_raw(folder: Path) -> tuple[Path, Path]:
     if yours:
         names = ", ".join([str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3))
         todo = "write it: file,subject,label, and a row for each recording"
-        raise LockstepError(f"{names} but no {TABLE}", where=str(folder), todo=todo)
+        raise LockstepError(f"{names} but no {TABLE}", str(folder), todo)
     raw = made / "raw"
     if not (raw / TABLE).is_file():
         raw.mkdir(parents=True, exist_ok=True)
@@ -98,17 +98,17 @@ def convert(raw: Path, target: Path, shortest: int) -> None:
         name, subject, label = (row[column].strip() for column in ("file", "subject", "label"))
         if empty := [column for column in ("file", "subject", "label") if not row[column].strip()]:
             what, todo = " and ".join(empty), "give each recording a file, a person and a label"
-            raise LockstepError(f"{what} {'is' if len(empty) < 2 else 'are'} empty", where=f"{table}:{line}", todo=todo)
+            raise LockstepError(f"{what} {'is' if len(empty) < 2 else 'are'} empty", f"{table}:{line}", todo)
         if (raw / name).resolve() in named:
-            raise LockstepError(f"{name} stands twice", where=f"{table}:{line}", todo="keep one: it has one label")
+            raise LockstepError(f"{name} stands twice", f"{table}:{line}", "keep one: it has one label")
         if not os.path.isfile(raw / name):
-            raise LockstepError(f"no file {name}", where=f"{table}:{line}", todo=f"put it into {raw}, or fix the name")
+            raise LockstepError(f"no file {name}", f"{table}:{line}", f"put it into {raw}, or fix the name")
         named.add((raw / name).resolve())  # ./a.csv is a.csv
         pieces, more = read_recording(raw / name, shortest)
         signals, notes = signals + pieces, notes + more
         labels, people = labels + [label] * len(pieces), people + [subject] * len(pieces)
     if not signals:
-        raise LockstepError("no recordings", where=str(table), todo="write a row for each")
+        raise LockstepError("no recordings", str(table), "write a row for each")
     counts = collections.Counter(labels)
     doubts = look_alikes(counts) + look_alikes(collections.Counter(people), typos=False)
     left = sorted({path.name for path in raw.glob("*.csv") if path.resolve() not in {*named, table.resolve()}})

@@ -57,7 +57,7 @@ class Task(contract.Task):
         cfg = self.cfg.table
         names, numbers = read(cfg.path) if cfg.path else made_up()
         if cfg.target not in names:
-            raise LockstepError(f"no column {cfg.target!r}", where="table.target", todo=f"choose of {', '.join(names)}")
+            raise LockstepError(f"no column {cfg.target!r}", "table.target", f"choose of {', '.join(names)}")
         table = torch.tensor(numbers, dtype=torch.float32)
         y = table[:, names.index(cfg.target)]
         x = table[:, [n for n, name in enumerate(names) if name != cfg.target]]
@@ -111,7 +111,7 @@ def read(path: str) -> tuple[list[str], Any]:
             header, *rows = csv.reader(file)
         return header, np.array(rows, dtype=np.float32)
     except (OSError, ValueError) as error:
-        raise LockstepError(f"cannot read the table: {error}", where=path, todo="give a CSV of numbers") from None
+        raise LockstepError(f"cannot read the table: {error}", path, "give a CSV of numbers") from None
 
 
 def made_up() -> tuple[list[str], Any]:

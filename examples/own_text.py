@@ -79,7 +79,7 @@ class Task(contract.Task):
         weight[1:][spaces[1:] & spaces[:-1]] = cfg.indent_weight  # the loss is a mean over weights, not over characters
         cut = len(text) - int(cfg.val_share * len(text))
         if min(cut, len(text) - cut) <= cfg.length:
-            raise LockstepError(f"a text of {len(text)} characters", where="text", todo="a longer one, or text.length")
+            raise LockstepError(f"a text of {len(text)} characters", "text", "a longer one, or text.length")
         parts = (slice(0, cut), True), (slice(cut, None), False)
         train, val = (Windows(chars[part], weight[part], cfg.length, drawn) for part, drawn in parts)
         self.text = (
@@ -153,7 +153,7 @@ def read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise LockstepError(f"cannot read the text: {error}", where=path, todo="give a text file in UTF-8") from None
+        raise LockstepError(f"cannot read the text: {error}", path, "give a text file in UTF-8") from None
 
 
 def documentation() -> str:

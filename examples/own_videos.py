@@ -35,7 +35,7 @@ SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
 def find_raw(folder: Path) -> tuple[Path, Path]:
     """Return the folder of your table and the folder of what is made of it; else those of files that are made up."""
     if folder.exists() and not folder.is_dir():
-        raise LockstepError("not a folder", where=str(folder), todo="give the folder that holds it")
+        raise LockstepError("not a folder", str(folder), "give the folder that holds it")
     if raw := next((raw for raw in (folder, folder / "raw") if (raw / TABLE).is_file()), None):
         return raw, folder
     made, kinds = folder / "made_up", (".csv", *SUFFIXES)
@@ -43,7 +43,7 @@ def find_raw(folder: Path) -> tuple[Path, Path]:
     if yours:
         names = ", ".join([str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3))
         todo = "write it: video,start_s,label, and a row for each trial"
-        raise LockstepError(f"{names} but no {TABLE}", where=str(folder), todo=todo)
+        raise LockstepError(f"{names} but no {TABLE}", str(folder), todo)
     raw = made / "raw"
     if not (raw / TABLE).is_file():
         raw.mkdir(parents=True, exist_ok=True)

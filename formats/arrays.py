@@ -35,7 +35,7 @@ def check_text(text: str, path: Path) -> str:
     if found := CONTROL.search(text):
         line = text.count("\n", 0, found.start()) + 1
         what = f"a control character (#x{ord(found.group()):02x})"
-        raise LockstepError(what, where=f"{path}:{line}", todo="save the file as plain text in UTF-8")
+        raise LockstepError(what, f"{path}:{line}", "save the file as plain text in UTF-8")
     return text
 
 
@@ -45,10 +45,10 @@ def text_lines(path: Path) -> list[str]:
         return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
     except OSError as error:
         raise LockstepError(
-            f"cannot read: {error.strerror}", where=str(path), todo="put the file there, or name other data"
+            f"cannot read: {error.strerror}", str(path), "put the file there, or name other data"
         ) from None
     except UnicodeDecodeError:
-        raise LockstepError("not a text file", where=str(path), todo="save it as UTF-8") from None
+        raise LockstepError("not a text file", str(path), "save it as UTF-8") from None
 
 
 def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
@@ -62,14 +62,14 @@ def csv_rows(path: Path, lines: list[str]) -> tuple[list[str], Iterator[tuple[in
     while header and not header[-1]:  # a spreadsheet's empty columns
         header.pop()
     if twice := [name for c, name in enumerate(header) if name and name in header[:c]]:
-        raise LockstepError(f"the header names {twice[0]} twice", where=f"{path}:1", todo="name each column once")
+        raise LockstepError(f"the header names {twice[0]} twice", f"{path}:1", "name each column once")
 
     def checked() -> Iterator[tuple[int, list[str]]]:
         for line, cells in rows:
             if any(cell.strip() for cell in cells[len(header) :]):
                 what = f"{len(cells)} cells, the header names {len(header)}"
                 todo = "write a decimal point in numbers, quote a text that has the separator, or name the column"
-                raise LockstepError(what, where=f"{path}:{line}", todo=todo)
+                raise LockstepError(what, f"{path}:{line}", todo)
             if len(cells) > 1 or "".join(cells).strip():
                 yield line, cells
 
@@ -89,9 +89,9 @@ def _csv_rows(path: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         line += 1
         if lines[line - 1].count('"') % 2 == 0:
-            raise LockstepError(f"no CSV: {error}", where=f"{path}:{line}", todo="fix that line") from None
+            raise LockstepError(f"no CSV: {error}", f"{path}:{line}", "fix that line") from None
     what = "a quote opens that does not end on its line"
-    raise LockstepError(what, where=f"{path}:{line}", todo="close it, or delete it")
+    raise LockstepError(what, f"{path}:{line}", "close it, or delete it")
 
 
 def is_file_name(name: str) -> bool:
@@ -127,7 +127,7 @@ def renumber(labels: np.ndarray, names: list[str], classes: list[str], where: st
     strange = [names[c] for c in sorted({*labels.tolist()}) if names[c] not in number]
     if strange:
         what = f"class {strange[0]!r} is not one of the model's"
-        raise LockstepError(what, where=where, todo=f"it knows {', '.join(classes)}: rename it, or leave it out")
+        raise LockstepError(what, where, f"it knows {', '.join(classes)}: rename it, or leave it out")
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)[labels]
 
 
@@ -227,8 +227,8 @@ def _wrap_errors(path: Path, kind: str, function: str) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"cannot read {path.name}: {error.strerror or error}"
-        raise LockstepError(what, where=str(path), todo="put the file there, or name other data") from None
+        raise LockstepError(what, str(path), "put the file there, or name other data") from None
     except Exception as error:  # on damaged bytes, numpy and zipfile raise nearly anything
         why = str(error).splitlines()[0][:120] if str(error).strip() else type(error).__name__
         what = f"{path.name} is cut short or no {kind} file: {why}"
-        raise LockstepError(what, where=str(path), todo=f"write the file again, with numpy.{function}") from None
+        raise LockstepError(what, str(path), f"write the file again, with numpy.{function}") from None

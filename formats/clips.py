@@ -60,8 +60,8 @@ class Clips:
         if counts[short] < length:
             raise LockstepError(
                 f"trial {rows[short]['trial']} has {counts[short]} frames, {length} are asked for",
-                where=f"{self.folder / TRIALS}:{rows[short]['line']}",
-                todo=f"dataset.frames={counts[short]} takes as many of each trial; or remove the trial",
+                f"{self.folder / TRIALS}:{rows[short]['line']}",
+                f"dataset.frames={counts[short]} takes as many of each trial; or remove the trial",
             )
         first = np.array([row["first_frame"] for row in rows], dtype=np.int64)
         self.first = first + (counts - length) // 2  # (N,)
@@ -125,9 +125,9 @@ class ClipsWriter:
         self.folder, self.classes = Path(folder), list(classes)
         self._number = {name: c for c, name in enumerate(self.classes)}
         if len(self._number) < len(self.classes) or not self.classes:
-            raise LockstepError(f"classes {self.classes}: each needs a name of its own", where=str(folder))
+            raise LockstepError(f"classes {self.classes}: each needs a name of its own", str(folder))
         if self.folder.exists():
-            raise LockstepError("the folder exists already", where=str(folder), todo="remove it or choose another")
+            raise LockstepError("the folder exists already", str(folder), "remove it or choose another")
         self._columns = (*COLUMNS, *extra_columns)
         self._beside = Partial(self.folder)
         self._partial = self._beside.path
@@ -150,15 +150,13 @@ class ClipsWriter:
     def add(self, clip: np.ndarray, video: str, label: str, **extra: object) -> None:
         """Append one trial: clip (T, H, W) uint8, the recording it comes from, its class, and any extra columns."""
         if clip.dtype != np.uint8 or clip.ndim != 3 or 0 in clip.shape:
-            raise LockstepError(
-                f"a clip of shape {clip.shape} and type {clip.dtype}", where=video, todo="give (T, H, W) uint8"
-            )
+            raise LockstepError(f"a clip of shape {clip.shape} and type {clip.dtype}", video, "give (T, H, W) uint8")
         if label not in self._number:
-            raise LockstepError(f"unknown class {label!r}", where=video, todo=f"choose of {', '.join(self.classes)}")
+            raise LockstepError(f"unknown class {label!r}", video, f"choose of {', '.join(self.classes)}")
         self._size = self._size or clip.shape[1:]
         if clip.shape[1:] != self._size:
             raise LockstepError(
-                f"a clip of {clip.shape[1:]} pixels among clips of {self._size}", where=video, todo="resize them alike"
+                f"a clip of {clip.shape[1:]} pixels among clips of {self._size}", video, "resize them alike"
             )
         row = {"trial": self.num_trials, "video": video, "label": label}
         row |= {"first_frame": self.num_frames, "num_frames": len(clip)} | extra
@@ -188,7 +186,7 @@ class ClipsWriter:
 
     def _finish(self) -> None:
         if self._size is None:
-            raise LockstepError("no trial was written", where=str(self.folder), todo="give at least one")
+            raise LockstepError("no trial was written", str(self.folder), "give at least one")
         self._pixels.seek(0)
         self._pixels.write(_npy_header((self.num_frames, *self._size)))
         for file in (self._pixels, self._table):
@@ -212,7 +210,7 @@ def split_by_video(
     videos, labels = np.asarray(videos), np.asarray(labels)
     names, video = np.unique(videos, return_inverse=True)
     if not 0.0 <= val_share < 1.0:
-        raise LockstepError(f"val_share {val_share} is not a share", where="dataset", todo="give one from 0 to below 1")
+        raise LockstepError(f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1")
     if len(val_videos):
         in_val = _named(names.tolist(), val_videos)[video]
         return np.flatnonzero(~in_val), np.flatnonzero(in_val)
@@ -220,7 +218,7 @@ def split_by_video(
         return np.arange(len(labels)), np.arange(0)
     if len(names) < 2:
         raise LockstepError(
-            f"{len(names)} video cannot be split by video", where="dataset", todo="give trials of at least two videos"
+            f"{len(names)} video cannot be split by video", "dataset", "give trials of at least two videos"
         )
     table = np.zeros((len(names), int(labels.max()) + 1))
     np.add.at(table, (video, labels), 1)
@@ -233,10 +231,10 @@ def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
     val_videos = [name if name in names else os.path.normpath(name) for name in val_videos]
     where, known = "dataset.val_videos", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     if unknown := [name for name in val_videos if name not in names]:
-        raise LockstepError(f"no video {', '.join(unknown[:5])}", where=where, todo=f"it may name {known}")
+        raise LockstepError(f"no video {', '.join(unknown[:5])}", where, f"it may name {known}")
     inside = np.isin(names, val_videos)
     if inside.all():
-        raise LockstepError("every video is to validate on", where=where, todo="leave some to train on")
+        raise LockstepError("every video is to validate on", where, "leave some to train on")
     return inside
 
 
@@ -315,9 +313,9 @@ def read_classes(path: Path) -> list[str]:
     for c, name in enumerate(names):
         if not name or name in names[:c]:
             what = f"class {name!r} stands twice" if name else "an empty class name"
-            raise LockstepError(what, where=f"{path}:{c + 1}", todo="write one class a line, each once")
+            raise LockstepError(what, f"{path}:{c + 1}", "write one class a line, each once")
     if not names:
-        raise LockstepError("no classes", where=str(path), todo="write one class name a line")
+        raise LockstepError("no classes", str(path), "write one class name a line")
     return names
 
 
@@ -333,7 +331,7 @@ def _read_cutting(path: Path) -> dict[str, Any]:
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise LockstepError(f"{path.name} does not say how clips were cut", where=str(path), todo=AGAIN) from None
+        raise LockstepError(f"{path.name} does not say how clips were cut", str(path), AGAIN) from None
     return {"crop": crop, "stride": stride, "size": size, "fps": rates}
 
 
@@ -349,11 +347,11 @@ def _read_text(path: Path) -> str:
         return check_text(path.read_text(encoding="utf-8-sig"), path)
     except FileNotFoundError:
         raise LockstepError(
-            f"no {path.name}", where=str(path.parent), todo="make the folder with tools/prepare_clips.py"
+            f"no {path.name}", str(path.parent), "make the folder with tools/prepare_clips.py"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {path.name}: {error}"
-        raise LockstepError(what, where=str(path), todo="give a UTF-8 text file") from None
+        raise LockstepError(what, str(path), "give a UTF-8 text file") from None
 
 
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
@@ -363,7 +361,7 @@ def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str
     for line, row in read_table(path, _read_text(path), COLUMNS):
         rows.append(_checked(row, number, num_rows, f"{path}:{line}") | {"line": line})
     if not rows:
-        raise LockstepError("no trials", where=str(path), todo="make the folder again")
+        raise LockstepError("no trials", str(path), "make the folder again")
     return rows
 
 
@@ -372,12 +370,10 @@ def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[
     lacks `columns`, and for a row without any cell."""
     header, rows = csv_rows(path, text.splitlines())
     if missing := [name for name in columns if name not in header]:
-        raise LockstepError(
-            f"no column {', '.join(missing)}", where=f"{path}:1", todo=f"the header needs {','.join(columns)}"
-        )
+        raise LockstepError(f"no column {', '.join(missing)}", f"{path}:1", f"the header needs {','.join(columns)}")
     for line, cells in rows:
         if not any(cell.strip() for cell in cells):
-            raise LockstepError("an empty row", where=f"{path}:{line}", todo="delete it")
+            raise LockstepError("an empty row", f"{path}:{line}", "delete it")
         yield line, dict(itertools.zip_longest(header, cells[: len(header)], fillvalue=""))
 
 
@@ -386,19 +382,17 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
         first, count = int(row["first_frame"]), int(row["num_frames"])
     except ValueError:
         raise LockstepError(
-            f"first_frame={row['first_frame']}, num_frames={row['num_frames']}", where=where, todo="give whole numbers"
+            f"first_frame={row['first_frame']}, num_frames={row['num_frames']}", where, "give whole numbers"
         ) from None
     if not row["video"]:
-        raise LockstepError("an empty video", where=where, todo="name the recording that the trial comes from")
+        raise LockstepError("an empty video", where, "name the recording that the trial comes from")
     if row["label"] not in number:
-        raise LockstepError(
-            f"unknown label {row['label']!r}", where=where, todo=f"choose one of {', '.join(number)} ({CLASSES})"
-        )
+        raise LockstepError(f"unknown label {row['label']!r}", where, f"choose one of {', '.join(number)} ({CLASSES})")
     if first < 0 or count < 1 or first + count > num_rows:
         raise LockstepError(
             f"trial {row['trial']} takes the frames {first} to {first + count - 1} of {num_rows} in {FRAMES}",
-            where=where,
-            todo="the two files do not belong together: make the folder again",
+            where,
+            "the two files do not belong together: make the folder again",
         )
     return {
         "trial": row["trial"],
@@ -412,13 +406,13 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
 def _open_frames(path: Path) -> np.ndarray:
     """Return a read-only view (rows, H, W) uint8 of the file; nothing is read yet. Raises LockstepError."""
     if not path.exists():
-        raise LockstepError(f"no {path.name}", where=str(path.parent), todo=AGAIN)
+        raise LockstepError(f"no {path.name}", str(path.parent), AGAIN)
     pixels = map_npy(path)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or not pixels.flags.c_contiguous:
         raise LockstepError(
             f"{path.name} holds {pixels.dtype} of shape {pixels.shape}, not uint8 (frames, height, width)",
-            where=str(path),
-            todo=AGAIN,
+            str(path),
+            AGAIN,
         )
     return np.asarray(pixels)  # plain ndarray: np.memmap's own indexing is slower
 
@@ -431,6 +425,6 @@ def _npy_header(shape: tuple[int, ...]) -> bytes:
 
 def _cannot_write(folder: Path, error: OSError) -> LockstepError:
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-        return LockstepError("the folder exists already", where=str(folder), todo="remove it or choose another")
+        return LockstepError("the folder exists already", str(folder), "remove it or choose another")
     what = f"cannot write the clips: {error.strerror or error}"
-    return LockstepError(what, where=str(folder), todo="make room or choose another folder")
+    return LockstepError(what, str(folder), "make room or choose another folder")

@@ -57,11 +57,11 @@ class Frames:
 
     def __init__(self, demos: Demonstrations, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path):
         if cache not in ("memmap", "none"):
-            raise LockstepError(f"no cache of kind {cache!r}", where="dataset.cache", todo="choose memmap or none")
+            raise LockstepError(f"no cache of kind {cache!r}", "dataset.cache", "choose memmap or none")
         for size in sizes.values():
             if len(size) != 2 or min(size) < 1:
                 what = f"size {size} is not (height, width)"
-                raise LockstepError(what, where="dataset.resize", todo="give two numbers")
+                raise LockstepError(what, "dataset.resize", "give two numbers")
         need("PIL.Image")
         self.demos = demos
         self.shapes = {
@@ -70,11 +70,11 @@ class Frames:
         }
         for name, shape in self.shapes.items():
             if shape[0] not in MODES:
-                raise LockstepError(f"{name} has {shape[0]} channels", where=str(demos.root), todo="1, 3 or 4 are read")
+                raise LockstepError(f"{name} has {shape[0]} channels", str(demos.root), "1, 3 or 4 are read")
             for e, place in zip(demos.episodes, demos.places[name], strict=True):
                 if place is None or not place.path.is_file():
                     what = f"episode {e} frame 0: no pictures of {name}"
-                    raise LockstepError(what, where=str(place.path if place else demos.root), todo=LEAVE_OUT)
+                    raise LockstepError(what, str(place.path if place else demos.root), LEAVE_OUT)
         self._resized = set(sizes)
         self._reset()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
@@ -135,12 +135,12 @@ class Frames:
         channels, height, width = self.shapes[camera]
         if image.mode.startswith(("I", "F")):
             what = f"{self.demos.say(row)}: {camera} has more than 8 bits per channel"
-            raise LockstepError(what, where=str(path), todo="8-bit pictures are read; convert them")
+            raise LockstepError(what, str(path), "8-bit pictures are read; convert them")
         if image.size != (width, height):
             if camera not in self._resized:
                 what = f"{self.demos.say(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
                 todo = f"fix info.json, or give dataset.resize=[{height}, {width}]"
-                raise LockstepError(what + f"{height}x{width} as info.json says", where=str(path), todo=todo)
+                raise LockstepError(what + f"{height}x{width} as info.json says", str(path), todo)
             image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
         pixels = np.asarray(image.convert(MODES[channels]))  # (H, W, C) or (H, W)
         return pixels.reshape(height, width, channels).transpose(2, 0, 1)
@@ -200,7 +200,7 @@ class _Video:
             self._container = self._av.open(str(path))
         self._stream: Any = next(iter(self._container.streams.video), None)
         if self._stream is None or self._stream.codec_context is None:
-            raise LockstepError(f"{name}: no video that can be decoded", where=str(path), todo=LEAVE_OUT)
+            raise LockstepError(f"{name}: no video that can be decoded", str(path), LEAVE_OUT)
         self._stream.codec_context.thread_count = threads  # 0: one per core
         self._stream.codec_context.thread_type = "AUTO"
         self._between_keys = 0.0  # longest time from a key frame seen so far, in seconds
@@ -213,14 +213,14 @@ class _Video:
             with self._wrap_errors(names[n]):
                 frame = next(frames, None)
             if before is None and frame is None:
-                raise LockstepError(f"{names[n]}: the video has no pictures", where=str(self.path), todo=LEAVE_OUT)
+                raise LockstepError(f"{names[n]}: the video has no pictures", str(self.path), LEAVE_OUT)
             while n < len(times) and (frame is None or frame.time >= times[n]):
                 near = min((f for f in (before, frame) if f), key=lambda f: abs(f.time - times[n]))
                 if abs(near.time - times[n]) > slack[n]:
                     what = f"{names[n]} is at {times[n]:.4f} s; "
                     what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
                     todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
-                    raise LockstepError(what, where=str(self.path), todo=todo)
+                    raise LockstepError(what, str(self.path), todo)
                 yield self._picture(near, names[n])
                 n += 1
             if frame:
@@ -235,9 +235,9 @@ class _Video:
         layout = frame.format.name
         if layout.startswith("gray") and layout != "gray":
             what = f"{name}: more than 8 bits per channel ({layout})"
-            raise LockstepError(what, where=str(self.path), todo="8-bit pictures are read; convert them")
+            raise LockstepError(what, str(self.path), "8-bit pictures are read; convert them")
         if frame.is_corrupt:
-            raise LockstepError(f"{name}: a damaged picture", where=str(self.path), todo=LEAVE_OUT)
+            raise LockstepError(f"{name}: a damaged picture", str(self.path), LEAVE_OUT)
         return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if layout == "gray" else "rgb24"))
 
     def _from(self, time: float, name: str) -> Iterator[Any]:
@@ -254,7 +254,7 @@ class _Video:
         except (self._av.error.FFmpegError, OSError, ValueError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             what = f"{name}: the video cannot be decoded: {reason.replace(str(self.path), self.path.name)}"
-            raise LockstepError(what, where=str(self.path), todo=LEAVE_OUT) from None
+            raise LockstepError(what, str(self.path), LEAVE_OUT) from None
 
     def close(self) -> None:
         self._container.close()
@@ -288,7 +288,7 @@ class _Table:
 
     def _cannot_read(self, error: Exception) -> LockstepError:
         what = f"the pictures cannot be read: {str(error).splitlines()[0]}"
-        return LockstepError(what, where=str(self._path), todo=LEAVE_OUT)
+        return LockstepError(what, str(self._path), LEAVE_OUT)
 
     def close(self) -> None:
         self._file.close()
@@ -308,7 +308,7 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
         return image
     except (OSError, TypeError, ValueError, SyntaxError) as error:  # what Pillow raises for a damaged file
         what = f"{demos.say(row)}: the picture cannot be decoded: {error}"
-        raise LockstepError(what.splitlines()[0][:300], where=str(path), todo=LEAVE_OUT) from None
+        raise LockstepError(what.splitlines()[0][:300], str(path), LEAVE_OUT) from None
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class _Cache:
         except OSError as error:
             todo = "make room, choose another dataset.cache_dir, or dataset.cache=none"
             what = f"cannot write the cache of pictures: {error.strerror or error}"
-            raise LockstepError(what, where=str(self.folder), todo=todo) from None
+            raise LockstepError(what, str(self.folder), todo) from None
 
     def path(self, camera: str) -> Path:
         return self.folder / f"{camera}.u8"
@@ -369,7 +369,7 @@ class _Cache:
         if needed > free:
             what = f"the pictures take {needed / 1e9:.2f} GB at this size, {free / 1e9:.2f} GB are free"
             todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
-            raise LockstepError(what, where=str(self.folder), todo=todo)
+            raise LockstepError(what, str(self.folder), todo)
         count = int(sum(lengths[e] for _, e in missing))
         # Decoders are closed on failure too: a process forked later would wait for threads that it does not have.
         with contextlib.closing(frames), _bar(count) as bar, open(self.journal, "ab") as journal:

@@ -120,7 +120,7 @@ def need(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         what = f"robot data need the package {package}, which cannot be imported: {error}"
-        raise LockstepError(what, where="dataset", todo=f"pip install {package}") from None
+        raise LockstepError(what, "dataset", f"pip install {package}") from None
 
 
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def find(root: str, repo_id: str) -> Path:
             return place
     raise LockstepError(
         "no dataset: " + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
-        where=f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
-        todo="nothing is downloaded: copy the dataset to one of these places, or give dataset.root=FOLDER",
+        f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
+        "nothing is downloaded: copy the dataset to one of these places, or give dataset.root=FOLDER",
     )
 
 
@@ -229,21 +229,21 @@ def _read_info(path: Path) -> dict[str, Any]:
     if version not in VERSIONS:
         raise LockstepError(
             f"codebase_version {version!r} is not known",
-            where=str(path),
-            todo=f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it",
+            str(path),
+            f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it",
         )
     fps = info.get("fps")
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not fps > 0:
-        raise LockstepError(f"fps {fps!r} is no rate", where=str(path), todo="give the frames per second")
+        raise LockstepError(f"fps {fps!r} is no rate", str(path), "give the frames per second")
     return info
 
 
 def _features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
     found = info.get("features")
     if not isinstance(found, dict) or not found:
-        raise LockstepError("no features", where=str(path), todo=UNFINISHED)
+        raise LockstepError("no features", str(path), UNFINISHED)
     if missing := [name for name in BOOKKEEPING if name not in found]:
-        raise LockstepError(f"no feature {', '.join(missing)}", where=str(path), todo=UNFINISHED)
+        raise LockstepError(f"no feature {', '.join(missing)}", str(path), UNFINISHED)
     return {name: _feature(name, raw, path) for name, raw in found.items()}
 
 
@@ -254,10 +254,10 @@ def _feature(name: str, raw: Any, path: Path) -> Feature:
     is_picture = dtype in ("image", "video")
     if not is_right or (is_picture and len(shape) != 3):
         what = f"feature {name} has dtype {dtype!r} and shape {shape!r}"
-        raise LockstepError(what, where=str(path), todo="give a dtype and a shape of whole numbers, pictures three")
+        raise LockstepError(what, str(path), "give a dtype and a shape of whole numbers, pictures three")
     if is_picture and not is_file_name(name):  # the name becomes part of paths
         what = f"{name[:120]!r} cannot be a camera's name"
-        raise LockstepError(what, where=str(path), todo="rename the feature: a name without /, of at most 200 bytes")
+        raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
     names = _flat_names(known.get("names"))
     size = tuple(shape) or (1,)
     if is_picture and _channels_last(names, size):
@@ -312,7 +312,7 @@ def _episodes_of_v3(root: Path, info: Mapping[str, Any], features: Mapping[str, 
     """Version 3.0: many episodes per file."""
     files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
     if not files:
-        raise LockstepError("no table of episodes", where=str(root / "meta" / "episodes"), todo=UNFINISHED)
+        raise LockstepError("no table of episodes", str(root / "meta" / "episodes"), UNFINISHED)
     data = info.get("data_path") or "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
     video = info.get("video_path") or "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
     table = {}
@@ -338,11 +338,11 @@ def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: 
     for name, count in counts.items():
         if info.get(name, count) != count:
             what = f"{name} is {info[name]}, but the table of episodes has {count}"
-            raise LockstepError(what, where=str(path), todo=UNFINISHED)
+            raise LockstepError(what, str(path), UNFINISHED)
     if not table:
-        raise LockstepError("no episodes", where=str(path), todo=UNFINISHED)
+        raise LockstepError("no episodes", str(path), UNFINISHED)
     if empty := [e for e, episode in table.items() if episode.length < 1]:
-        raise LockstepError(f"episode {empty[0]} has no frames", where=str(path), todo=UNFINISHED)
+        raise LockstepError(f"episode {empty[0]} has no frames", str(path), UNFINISHED)
 
 
 def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], path: Path) -> list[int]:
@@ -350,10 +350,10 @@ def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], p
         if unknown := sorted(set(asked) - set(known)):
             what = f"dataset.{name} asks for episode {', '.join(map(str, unknown[:8]))}, which is not there"
             todo = f"there are {len(known)} episodes from {known[0]} to {known[-1]}"
-            raise LockstepError(what, where=str(path), todo=todo)
+            raise LockstepError(what, str(path), todo)
     chosen = sorted(set(episodes or known) - set(exclude))
     if not chosen:
-        raise LockstepError("every episode is excluded", where=str(path), todo="leave some in")
+        raise LockstepError("every episode is excluded", str(path), "leave some in")
     return chosen
 
 
@@ -375,7 +375,7 @@ def _read_columns(
             begin, end = runs.get(e, (0, 0))
             if end - begin != table[e].length:
                 what = f"episode {e} has {end - begin} rows, its table says {table[e].length}"
-                raise LockstepError(what, where=str(path), todo=UNFINISHED)
+                raise LockstepError(what, str(path), UNFINISHED)
             parts[e] = {name: column[begin:end] for name, column in columns.items()}
             first_rows[e] = begin
     return {name: np.concatenate([parts[e][name] for e in table]) for name in wanted}, first_rows
@@ -389,7 +389,7 @@ def _runs(owner: np.ndarray, wanted: Sequence[int], path: Path) -> dict[int, tup
         e = int(owner[begin])
         if e in runs and e in wanted:
             what = f"episode {e} lies in two pieces, at rows {runs[e][0]} and {begin}"
-            raise LockstepError(what, where=str(path), todo="write the frames of an episode one after the other")
+            raise LockstepError(what, str(path), "write the frames of an episode one after the other")
         runs[e] = (begin, end)
     return runs
 
@@ -398,7 +398,7 @@ def _read_file(path: Path, wanted: Mapping[str, Feature], whose: str) -> dict[st
     file = _parquet(path, whose)
     if missing := [name for name in wanted if name not in file.schema_arrow.names]:
         what = f"no column {', '.join(missing)}, which info.json lists"
-        raise LockstepError(what, where=str(path), todo=UNFINISHED)
+        raise LockstepError(what, str(path), UNFINISHED)
     arrow = _table(file, list(wanted), path)
     columns: dict[str, np.ndarray] = {}
 
@@ -420,7 +420,7 @@ def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str
         array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
         if array.null_count:
             row = int(np.flatnonzero(np.asarray(array.is_null()))[0]) // per_row
-            raise LockstepError(f"{say(row)}: {name} has no value", where=str(path), todo="fix or exclude the episode")
+            raise LockstepError(f"{say(row)}: {name} has no value", str(path), "fix or exclude the episode")
         if pa.types.is_fixed_size_list(array.type):
             array, width = array.flatten(), array.type.list_size
         elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -428,17 +428,17 @@ def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str
             width = int(widths[0]) if count else 0
             if len(odd := np.flatnonzero(widths != width)):
                 what = f"{say(int(odd[0]) // per_row)}: {name} has {widths[odd[0]]} numbers, {width} before"
-                raise LockstepError(what, where=str(path), todo="fix or exclude the episode")
+                raise LockstepError(what, str(path), "fix or exclude the episode")
             array = array.flatten()
         else:
             break
         per_row *= width
     kinds = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
     if not any(kind(array.type) for kind in kinds):
-        raise LockstepError(f"{name} is of type {array.type}, not numbers", where=str(path), todo="leave it out")
+        raise LockstepError(f"{name} is of type {array.type}, not numbers", str(path), "leave it out")
     if count and per_row != math.prod(feature.shape):
         what = f"{name} has {per_row} numbers per frame, info.json says {feature.shape}"
-        raise LockstepError(what, where=str(path), todo="fix info.json or write the dataset again")
+        raise LockstepError(what, str(path), "fix info.json or write the dataset again")
     kind = np.float32 if pa.types.is_floating(array.type) else np.int64
     flat = array.to_numpy(zero_copy_only=False).astype(kind)
     return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
@@ -451,7 +451,7 @@ def _check_rows(demos: Demonstrations) -> None:
     def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
         if len(rows := np.flatnonzero(wrong)):
             row = int(rows[0])
-            raise LockstepError(f"{demos.say(row)}: {what.format(row=row)}", where=str(demos.root), todo=todo)
+            raise LockstepError(f"{demos.say(row)}: {what.format(row=row)}", str(demos.root), todo)
 
     for name, column in columns.items():
         if column.dtype == np.float32 and not np.isfinite(column).all():
@@ -486,7 +486,7 @@ def _read_tasks(root: Path, is_old: bool) -> list[str]:
     for line, row in rows:
         words = [value for name, value in row.items() if name != "task_index" and isinstance(value, str)]
         if not words:
-            raise LockstepError("a task without its text", where=f"{path}:{line}", todo=UNFINISHED)
+            raise LockstepError("a task without its text", f"{path}:{line}", UNFINISHED)
         texts[_whole(row, "task_index", path, line)] = words[0]
     return [texts.get(index, "") for index in range(max(texts, default=-1) + 1)]
 
@@ -586,13 +586,13 @@ class Chunks:
     ):
         chosen = np.array(list(episodes), dtype=np.int64)
         if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
-            raise LockstepError(f"episode {unknown[0]} was not read", where=str(demos.root), todo="read it first")
+            raise LockstepError(f"episode {unknown[0]} was not read", str(demos.root), "read it first")
         for name in deltas:
             kind = demos.features[name].kind if name in demos.features else None
             if kind is None or not len(deltas[name]) or (kind == VISUAL and pictures is None):
                 known = [n for n, f in demos.features.items() if f.kind and (pictures or not f.is_picture)]
                 what = f"no frames of {name} can be given" if name in demos.features else f"no feature {name}"
-                raise LockstepError(what, where=str(demos.root), todo=f"there are {', '.join(known)}")
+                raise LockstepError(what, str(demos.root), f"there are {', '.join(known)}")
         e = np.searchsorted(demos.episodes, chosen)
         first, end = demos.start[e], demos.end[e]
         rows = [np.arange(a, b) for a, b in zip(first, end, strict=True)]
@@ -666,7 +666,7 @@ def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray
     """
     episodes = np.asarray(episodes, dtype=np.int64)
     if not 0.0 <= val_share < 1.0:
-        raise LockstepError(f"val_share {val_share} is not a share", where="dataset", todo="give one from 0 to below 1")
+        raise LockstepError(f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1")
     count = 0
     if val_share and len(episodes) > 1:
         count = min(max(round(len(episodes) * val_share), 1), len(episodes) - 1)
@@ -681,9 +681,9 @@ def _text(path: Path, todo: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise LockstepError(f"cannot read {path.name}: {error.strerror}", where=str(path), todo=todo) from None
+        raise LockstepError(f"cannot read {path.name}: {error.strerror}", str(path), todo) from None
     except UnicodeDecodeError:
-        raise LockstepError("no text in UTF-8", where=str(path), todo=UNFINISHED) from None
+        raise LockstepError("no text in UTF-8", str(path), UNFINISHED) from None
 
 
 def _json(path: Path, text: str, line: int = 0) -> dict[str, Any]:
@@ -691,9 +691,9 @@ def _json(path: Path, text: str, line: int = 0) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise LockstepError("no JSON, or cut short", where=where, todo=UNFINISHED) from None
+        raise LockstepError("no JSON, or cut short", where, UNFINISHED) from None
     if not isinstance(found, dict):
-        raise LockstepError("a JSON object is expected", where=where, todo=UNFINISHED)
+        raise LockstepError("a JSON object is expected", where, UNFINISHED)
     return found
 
 
@@ -706,7 +706,7 @@ def _json_lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 def _whole(row: Mapping[str, Any], name: str, path: Path, line: int) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LockstepError(f"{name} is {value!r}, no whole number", where=f"{path}:{line}", todo=UNFINISHED)
+        raise LockstepError(f"{name} is {value!r}, no whole number", f"{path}:{line}", UNFINISHED)
     return value
 
 
@@ -723,7 +723,7 @@ def _fill(template: Any, path: Path, **names: Any) -> str:
     except (TypeError, KeyError, ValueError):
         known = ", ".join(f"{{{name}}}" for name in names)
         what = f"info.json names its files by {repr(template)[:120]}"
-        raise LockstepError(what, where=str(path), todo=f"use {known} in it, and stay in the folder") from None
+        raise LockstepError(what, str(path), f"use {known} in it, and stay in the folder") from None
 
 
 def _parquet(path: Path, whose: str = "") -> Any:
@@ -732,10 +732,10 @@ def _parquet(path: Path, whose: str = "") -> Any:
     try:
         return pq.ParquetFile(path)
     except FileNotFoundError:
-        raise LockstepError(f"{prefix}no file {path.name}", where=str(path), todo=UNFINISHED) from None
+        raise LockstepError(f"{prefix}no file {path.name}", str(path), UNFINISHED) from None
     except (OSError, pa.ArrowException) as error:
         what = f"{prefix}no parquet file, or cut short: {str(error).splitlines()[0]}"
-        raise LockstepError(what, where=str(path), todo=UNFINISHED) from None
+        raise LockstepError(what, str(path), UNFINISHED) from None
 
 
 def _table(file: Any, columns: list[str], path: Path) -> Any:
@@ -744,7 +744,7 @@ def _table(file: Any, columns: list[str], path: Path) -> Any:
         return file.read(columns=columns, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         what = f"cannot read the table: {str(error).splitlines()[0]}"
-        raise LockstepError(what, where=str(path), todo=UNFINISHED) from None
+        raise LockstepError(what, str(path), UNFINISHED) from None
 
 
 def _rows(file: Any, columns: list[str], path: Path) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ class Recorder:
         self.features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in features.items()}
         self._check_declaration()
         if os.path.lexists(self.root):
-            raise LockstepError("the folder exists already", where=str(root), todo="remove it or choose another")
+            raise LockstepError("the folder exists already", str(root), "remove it or choose another")
         need("pyarrow.parquet")
         self._beside = Partial(self.root)
         self._partial = self._beside.path
@@ -88,7 +88,7 @@ class Recorder:
 
     def _check_declaration(self) -> None:
         if not self.fps > 0 or not math.isfinite(self.fps):
-            raise LockstepError(f"fps {self.fps} is no rate", where=str(self.root), todo="give frames per second")
+            raise LockstepError(f"fps {self.fps} is no rate", str(self.root), "give frames per second")
         for name, (dtype, shape) in self.features.items():
             picture = dtype in ("image", "video")
             if not picture and dtype not in NUMBERS:
@@ -101,7 +101,7 @@ class Recorder:
                 what, todo = f"{name} has shape {shape}", "a video needs an even height and width"
             else:
                 continue
-            raise LockstepError(what, where=str(self.root), todo=todo)
+            raise LockstepError(what, str(self.root), todo)
 
     def __enter__(self) -> Recorder:
         try:
@@ -115,7 +115,7 @@ class Recorder:
         """Add one frame, {name: array of the feature's shape}, to the episode that `end_episode` writes."""
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
-            raise LockstepError(what, where=self._here(), todo="call end_episode() first")
+            raise LockstepError(what, self._here(), "call end_episode() first")
         checked = {name: values[0] for name, values in self._check(_batched(frame), len(self._frames)).items()}
         self._task = task
         self._frames.append(checked)
@@ -123,18 +123,18 @@ class Recorder:
     def end_episode(self) -> None:
         """Write the frames that were added since the last call."""
         if self._task is None:
-            raise LockstepError("an episode without frames", where=self._here(), todo="call add_frame() first")
+            raise LockstepError("an episode without frames", self._here(), "call add_frame() first")
         frames, task, self._frames, self._task = self._frames, self._task, [], None
         self.add_episode({name: np.stack([frame[name] for frame in frames]) for name in self.features}, task)
 
     def add_episode(self, arrays: Mapping[str, Any], task: str) -> None:
         """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
         if self._frames:
-            raise LockstepError("an episode in another one", where=self._here(), todo="call end_episode() first")
+            raise LockstepError("an episode in another one", self._here(), "call end_episode() first")
         episode = self._check(arrays, 0)
         length = len(next(iter(episode.values()), ()))
         if length == 0:
-            raise LockstepError("an episode without frames", where=self._here(), todo="give at least one")
+            raise LockstepError("an episode without frames", self._here(), "give at least one")
         try:
             self._write_episode(episode, length, task)
         except OSError as error:
@@ -149,7 +149,7 @@ class Recorder:
         if set(arrays) != set(self.features):
             odd = sorted(set(arrays) ^ set(self.features))
             what = f"{odd[0]} is {'not declared' if odd[0] in arrays else 'missing'}"
-            raise LockstepError(what, where=where, todo=f"give {', '.join(self.features)}")
+            raise LockstepError(what, where, f"give {', '.join(self.features)}")
         found = {name: np.asarray(arrays[name]) for name in self.features}
         lengths = {name: len(array) if array.ndim else 0 for name, array in found.items()}
         for name, array in found.items():
@@ -167,7 +167,7 @@ class Recorder:
             else:
                 found[name] = array.astype(kind, copy=False)
                 continue
-            raise LockstepError(what, where=where, todo=todo)
+            raise LockstepError(what, where, todo)
         return found
 
     def _write_episode(self, episode: Mapping[str, np.ndarray], length: int, task: str) -> None:
@@ -295,9 +295,9 @@ class Recorder:
 
     def _finish(self) -> None:
         if self._frames:
-            raise LockstepError("the last episode was not ended", where=self._here(), todo="call end_episode()")
+            raise LockstepError("the last episode was not ended", self._here(), "call end_episode()")
         if not self._episodes:
-            raise LockstepError("no episode was written", where=str(self.root), todo="give at least one")
+            raise LockstepError("no episode was written", str(self.root), "give at least one")
         self._close()
         meta = self._partial / "meta"
         _write_table(meta / "episodes" / "chunk-000" / "file-000.parquet", self._episodes)
@@ -389,7 +389,7 @@ class _Video:
                 self._container.close()
                 path.unlink(missing_ok=True)
         known = ", ".join(name for name, _ in ENCODERS)
-        raise LockstepError(f"no encoder of {known} takes {size} pixels", where=str(path), todo="use dtype image")
+        raise LockstepError(f"no encoder of {known} takes {size} pixels", str(path), "use dtype image")
 
     def _begin(self, name: str, options: dict[str, str], size: tuple[int, int]) -> None:
         self._container = self._av.open(str(self.path), "w")
@@ -482,6 +482,4 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> LockstepError:
-    return LockstepError(
-        f"cannot write: {error.strerror or error}", where=str(folder), todo="choose another folder or make room"
-    )
+    return LockstepError(f"cannot write: {error.strerror or error}", str(folder), "choose another folder or make room")

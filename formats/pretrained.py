@@ -76,14 +76,14 @@ def find(path_or_id: str) -> Path:
                 return folder
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown `~user`
         why = getattr(error, "strerror", None) or error
-        raise LockstepError(f"cannot look there: {why}", where=f"policy.pretrained_path={_plain(path_or_id)}") from None
+        raise LockstepError(f"cannot look there: {why}", f"policy.pretrained_path={_plain(path_or_id)}") from None
     todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
     if Path(path_or_id, "config.yaml").is_file():
         todo = f"`python tools/save_pretrained.py {path_or_id}` makes one of this run"
     if _ID.fullmatch(path_or_id):
         todo += f", but `hf download {path_or_id}` does it"
     what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'such a name'}"
-    raise LockstepError(what, where=f"policy.pretrained_path={_plain(path_or_id)}", todo=todo)
+    raise LockstepError(what, f"policy.pretrained_path={_plain(path_or_id)}", todo)
 
 
 def _candidates(path_or_id: str) -> Iterable[Path]:
@@ -128,7 +128,7 @@ def load(folder: Path) -> Pretrained:
     bad = sorted(name for name, value in weights.items() if not value.isfinite().all())
     if bad:
         what = f"{len(bad)} of {len(weights)} tensors hold NaN or infinity, such as {_plain(bad[0])}"
-        raise LockstepError(what, where=str(folder / WEIGHTS), todo="take an earlier checkpoint")
+        raise LockstepError(what, str(folder / WEIGHTS), "take an earlier checkpoint")
     return Pretrained(config, weights, stats or old_stats)
 
 
@@ -161,10 +161,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise _cannot("read", path, error) from None
     except (ValueError, RecursionError) as error:
         why = _plain(str(error))
-        raise LockstepError(f"{path.name} is no JSON: {why}", where=str(path), todo="copy the folder again") from None
+        raise LockstepError(f"{path.name} is no JSON: {why}", str(path), "copy the folder again") from None
     if not isinstance(value, dict):
         what = f"{path.name} holds a {type(value).__name__}, not a mapping"
-        raise LockstepError(what, where=str(path), todo="copy the folder again")
+        raise LockstepError(what, str(path), "copy the folder again")
     return value
 
 
@@ -174,7 +174,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         with open(path, "rb") as file:
             if file.read(64).startswith(b"version https://git-lfs"):
                 what = f"{path.name} is a git-lfs pointer, not the file itself"
-                raise LockstepError(what, where=str(path), todo="run `git lfs pull` in that repository")
+                raise LockstepError(what, str(path), "run `git lfs pull` in that repository")
         tensors = safetensors.torch.load_file(path)
         if strange := {value.dtype for value in tensors.values()} - _DTYPES:
             raise ValueError(f"it holds {strange.pop()}")
@@ -186,7 +186,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # its own error class on damaged bytes, torch's and Python's on absurd shapes
         why = _plain(str(error) or type(error).__name__)
         what = f"{path.name} is cut short or no safetensors file: {why}"
-        raise LockstepError(what, where=str(path), todo="copy the folder again") from None
+        raise LockstepError(what, str(path), "copy the folder again") from None
 
 
 def _safetensors() -> ModuleType:
@@ -195,17 +195,15 @@ def _safetensors() -> ModuleType:
     except ImportError:
         raise LockstepError(
             "the package that reads and writes LeRobot's weights is missing",
-            where="policy.pretrained_path",
-            todo="pip install safetensors",
+            "policy.pretrained_path",
+            "pip install safetensors",
         ) from None
     return safetensors
 
 
 def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
     what = f"cannot {verb} {path.name}: {getattr(error, 'strerror', None) or _plain(str(error))}"
-    return LockstepError(
-        what, where=str(path), todo="see that it is there, that it may be used, and that there is room"
-    )
+    return LockstepError(what, str(path), "see that it is there, that it may be used, and that there is room")
 
 
 # ---- fit ------------------------------------------------------------------------------------------------------------
@@ -232,8 +230,8 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
         todo = "set the policy's options as it was trained"
         raise LockstepError(
             what,
-            where="policy.pretrained_path",
-            todo=f"{todo}, or policy.pretrained_strict=false to start the rest afresh" if good else todo,
+            "policy.pretrained_path",
+            f"{todo}, or policy.pretrained_strict=false to start the rest afresh" if good else todo,
         )
     net.load_state_dict(good, strict=False)
     return report
@@ -304,7 +302,7 @@ def save_with(
     try:
         if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
             todo = "choose another folder"
-            raise LockstepError("the folder holds something else than a policy", where=str(folder), todo=todo)
+            raise LockstepError("the folder holds something else than a policy", str(folder), todo)
         partial.begin()
         write(beside, by_type)
         for name, steps in _processors(features, by_type, tokenizer).items():
@@ -353,7 +351,7 @@ def _modes_by_type(features: Mapping[str, Mapping[str, Any]], modes: Mapping[str
         mode = modes.get(name, "IDENTITY")
         if found.setdefault(feature["type"], mode) != mode:
             what = f"{name} is normalised by {mode}, other {feature['type']} features by {found[feature['type']]}"
-            raise LockstepError(what, where="policy", todo="LeRobot's layout has one mode for a type: choose one")
+            raise LockstepError(what, "policy", "LeRobot's layout has one mode for a type: choose one")
     return found
 
 

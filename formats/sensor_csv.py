@@ -29,7 +29,7 @@ def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np
     header, found = csv_rows(path, text_lines(path))
     if missing := [name for name in (time, *channels) if name not in header]:
         what = f"the header has {', '.join(header) or 'nothing'}"
-        raise LockstepError(what, where=f"{path}:1", todo=f"it needs {', '.join(missing)}, once")
+        raise LockstepError(what, f"{path}:1", f"it needs {', '.join(missing)}, once")
     places, rows, lines = {name: header.index(name) for name in (time, *channels)}, [], []
     for line, row in found:
         if any(cell.strip() for cell in row):
@@ -38,12 +38,12 @@ def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np
             lines.append(line)
             if rows[-1][0] < rows[max(0, len(rows) - 2)][0]:
                 what, todo = f"{time} goes back to {rows[-1][0]:g}", "sort the rows, or make two files of it"
-                raise LockstepError(what, where=f"{path}:{lines[-1]}", todo=todo)
+                raise LockstepError(what, f"{path}:{lines[-1]}", todo)
     table = np.array(rows).reshape(-1, len(places))
     _, first, count = np.unique(table[:, 0], return_index=True, return_counts=True)
     if len(first) < max(2, len(table) / 2):
         what = f"{len(table)} samples have {len(first)} different values of {time}"
-        raise LockstepError(what, where=str(path), todo="give each sample a time of its own")
+        raise LockstepError(what, str(path), "give each sample a time of its own")
     shared, notes = len(table) - len(first), []
     if shared > len(table) / 10:
         notes.append(f"{path}: {shared} of {len(table)} samples have the time of the one before: such are averaged")
@@ -62,7 +62,7 @@ def _number(name: str, cell: str, where: str, time: bool) -> float:
             what = f"{name} is empty"
         elif time and re.search(r"\d:\d|\d[-/.]\d+[-/.]\d", cell):  # of a clock or a calendar
             todo = "write seconds, as a number since the start of the recording"
-    raise LockstepError(what, where=where, todo=todo)
+    raise LockstepError(what, where, todo)
 
 
 def even_pieces(
@@ -74,7 +74,7 @@ def even_pieces(
     usual = float(np.median(np.diff(time)))
     if not 0.19 < usual * rate_hz < 5.3:  # a fifth and five times, and jitter
         what, todo = f"a sample every {usual:g} s, taken at {rate_hz:g} Hz", "give the time in seconds, or another rate"
-        raise LockstepError(what, where=str(path), todo=f"{todo} (for a lower one filter first)")
+        raise LockstepError(what, str(path), f"{todo} (for a lower one filter first)")
     gap = min(GAP * usual, max(FEW * usual, shortest / rate_hz / 4))  # no window is mostly a line
     ends = np.flatnonzero(np.diff(time) > 1.001 * gap)
     for before, after, line in zip(time[ends], time[ends + 1], lines[ends + 1], strict=True):
@@ -94,7 +94,7 @@ def even_pieces(
         pieces.append(np.stack(columns, 1).astype(np.float32))
     if not pieces:
         what = f"no stretch without a gap has the {shortest} steps of a window at {rate_hz:g} Hz"
-        raise LockstepError(what, where=str(path), todo="leave the recording out, or take shorter windows")
+        raise LockstepError(what, str(path), "leave the recording out, or take shorter windows")
     if short:
         notes.append(f"{path}: {short} of {len(time)} samples are left out, in stretches shorter than a window")
     return pieces, notes

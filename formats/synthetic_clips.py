@@ -73,7 +73,7 @@ def ensure(folder: str | Path, recipe: Recipe = Recipe()) -> Path:
             if not folder.exists():
                 _build(folder, recipe)
     except OSError as error:
-        raise LockstepError(f"cannot make clips: {error}", where=str(folder), todo="choose another folder") from None
+        raise LockstepError(f"cannot make clips: {error}", str(folder), "choose another folder") from None
     _check_recipe(folder, recipe)
     return folder
 
@@ -95,8 +95,8 @@ def _check_recipe(folder: Path, recipe: Recipe) -> None:
     if found != _as_json(recipe):
         raise LockstepError(
             f"the folder holds {repr(found)[:300] if found else 'no synthetic clips'}, not {_as_json(recipe)}",
-            where=str(folder),
-            todo="remove it or choose another",
+            str(folder),
+            "remove it or choose another",
         )
 
 
@@ -107,7 +107,7 @@ def _as_json(recipe: Recipe) -> dict[str, object]:
 def generate(folder: str | Path, recipe: Recipe) -> None:
     """Write the recipe's clips, one trial at a time: memory does not grow with their number."""
     if not 1 <= recipe.videos <= recipe.trials or len(recipe.shares) != len(CLASSES):
-        raise LockstepError(f"cannot spread {recipe.trials} trials over {recipe.videos} videos", where="dataset")
+        raise LockstepError(f"cannot spread {recipe.trials} trials over {recipe.videos} videos", "dataset")
     rng = np.random.default_rng([recipe.seed, 0])
     labels = rng.permutation(np.repeat(np.arange(len(CLASSES)), class_counts(recipe.trials, recipe.shares)))
     poses = draw_poses(labels, recipe.frames, rng)

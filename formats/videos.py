@@ -59,8 +59,8 @@ def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, p
         if x + width > picture.shape[1] or y + height > picture.shape[0]:
             raise LockstepError(
                 f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels",
-                where=str(path),
-                todo="give a box inside the video",
+                str(path),
+                "give a box inside the video",
             )
         picture = picture[y : y + height, x : x + width]
     if picture.shape == (size, size):

@@ -120,14 +120,12 @@ def read(root: str | Path, length: int = 128, stride: int = 64, labelled: bool =
     Raises LockstepError with the file, and the line if there is one.
     """
     if length < 1 or stride < 1:
-        raise LockstepError(
-            f"length {length} and stride {stride} must be at least 1", where="dataset", todo="raise them"
-        )
+        raise LockstepError(f"length {length} and stride {stride} must be at least 1", "dataset", "raise them")
     try:
         return _recognise(Path(os.path.expanduser(root)), length, stride, labelled)
     except OSError as error:  # no permission, a name that is too long
         what = f"cannot read: {error.strerror or error}"
-        raise LockstepError(what, where=str(error.filename or root), todo="give a path that you may read") from None
+        raise LockstepError(what, str(error.filename or root), "give a path that you may read") from None
 
 
 def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
@@ -150,14 +148,14 @@ def check_alike(new: Recordings, length: int, channels: int, names: list[str], r
         what = f"recorded at {new.rate_hz:g} Hz, the model was trained at {rate_hz:g} Hz"
     else:
         return
-    raise LockstepError(what, where=new.where, todo="give the same sensors in the same order, resampled to that rate")
+    raise LockstepError(what, new.where, "give the same sensors in the same order, resampled to that rate")
 
 
 def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordings:
     if root.is_file():
         return _read_file(root, length, stride, labelled)
     if not root.is_dir():
-        raise LockstepError("no such file or folder", where=str(root), todo=f"give {LAYOUTS}")
+        raise LockstepError("no such file or folder", str(root), f"give {LAYOUTS}")
     for folder in (root, root / "UCI HAR Dataset"):
         if (folder / "train" / "Inertial Signals").is_dir():
             return _read_uci(folder)
@@ -168,13 +166,13 @@ def _recognise(root: Path, length: int, stride: int, labelled: bool) -> Recordin
         return _read_npy(root, labelled)
     if archives := sorted(root.glob("*.npz")):
         return _read_file(_one(root, archives, ".npz"), length, stride, labelled)
-    raise LockstepError("no sensor data found", where=str(root), todo=f"give {LAYOUTS}")
+    raise LockstepError("no sensor data found", str(root), f"give {LAYOUTS}")
 
 
 def _one(root: Path, paths: list[Path], kind: str) -> Path:
     if len(paths) != 1:
         names = ", ".join(path.name for path in paths) or "only _TEST"
-        raise LockstepError(f"{len(paths)} data sets of kind {kind}: {names}", where=str(root), todo="name one file")
+        raise LockstepError(f"{len(paths)} data sets of kind {kind}: {names}", str(root), "name one file")
     return paths[0]
 
 
@@ -182,14 +180,14 @@ def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordin
     if path.suffix == ".ts":
         return _read_ts(path, length, stride, labelled)
     if path.suffix != ".npz":
-        raise LockstepError(f"cannot read files of kind {path.suffix!r}", where=str(path), todo=f"give {LAYOUTS}")
+        raise LockstepError(f"cannot read files of kind {path.suffix!r}", str(path), f"give {LAYOUTS}")
     arrays = load_npz(path) if labelled else _without_labels(load_npz(path))
     if "signal" in arrays:
         return _from_recordings(arrays, path, length, stride)
     if "X" in arrays:
         return _from_windows([arrays], path, None)
     found = ", ".join(arrays) or "nothing"
-    raise LockstepError(f"holds neither 'signal' nor 'X' but {found}", where=str(path), todo=FIELDS)
+    raise LockstepError(f"holds neither 'signal' nor 'X' but {found}", str(path), FIELDS)
 
 
 def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -206,7 +204,7 @@ def _read_uci(root: Path) -> Recordings:
     pairs = [line.split(None, 1) for line in text_lines(labels_path) if line.strip()]
     if [pair[0] for pair in pairs] != [str(n) for n in range(1, len(pairs) + 1)] or any(len(p) != 2 for p in pairs):
         what = "expected one '1 NAME' per line, numbered from 1"
-        raise LockstepError(what, where=str(labels_path), todo="take the file as it is published")
+        raise LockstepError(what, str(labels_path), "take the file as it is published")
     classes = [name.strip() for _, name in pairs]
     parts = []
     for part in ("train", "test"):
@@ -216,14 +214,14 @@ def _read_uci(root: Path) -> Recordings:
                 raise LockstepError(
                     f"{axis.shape[0]} windows of {axis.shape[1]} steps, but {names[0]} has {axes[0].shape[0]} of"
                     f" {axes[0].shape[1]}",
-                    where=str(root / part / "Inertial Signals" / f"{name}_{part}.txt"),
-                    todo="take the files as they are published",
+                    str(root / part / "Inertial Signals" / f"{name}_{part}.txt"),
+                    "take the files as they are published",
                 )
         y_path = root / part / f"y_{part}.txt"
         y = _column(y_path)
         for line in np.flatnonzero((y < 1) | (y > len(classes))):
             what = f"label {y[line]} is not in activity_labels.txt"
-            raise LockstepError(what, where=f"{y_path}:{line + 1}", todo=f"labels go from 1 to {len(classes)}")
+            raise LockstepError(what, f"{y_path}:{line + 1}", f"labels go from 1 to {len(classes)}")
         subject = _column(root / part / f"subject_{part}.txt")
         parts.append({"X": np.stack(axes, 2), "y": y - 1, "subject": subject, "classes": np.array(classes)})
     return _from_windows(parts, root, ["train", "test"], channels=names, rate_hz=50.0)
@@ -251,12 +249,12 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
     for p, part in zip(paths[1:], parts[1:], strict=True):
         if part[2] != classes:
             what = f"classes {' '.join(part[2])} differ from those of {paths[0].name}"
-            raise LockstepError(what, where=str(p), todo="give both files the same @classLabel")
+            raise LockstepError(what, str(p), "give both files the same @classLabel")
     series = [one for part in parts for one in part[0]]
     labels = [one for part in parts for one in part[1]]
     if len({one.shape[1] for one in series}) > 1:
         what = "train and test have different numbers of channels"
-        raise LockstepError(what, where=str(path), todo="give both the same channels")
+        raise LockstepError(what, str(path), "give both the same channels")
     sizes = {len(one) for one in series}
     if len(sizes) == 1:
         length = stride = sizes.pop()  # windows already
@@ -296,30 +294,30 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
                 classes = _ts_classes(header, where) if has_labels else [""]
             continue
         if "data" not in header:
-            raise LockstepError("a recording before @data", where=where, todo="write a line @data above it")
+            raise LockstepError("a recording before @data", where, "write a line @data above it")
         *channels, label = line.split(":") if has_labels else [*line.split(":"), ""]
         if label.strip() not in classes:
             what = f"label {label.strip()!r} is not in @classLabel"
-            raise LockstepError(what, where=where, todo=f"choose one of {' '.join(classes)}, or add it there")
+            raise LockstepError(what, where, f"choose one of {' '.join(classes)}, or add it there")
         series.append(_ts_series(channels, header, where))
         if series[-1].shape[1] != series[0].shape[1]:
             what = f"{len(channels)} channels, the first recording has {series[0].shape[1]}"
-            raise LockstepError(what, where=where, todo="give each recording the same channels")
+            raise LockstepError(what, where, "give each recording the same channels")
         labels.append(classes.index(label.strip()))
     if not series:
-        raise LockstepError("no recordings after @data", where=str(path), todo="write one a line")
+        raise LockstepError("no recordings after @data", str(path), "write one a line")
     return series, labels, classes
 
 
 def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     if [word.lower() for word in header.get("timestamps", [])] == ["true"]:
-        raise LockstepError("@timeStamps true is not supported", where=where, todo="resample to an even rate")
+        raise LockstepError("@timeStamps true is not supported", where, "resample to an even rate")
     if [word.lower() for word in header.get("targetlabel", [])][:1] == ["true"]:
         what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
-        raise LockstepError(what, where=where, todo="write a task that learns numbers: examples/own_task.py is one")
+        raise LockstepError(what, where, "write a task that learns numbers: examples/own_task.py is one")
     flag, *classes = header.get("classlabel") or ["false"]
     if flag.lower() != "true" or not classes:
-        raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where=where, todo="add that line")
+        raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where, "add that line")
     return classes
 
 
@@ -327,25 +325,25 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
     if header.get("dimensions", [str(len(channels))]) != [str(len(channels))]:
         what = f"{len(channels)} channels, @dimensions says {' '.join(header['dimensions'])}"
-        raise LockstepError(what, where=where, todo="fix the header or the line")
+        raise LockstepError(what, where, "fix the header or the line")
     if not channels:
-        raise LockstepError("no ':' between values and label", where=where, todo="write channel:channel:label")
+        raise LockstepError("no ':' between values and label", where, "write channel:channel:label")
     rows = [channel.split(",") for channel in channels]
     sizes = sorted({len(row) for row in rows})
     if len(sizes) != 1:
         what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
-        raise LockstepError(what, where=where, todo="give all channels the same steps")
+        raise LockstepError(what, where, "give all channels the same steps")
     unequal = [word.lower() for word in header.get("equallength", [])] == ["false"]
     if not unequal and header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
         what = f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}"
-        raise LockstepError(what, where=where, todo="fix the header or the line")
+        raise LockstepError(what, where, "fix the header or the line")
     try:
         with np.errstate(over="ignore"):  # a value too large for float32 becomes infinite and is rejected below
             values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
-        raise LockstepError(f"not a number: {error}", where=where, todo=FILL) from None
+        raise LockstepError(f"not a number: {error}", where, FILL) from None
     if not np.isfinite(values).all():
-        raise LockstepError("a value is NaN or infinite", where=where, todo=FILL)
+        raise LockstepError("a value is NaN or infinite", where, FILL)
     return np.ascontiguousarray(values)
 
 
@@ -365,7 +363,7 @@ def _from_windows(
         _check_part(part, where)
         if part["X"].shape[1:] != parts[0]["X"].shape[1:] or part.keys() != parts[0].keys():
             what = "train and test differ in window length, channels or files"
-            raise LockstepError(what, where=str(path), todo="give both the same")
+            raise LockstepError(what, str(path), "give both the same")
     read = [name for name in ("y", "subject", "val") if name in parts[0]]
     joined: dict[str, np.ndarray] = {name: np.concatenate([part[name] for part in parts]) for name in read}
     labels, classes = _classes(joined["y"], parts[0], str(path))
@@ -394,16 +392,14 @@ def _from_windows(
 
 def _check_part(part: dict[str, np.ndarray], where: str) -> None:
     if "y" not in part:
-        raise LockstepError("X has no labels y", where=where, todo="add y (windows,)")
+        raise LockstepError("X has no labels y", where, "add y (windows,)")
     if part["X"].ndim != 3 or not part["X"].size or part["X"].dtype.kind not in "fiu":
         found = f"X is {part['X'].dtype} of shape {part['X'].shape}"
-        raise LockstepError(
-            f"{found}, expected numbers (windows, steps, channels)", where=where, todo="save it in this form"
-        )
+        raise LockstepError(f"{found}, expected numbers (windows, steps, channels)", where, "save it in this form")
     for name in ("y", "subject", "val"):
         if name in part and part[name].shape != part["X"].shape[:1]:
             what = f"{name} has shape {part[name].shape}, X has {part['X'].shape}"
-            raise LockstepError(what, where=where, todo=f"give one {name} per window")
+            raise LockstepError(what, where, f"give one {name} per window")
     # Checked before the parts are joined, because messages number windows within their file.
     _check_finite(
         part["X"].reshape(-1, part["X"].shape[2]), np.full(len(part["X"]), part["X"].shape[1]), "window", where
@@ -414,21 +410,21 @@ def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, str
     where = str(path)
     for name in ("signal", "lengths", "label"):
         if name not in arrays:
-            raise LockstepError(f"no array {name!r}", where=where, todo=FIELDS)
+            raise LockstepError(f"no array {name!r}", where, FIELDS)
     signal, lengths = arrays["signal"], arrays["lengths"]
     if signal.ndim != 2 or not signal.size or signal.dtype.kind not in "fiu":
         found = f"signal is {signal.dtype} of shape {signal.shape}"
-        raise LockstepError(f"{found}, expected numbers (steps, channels)", where=where, todo="save it in this form")
+        raise LockstepError(f"{found}, expected numbers (steps, channels)", where, "save it in this form")
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ((lengths < 1) | (lengths > len(signal))).any():
         what = f"lengths are {lengths.dtype} of shape {lengths.shape}, or not all from 1 to the {len(signal)} of signal"
-        raise LockstepError(what, where=where, todo="give the steps of each recording, as whole numbers")
+        raise LockstepError(what, where, "give the steps of each recording, as whole numbers")
     if lengths.sum() != len(signal):
         what = f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}"
-        raise LockstepError(what, where=where, todo="give the steps of each recording, in the order of signal")
+        raise LockstepError(what, where, "give the steps of each recording, in the order of signal")
     for name in ("label", "subject", "val"):
         if name in arrays and arrays[name].shape != lengths.shape:
             what = f"{name} has shape {arrays[name].shape}, lengths has {lengths.shape}"
-            raise LockstepError(what, where=where, todo=f"give one {name} per recording")
+            raise LockstepError(what, where, f"give one {name} per recording")
     labels, classes = _classes(arrays["label"], arrays, where)
     groups, subjects = _groups(arrays.get("subject"), len(lengths), where)
     _check_finite(signal, lengths, "recording", where)
@@ -457,16 +453,16 @@ def _checked(recordings: Recordings) -> Recordings:
         least = int(recordings.lengths.min())
         raise LockstepError(
             f"recording {short[0]} has {recordings.lengths[short[0]]} steps, a window {recordings.length}",
-            where=recordings.where,
-            todo=f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows; or leave such "
+            recordings.where,
+            f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows; or leave such "
             "recordings out, or pad all to one length",
         )
     if recordings.channels and len(recordings.channels) != recordings.signal.shape[1]:
         what = f"{len(recordings.channels)} channel names for {recordings.signal.shape[1]} channels"
-        raise LockstepError(what, where=recordings.where, todo="name each channel once, or none")
+        raise LockstepError(what, recordings.where, "name each channel once, or none")
     twice = [name for c, name in enumerate(recordings.classes) if name in recordings.classes[:c]]
     if twice:
-        raise LockstepError(f"class {twice[0]!r} stands twice", where=recordings.where, todo="name each class once")
+        raise LockstepError(f"class {twice[0]!r} stands twice", recordings.where, "name each class once")
     return recordings
 
 
@@ -482,7 +478,7 @@ def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str
         owner = int(np.searchsorted(ends, bad[0], side="right"))
         step = bad[0] - ends[owner] + lengths[owner]
         what = f"NaN or infinite value in {len(bad)} steps, the first in {unit} {owner}, step {step}"
-        raise LockstepError(f"{what} (counted from 0)", where=where, todo=FILL)
+        raise LockstepError(f"{what} (counted from 0)", where, FILL)
 
 
 def _by_channel(parts: list[np.ndarray]) -> np.ndarray:
@@ -500,11 +496,11 @@ def _classes(y: np.ndarray, arrays: dict[str, np.ndarray], where: str) -> tuple[
     """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each value is a class."""
     if y.dtype.kind not in "iuU":
         todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
-        raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where=where, todo=todo)
+        raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where, todo)
     if y.dtype.kind != "U" and y.min() < 0:
         what = f"label {y.min()} is negative, the first at {int(np.argmax(y < 0))} (counted from 0)"
         todo = "number the classes from 0, and leave out what has no label"
-        raise LockstepError(what, where=where, todo=todo)
+        raise LockstepError(what, where, todo)
     if "classes" not in arrays:
         values, labels = np.unique(y, return_inverse=True)
         return labels.astype(np.int64), [str(value) for value in values]
@@ -512,7 +508,7 @@ def _classes(y: np.ndarray, arrays: dict[str, np.ndarray], where: str) -> tuple[
     if y.dtype.kind == "U" or y.max() >= len(classes):
         found = sorted({str(value) for value in y} - {str(n) for n in range(len(classes))} or set(y.tolist()))[0]
         what = f"label {found} is not one of the {len(classes)} classes (counted from 0)"
-        raise LockstepError(what, where=where, todo="number the labels by their place in classes, or leave classes out")
+        raise LockstepError(what, where, "number the labels by their place in classes, or leave classes out")
     return y.astype(np.int64), classes
 
 
@@ -521,7 +517,7 @@ def _groups(subject: np.ndarray | None, count: int, where: str) -> tuple[np.ndar
         return np.arange(count), []
     if subject.dtype.kind not in "iuU":
         todo = "save them as whole numbers or text: subject.astype(int) or subject.astype(str)"
-        raise LockstepError(f"subjects are {subject.dtype}, expected integers or strings", where=where, todo=todo)
+        raise LockstepError(f"subjects are {subject.dtype}, expected integers or strings", where, todo)
     values, groups = np.unique(subject, return_inverse=True)
     return groups.astype(np.int64), [str(value) for value in values]
 
@@ -530,7 +526,7 @@ def _given_split(arrays: dict[str, np.ndarray], where: str) -> np.ndarray | None
     if "val" not in arrays:
         return None
     if not np.isin(arrays["val"], (0, 1)).all():
-        raise LockstepError("val holds more than yes and no", where=where, todo="give True for what to validate on")
+        raise LockstepError("val holds more than yes and no", where, "give True for what to validate on")
     return arrays["val"].astype(bool)
 
 
@@ -539,9 +535,7 @@ def _strings(arrays: dict[str, np.ndarray], name: str, where: str) -> list[str]:
         return []
     if arrays[name].ndim != 1:
         what = f"{name} has shape {arrays[name].shape}"
-        raise LockstepError(
-            what, where=where, todo=f"give a list of names, such as numpy.array(['a', 'b']), or no {name}"
-        )
+        raise LockstepError(what, where, f"give a list of names, such as numpy.array(['a', 'b']), or no {name}")
     return [str(one) for one in arrays[name]]
 
 
@@ -550,7 +544,7 @@ def _rate(arrays: dict[str, np.ndarray], where: str) -> float | None:
         return None
     rate = arrays["rate_hz"]
     if rate.size != 1 or rate.dtype.kind not in "iuf" or not 0 < rate.item() < np.inf:
-        raise LockstepError("rate_hz is not one number above 0", where=where, todo="give the steps per second, or none")
+        raise LockstepError("rate_hz is not one number above 0", where, "give the steps per second, or none")
     return float(rate.item())
 
 
@@ -561,7 +555,7 @@ def _table(path: Path) -> np.ndarray:
     """Numbers in columns -> (lines, columns) float32."""
     lines = text_lines(path)
     if not any(line.strip() for line in lines):
-        raise LockstepError("the file is empty", where=str(path), todo="fetch it again")
+        raise LockstepError("the file is empty", str(path), "fetch it again")
     try:
         values = np.loadtxt(lines, dtype=np.float32, ndmin=2, comments=None)
     except ValueError:
@@ -578,23 +572,23 @@ def _bad_line(path: Path, lines: list[str]) -> LockstepError:
         where, words = f"{path}:{number}", line.split()
         if words and len(words) != width:
             what = f"{len(words)} numbers, the first line has {width}"
-            return LockstepError(what, where=where, todo="give each line as many")
+            return LockstepError(what, where, "give each line as many")
         for word in words:
             try:
                 with np.errstate(over="ignore"):
                     finite = np.isfinite(np.float32(word))
             except ValueError:
-                return LockstepError(f"not a number: {word[:40]!r}", where=where, todo="write numbers only")
+                return LockstepError(f"not a number: {word[:40]!r}", where, "write numbers only")
             if not finite:
-                return LockstepError("a value is NaN or infinite", where=where, todo=FILL)
-    return LockstepError("not a table of numbers", where=str(path), todo="write numbers only")
+                return LockstepError("a value is NaN or infinite", where, FILL)
+    return LockstepError("not a table of numbers", str(path), "write numbers only")
 
 
 def _column(path: Path) -> np.ndarray:
     """One whole number per line -> (lines,) int64."""
     values = _table(path)
     if values.shape[1] != 1 or (values != values.round()).any() or (abs(values) > 2**24).any():
-        raise LockstepError("expected one whole number per line", where=str(path), todo="take it as it is published")
+        raise LockstepError("expected one whole number per line", str(path), "take it as it is published")
     return values[:, 0].astype(np.int64)
 
 
@@ -630,14 +624,14 @@ def split(
 def _named(recordings: Recordings, val_subjects: Sequence[str]) -> np.ndarray:
     if not recordings.subjects:
         raise LockstepError(
-            "val_subjects given, but the data name no subjects", where=recordings.where, todo="use dataset.val_share"
+            "val_subjects given, but the data name no subjects", recordings.where, "use dataset.val_share"
         )
     unknown = [name for name in val_subjects if name not in recordings.subjects]
     if unknown:
         raise LockstepError(
             f"no subject {', '.join(unknown)}",
-            where=recordings.where,
-            todo=f"dataset.val_subjects may name {', '.join(recordings.subjects)}",
+            recordings.where,
+            f"dataset.val_subjects may name {', '.join(recordings.subjects)}",
         )
     return np.isin(recordings.groups, [recordings.subjects.index(name) for name in val_subjects])
 
@@ -654,11 +648,11 @@ def _check_split(recordings: Recordings, val: np.ndarray) -> None:
     if both:
         names = ", ".join(recordings.subjects[g] for g in both[:5])
         raise LockstepError(
-            f"subject {names} is in both train and test", where=recordings.where, todo="set dataset.split to random"
+            f"subject {names} is in both train and test", recordings.where, "set dataset.split to random"
         )
     if val.all() or not val.any():
         raise LockstepError(
             f"{(~val).sum()} recordings to train on and {val.sum()} to validate on",
-            where=recordings.where,
-            todo="change dataset.val_subjects or dataset.val_share",
+            recordings.where,
+            "change dataset.val_subjects or dataset.val_share",
         )

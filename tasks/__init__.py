@@ -51,45 +51,43 @@ def _cannot_import(error: Exception) -> LockstepError:
     where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else f"{last.filename}:{last.lineno}"
     why = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
     what = f"cannot import the task: {type(error).__name__}: {why}"
-    return LockstepError(what, where=where, todo="fix it; --debug shows the traceback")
+    return LockstepError(what, where, "fix it; --debug shows the traceback")
 
 
 def load(name: str) -> type[Task]:
     """Return the class `Task` of `tasks/<name>.py`, or of the file at the path `name`. Raises LockstepError."""
     if name.endswith(".py"):
         if not os.path.isfile(name):  # unlike Path.is_file, it never raises
-            raise LockstepError(f"no task file {name!r}", where="task", todo="give the path of an existing .py file")
+            raise LockstepError(f"no task file {name!r}", "task", "give the path of an existing .py file")
         module = _from_path(Path(name).resolve())
     elif name in names():
         module = importlib.import_module(f"tasks.{name}")
     else:
         near = "".join(f"did you mean {each}? " for each in difflib.get_close_matches(name, names(), n=1))
         raise LockstepError(
-            f"no task {name!r}",
-            where="task",
-            todo=f"{near}choose one of {', '.join(names())}, or give the path of a .py file",
+            f"no task {name!r}", "task", f"{near}choose one of {', '.join(names())}, or give the path of a .py file"
         )
     task = getattr(module, "Task", None)
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise LockstepError(
-            f"{name} has no class Task", where="task", todo="define `class Task(engine.contract.Task)` in that file"
+            f"{name} has no class Task", "task", "define `class Task(engine.contract.Task)` in that file"
         )
     missing = [method for method in REQUIRED if getattr(task, method) is getattr(Task, method)]
     if task.loss is Task.loss and task.losses is Task.losses:
         missing.append("loss")
     if missing:
         lack = f"the Task of {name} lacks {', '.join(missing)}"
-        raise LockstepError(lack, where="task", todo="see engine/contract.py")
+        raise LockstepError(lack, "task", "see engine/contract.py")
     if task.losses is not Task.losses and not _may_use_losses(task.loss):
         what, where = f"the Task of {name} has `losses`, and a `loss` that does not use them", "task"
-        raise LockstepError(what, where=where, todo="drop one of them, or call `super().loss(net, batch)` in `loss`")
+        raise LockstepError(what, where, "drop one of them, or call `super().loss(net, batch)` in `loss`")
     for old, new in RENAMED.items():
         if hasattr(task, old) and getattr(task, new) is getattr(Task, new):
             what, todo = (
                 f"the Task of {name} has `{old}`, which is called `{new}` now",
                 "rename it: nothing asks for it",
             )
-            raise LockstepError(what, where="task", todo=todo)
+            raise LockstepError(what, "task", todo)
     return task
 
 

@@ -211,12 +211,12 @@ def start_from(cfg: Any, policy: Policy) -> str:
     where, there = "policy.pretrained_path", found.config
     if there.get("type") != cfg.type:
         todo = f"its config.json says policy.type={there.get('type')}"
-        raise LockstepError(f"the pretrained weights are not of {cfg.type}", where=where, todo=todo)
+        raise LockstepError(f"the pretrained weights are not of {cfg.type}", where, todo)
     differing = _differing(cfg, there, policy.cameras)
     settings = " ".join(f"{key}={value}" for key, value in differing.items())
     if differing and cfg.pretrained_strict:
         what = "the pretrained weights are of another network"
-        raise LockstepError(what, where=where, todo=f"its config.json says {settings}")
+        raise LockstepError(what, where, f"its config.json says {settings}")
     misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
     rest = (f", the rest at random: {misfits}" if misfits else "") + (f"; trained with {settings}" if differing else "")
     return f"{cfg.pretrained_path}{rest}"
@@ -248,43 +248,43 @@ def check(cfg: Any) -> None:
         _check_smolvla(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
-        raise LockstepError(f"no command {cfg.env.command!r}", where="env.command", todo=todo)
+        raise LockstepError(f"no command {cfg.env.command!r}", "env.command", todo)
     if cfg.env.type == "none" and not (cfg.dataset.root or cfg.dataset.repo_id):
         todo = "give dataset.root or dataset.repo_id, or drop it"
-        raise LockstepError("there is no data to learn from", where="env.type=none", todo=todo)
+        raise LockstepError("there is no data to learn from", "env.type=none", todo)
     if cfg.env.command and cfg.env.type == "pusht":
-        raise LockstepError("PushT has one command only", where="env.command", todo="drop it")
+        raise LockstepError("PushT has one command only", "env.command", "drop it")
     if 0 < cfg.env.size < 16:
-        raise LockstepError(f"{cfg.env.size} is too small", where="env.size", todo="give 16 or more, or 0")
+        raise LockstepError(f"{cfg.env.size} is too small", "env.size", "give 16 or more, or 0")
     if len(cfg.dataset.resize) not in (0, 2):
         what = f"{amount(len(cfg.dataset.resize), 'number')} where two belong"
-        raise LockstepError(what, where="dataset.resize", todo="give height,width")
+        raise LockstepError(what, "dataset.resize", "give height,width")
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
-        raise LockstepError(what, where="policy.n_action_steps", todo="give at most chunk_size")
+        raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
     if policy.type == "vla" and not policy.pretrained_path:
         for name in ("train_expert_only", "freeze_vision_encoder"):
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
-                raise LockstepError(what, where=f"policy.{name}", todo=todo)
+                raise LockstepError(what, f"policy.{name}", todo)
     if policy.push_to_hub:
-        raise LockstepError("nothing is uploaded", where="policy.push_to_hub", todo="drop it, or give false")
+        raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
         todo = "give policy.n_action_steps=1: blending needs a look at every step"
-        raise LockstepError(f"{steps_of(policy)} actions a look", where="policy.temporal_ensemble_coeff", todo=todo)
+        raise LockstepError(f"{steps_of(policy)} actions a look", "policy.temporal_ensemble_coeff", todo)
     try:
         settings_of(policy) if policy.type != "smolvla" else None
     except ValueError as error:
-        raise LockstepError(str(error), where="policy", todo="change one of them") from None
+        raise LockstepError(str(error), "policy", "change one of them") from None
 
 
 def _check_smolvla(policy: Any) -> None:
     if not find_spec("lerobot"):
         raise LockstepError(
             "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
-            where="policy.type=smolvla",
-            todo="pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
+            "policy.type=smolvla",
+            "pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
         )
     if not policy.pretrained_path:
         todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
-        raise LockstepError("SmolVLA starts from pretrained weights", where="policy.type=smolvla", todo=todo)
+        raise LockstepError("SmolVLA starts from pretrained weights", "policy.type=smolvla", todo)

@@ -52,7 +52,7 @@ def recorded(env: Any, kind: str) -> Path:
                 record(folder, env, kind)
     except OSError as error:
         what, todo = f"cannot record demonstrations: {error.strerror or error}", "make the folder writable"
-        raise LockstepError(what, where=str(folder.parent), todo=f"{todo}, or give dataset.root") from None
+        raise LockstepError(what, str(folder.parent), f"{todo}, or give dataset.root") from None
     return folder
 
 
@@ -77,8 +77,8 @@ def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str], giv
         feature = demos.features[name]
         if name not in there or (not feature.is_picture and tuple(feature.shape) != there[name][1]):
             what = f"the dataset is not of this simulation: it has {name} of shape {tuple(feature.shape)}"
-            raise LockstepError(what, where=f"env.type={env.type}", todo="give env.type=none")
+            raise LockstepError(what, f"env.type={env.type}", "give env.type=none")
     asked = [env.command] if env.command else discs.COMMANDS
     if given and kind == "discs" and (unheard := [command for command in asked if command not in demos.tasks]):
         todo = f"give env.command={demos.tasks[0]!r}, or env.type=none"
-        raise LockstepError(f"no demonstration is of {unheard[0]!r}", where="env.type=discs", todo=todo)
+        raise LockstepError(f"no demonstration is of {unheard[0]!r}", "env.type=discs", todo)

@@ -115,7 +115,7 @@ class Task(contract.Task):
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         if policy.type == "smolvla" and STATES[0] not in self.dims:
-            raise LockstepError("SmolVLA needs observation.state", where=str(root), todo="choose policy.type=vla")
+            raise LockstepError("SmolVLA needs observation.state", str(root), "choose policy.type=vla")
         if self.simulation:
             names = [*self.dims, *self.cameras, "action"]
             simulation.check_fits(self.cfg.env, self.simulation, demos, names, given)
@@ -162,7 +162,7 @@ class Task(contract.Task):
         for name, mode in modes.items():
             if missing := set(Normalizer.NEEDS[mode]) - stats[name].keys():
                 what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
-                raise LockstepError(what, where="policy.normalization_mapping", todo="choose another mode")
+                raise LockstepError(what, "policy.normalization_mapping", "choose another mode")
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path and cfg.type != "smolvla" and not self.resuming:
             self.started_from = start_from(cfg, policy)
@@ -204,7 +204,7 @@ class Task(contract.Task):
         assert isinstance(model, Policy)
         if self.cfg.policy.type == "smolvla":
             what = "SmolVLA is exported by the lerobot package only"
-            raise LockstepError(what, where="policy.type", todo="tools/save_pretrained.py writes what it loads")
+            raise LockstepError(what, "policy.type", "tools/save_pretrained.py writes what it loads")
         names = [*self.dims, *self.cameras]
         words = ["words"] if self.words is not None else []
         return Acting(model), lambda batch: {name: self._with_words(batch)[name] for name in [*names, *words]}
@@ -407,11 +407,11 @@ def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot
         what = "the dataset has no `action`, or nothing to act on: no camera and no observation.state"
         there = ", ".join(name for name in demos.features if name not in lerobot.BOOKKEEPING)
         todo = f"imitation needs both, under these names; there are {there or 'none'}"
-        raise LockstepError(what, where=str(demos.root), todo=todo)
+        raise LockstepError(what, str(demos.root), todo)
     for name in columns.keys() & {"action", *STATES}:
         if columns[name].ndim != 2:
             what = f"{name} has {columns[name].ndim - 1} axes"
-            raise LockstepError(what, where=str(demos.root), todo="a vector is learned from: flatten it")
+            raise LockstepError(what, str(demos.root), "a vector is learned from: flatten it")
         if columns[name].dtype.kind != "f":
             columns[name] = columns[name].astype(np.float32)
     return replace(demos, features=used, columns=columns)
@@ -422,9 +422,9 @@ def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str
         return []
     if unknown := sorted(set(wanted) - set(there)):
         what = f"no camera {unknown[0]}"
-        raise LockstepError(what, where=f"dataset.cameras, {root}", todo=f"there are {', '.join(there) or 'none'}")
+        raise LockstepError(what, f"dataset.cameras, {root}", f"there are {', '.join(there) or 'none'}")
     if len(set(wanted)) < len(wanted):
-        raise LockstepError("a camera is named twice", where="dataset.cameras", todo="keep one")
+        raise LockstepError("a camera is named twice", "dataset.cameras", "keep one")
     return wanted or there
 
 

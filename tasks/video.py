@@ -81,9 +81,7 @@ class Task(Classification):
             recipe = Recipe(wanted.trials, wanted.videos, wanted.frames, wanted.size, wanted.data_seed)
             folder = ensure(GENERATED / recipe.name, recipe)
         elif not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
-            raise LockstepError(
-                f"no folder {wanted.root!r}", where="dataset.root", todo="make it with tools/prepare_clips.py"
-            )
+            raise LockstepError(f"no folder {wanted.root!r}", "dataset.root", "make it with tools/prepare_clips.py")
         clips = Clips(folder, wanted.frames)
         self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
         return clips
@@ -122,7 +120,7 @@ class Task(Classification):
         if [*clips.shape] != self.about["shape"]:
             sizes = [" x ".join(map(str, shape)) for shape in (clips.shape, self.about["shape"])]
             what = f"clips of {sizes[0]}, the model was trained on clips of {sizes[1]}"
-            raise LockstepError(what, where=str(clips.folder), todo="make them anew from the videos, as large as those")
+            raise LockstepError(what, str(clips.folder), "make them anew from the videos, as large as those")
         return clips
 
     def model(self) -> nn.Module:

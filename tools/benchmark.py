@@ -124,9 +124,7 @@ def predicted(rows: list[Case], processes: int, link: scaling.Link | None) -> Ro
     several = next((case for case in rows if case.processes > 1 and case.found and not case.with_dp), None)
     if link is None:
         if several is None:
-            raise LockstepError(
-                "nothing was measured between processes", where="--link", todo="give one, or --processes 1,2"
-            )
+            raise LockstepError("nothing was measured between processes", "--link", "give one, or --processes 1,2")
         times = {
             int(size): 1e-3 * several.median(lambda r, size=size: r["sum_ms"][size])
             for size in several.found[0]["sum_ms"]
@@ -177,10 +175,10 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
         fit = False
     if not fit:
         what = f"{options.processes!r} are no numbers of processes"
-        raise LockstepError(what, where="--processes", todo="give some, such as 1,2,4")
+        raise LockstepError(what, "--processes", "give some, such as 1,2,4")
     counts = counts or [1 << n for n in range(12) if 1 << n <= (gpus or max(2, min(cores, 4)))]
     if options.predict and 1 not in counts:
-        raise LockstepError("a prediction starts from one process", where="--processes", todo="add 1")
+        raise LockstepError("a prediction starts from one process", "--processes", "add 1")
     # On CPUs a process has the same number of threads in all cases: they take the place of a GPU.
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, cores // max(counts))))
     kinds = ["weak", "strong"] if options.scaling == "both" else [options.scaling]

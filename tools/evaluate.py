@@ -73,13 +73,13 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
     run, rest = Path(argv[0]), argv[1:]
     folder = run if run.is_dir() else run.parent
     if not (folder / "config.yaml").is_file():
-        raise LockstepError(f"no run at {argv[0]!r}", where="the first word", todo="give the folder of a run")
+        raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]  # a link in the folder is in the folder
     if task.endswith(".py") and folder.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
-        raise LockstepError(what, where=str(folder / "config.yaml"), todo="read it, then give --trust to run it")
+        raise LockstepError(what, str(folder / "config.yaml"), "read it, then give --trust to run it")
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
     return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}", "wandb.enable=false"]

@@ -89,12 +89,12 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
     if not worst <= asked.tolerance:  # NaN fails too, and Python's own max would lose it
         what = f"the exported model is off by {worst:.3g} of its largest output"
         todo = f"nothing was written; --tolerance is {asked.tolerance:g}"
-        raise LockstepError(what, where=asked.format, todo=todo, exit_code=1)
+        raise LockstepError(what, asked.format, todo, exit_code=1)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(exported.data))
     except OSError as error:
-        raise LockstepError(f"cannot write: {error.strerror}", where=str(out), todo="give another --out") from None
+        raise LockstepError(f"cannot write: {error.strerror}", str(out), "give another --out") from None
     path = about.pop("path")
     sizes = [{"batch": size, "largest_difference": largest} for size, largest, _ in found]
     if asked.json:
@@ -202,7 +202,7 @@ def onnx(module: nn.Module, example: Input, outputs: list[str], about: str) -> E
         import onnxscript  # noqa: F401, torch's exporter needs it
     except ImportError as error:
         todo = "pip install onnx onnxscript onnxruntime"
-        raise LockstepError(f"the ONNX format needs more packages: {error}", where="--format onnx", todo=todo) from None
+        raise LockstepError(f"the ONNX format needs more packages: {error}", "--format onnx", todo) from None
     names = [*example] if isinstance(example, dict) else ["x"]
     logging.disable(logging.WARNING)  # of packages that are not needed
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, about itself

@@ -178,13 +178,13 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
     if asked.split or not issubclass(tasks.load(cfg.task), (har.Task, video.Task)):
         return _predict_samples(args, asked)
     if asked.out.suffix != ".csv":
-        raise LockstepError(f"{asked.out} is not the name of a table", where="--out", todo="give one that ends in .csv")
+        raise LockstepError(f"{asked.out} is not the name of a table", "--out", "give one that ends in .csv")
     with contextlib.redirect_stdout(io.StringIO()):
         trained = in_world(cfg, lambda world, _: load_model(args, world))
     task = trained.task
     found: Iterator[Prediction | LockstepError]
     if asked.annotations and (isinstance(task, har.Task) or (asked.data / FRAMES).is_file()):
-        raise LockstepError("only videos have frames to annotate", where="--annotations", todo="drop it")
+        raise LockstepError("only videos have frames to annotate", "--annotations", "drop it")
     if isinstance(task, har.Task):
         found = of_windows(task, asked, _asker(trained))
     else:
@@ -209,14 +209,14 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
     """Write what the task's `predict` returns of each sample of a dataset."""
     if asked.out.suffix not in (".csv", ".npz"):
         what, todo = f"{asked.out} is not the name of a table", "give one that ends in .csv or .npz"
-        raise LockstepError(what, where="--out", todo=todo)
+        raise LockstepError(what, "--out", todo)
     if given := [name for name in ("stride", "every", "crop", "annotations") if getattr(asked, name)]:
-        raise LockstepError("it is for new videos and recordings", where=f"--{given[0]}", todo="drop it")
+        raise LockstepError("it is for new videos and recordings", f"--{given[0]}", "drop it")
     split = asked.split
     if not split:
         if "dataset.root" not in config.flatten(config.to_dict(args.cfg)):
             what, todo = f"task {args.cfg.task} takes no path of data", "give --split, and its own keys for other data"
-            raise LockstepError(what, where=str(asked.data), todo=todo)
+            raise LockstepError(what, str(asked.data), todo)
         split, args = "all", args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)}))
     with contextlib.redirect_stdout(io.StringIO()):
         trained, dataset = in_world(args.cfg, lambda world, _: _load_with(args, world, split))
@@ -240,7 +240,7 @@ def _load_with(args: config.Args, world: World, split: str) -> tuple[LoadedModel
         else:
             found.append(task.datasets()[split == "val"])
         if found[0] is None:
-            raise LockstepError("the task has no validation data", where="--split", todo="give train, or all")
+            raise LockstepError("the task has no validation data", "--split", "give train, or all")
         check_datasets(found[0], found[0])
 
     return load_model(args, world, read), found[0]
@@ -333,7 +333,7 @@ def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
     cutting = task.about["cutting"]
     if height != width:
         what = f"the model takes pictures of {height} x {width}, and videos become squares"
-        raise LockstepError(what, where=asked.run, todo="pack the videos as its clips were, and give that folder")
+        raise LockstepError(what, asked.run, "pack the videos as its clips were, and give that folder")
     if not cutting:
         words = "note: the run's clips do not say how they were cut out of videos: every frame is taken, whole"
         print(words + " (--every and --crop change that)", file=sys.stderr)
@@ -341,7 +341,7 @@ def sliding(task: video.Task, asked: argparse.Namespace) -> Sliding:
     span = (length - 1) * every + 1
     if asked.stride > span:
         what = f"--stride {asked.stride} leaves out frames: a trial has {span}"
-        raise LockstepError(what, where="--stride", todo=f"give {span} or less")
+        raise LockstepError(what, "--stride", f"give {span} or less")
     return Sliding(length, every, asked.stride or -(-span // 4), tuple(crop) if crop else None, height)
 
 
@@ -354,12 +354,12 @@ def of_videos(task: video.Task, asked: argparse.Namespace, ask: Ask) -> Iterator
         paths = sorted(path for path in asked.data.rglob("*") if path.suffix.lower() in videos.SUFFIXES)
     if not paths:
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
-        raise LockstepError(what, where=str(asked.data), todo=todo)
+        raise LockstepError(what, str(asked.data), todo)
     names = [str(path.relative_to(asked.data)) if asked.data.is_dir() else path.name for path in paths]
     annotated = annotated_trials(asked.annotations, how) if asked.annotations else None
     if annotated and not annotated.trials.keys() & {*names}:
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-        raise LockstepError("none of these videos is annotated", where=str(asked.annotations), todo=todo)
+        raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
     for path, name in zip(paths, names, strict=True):
         try:
             with videos.opened(path) as (decoded, fps):
@@ -516,7 +516,7 @@ def _write(
         write_atomically(out, fill)
     except OSError as error:
         what = f"cannot write: {error.strerror or error}"
-        raise LockstepError(what, where=str(error.filename or out), todo="give another --out") from None
+        raise LockstepError(what, str(error.filename or out), "give another --out") from None
     return summary
 
 

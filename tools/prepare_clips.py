@@ -86,8 +86,8 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     if not {"video", "label"} <= {*header} or len(columns) != 1:
         raise LockstepError(
             f"the header has {', '.join(header) or 'nothing'}",
-            where=f"{path}:1",
-            todo=f"it needs video, label and exactly one of {', '.join(TIMES)}",
+            f"{path}:1",
+            f"it needs video, label and exactly one of {', '.join(TIMES)}",
         )
     plan = Plan(column=columns[0], **plan_of)
     for line, row in read_table(path, "\n".join(lines), columns):
@@ -95,11 +95,11 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
         video = os.path.normpath(row["video"].strip())
         if twin := [other.line for other in plan.trials.get(video, []) if other.at == trial.at]:
             what = f"{video} has a trial at the same time in line {twin[0]}"
-            raise LockstepError(what, where=f"{path}:{line}", todo="keep one: a trial has one label, and counts once")
+            raise LockstepError(what, f"{path}:{line}", "keep one: a trial has one label, and counts once")
         plan.trials.setdefault(video, []).append(trial)
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
-        raise LockstepError("no trials", where=str(path), todo="write a row for each")
+        raise LockstepError("no trials", str(path), "write a row for each")
     return plan, classes or sorted(labels)
 
 
@@ -108,14 +108,14 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
     if not label or (classes and label not in classes):
         raise LockstepError(
             f"label {label!r} is not among the classes" if label else "an empty label",
-            where=where,
-            todo=f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
+            where,
+            f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
         )
     if not row["video"].strip():
-        raise LockstepError("an empty video", where=where, todo="name the file")
+        raise LockstepError("an empty video", where, "name the file")
     if not stays_below(row["video"].strip()):
         what = f"video {row['video']!r} is not in the folder of videos"
-        raise LockstepError(what, where=where, todo="give a name relative to --videos, without ..")
+        raise LockstepError(what, where, "give a name relative to --videos, without ..")
     try:
         at = float(row[column])
         if not 0 <= at < MOST:
@@ -124,9 +124,9 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
         todo = f"give a number from 0 to {MOST:g}"
         if column.endswith("_s") and ":" in row[column]:
             todo = "give seconds, as a number since the start of the video"
-        raise LockstepError(f"{column}={row[column]!r}", where=where, todo=todo) from None
+        raise LockstepError(f"{column}={row[column]!r}", where, todo) from None
     if not column.endswith("_s") and at != int(at):
-        raise LockstepError(f"{column}={at}", where=where, todo=f"give a whole frame, or seconds as {column}_s")
+        raise LockstepError(f"{column}={at}", where, f"give a whole frame, or seconds as {column}_s")
     return Trial(label, at, line)
 
 
@@ -143,7 +143,7 @@ def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cu
     """
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
-            raise LockstepError("the video does not say its frame rate", where=str(path), todo="annotate in frames")
+            raise LockstepError("the video does not say its frame rate", str(path), "annotate in frames")
         plan.rates |= {round(fps, 2)} - {0}
         yield from _collect(decoded, plan, trials, fps, path, table)
 
@@ -156,8 +156,8 @@ def _collect(
         if numbers[0] < 0:
             raise LockstepError(
                 f"the trial would start at frame {numbers[0]} of {path}",
-                where=f"{table}:{trial.line}",
-                todo="move or remove it, or use fewer --frames or a smaller --stride",
+                f"{table}:{trial.line}",
+                "move or remove it, or use fewer --frames or a smaller --stride",
             )
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
@@ -177,8 +177,8 @@ def _collect(
     trial, numbers = waiting[0]
     raise LockstepError(
         f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
-        where=f"{table}:{trial.line}",
-        todo="move or remove it, or use fewer --frames or a smaller --stride",
+        f"{table}:{trial.line}",
+        "move or remove it, or use fewer --frames or a smaller --stride",
     )
 
 
@@ -244,7 +244,7 @@ def prepare(asked: argparse.Namespace) -> str:
         else:
             if (twin := files.setdefault((found.st_dev, found.st_ino), video)) != video:
                 what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
-                raise LockstepError(what, where=where, todo="call it by one name: the split is by video")
+                raise LockstepError(what, where, "call it by one name: the split is by video")
     seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
     extra = ("source_frame", "source_line")
     total = sum(len(trials) for trials in plan.trials.values())
@@ -265,7 +265,7 @@ def prepare(asked: argparse.Namespace) -> str:
         about = {"crop": crop, "stride": asked.stride, "size": asked.size, "fps": sorted(plan.rates)}
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
-            raise LockstepError("not one video could be read", where=str(folder), todo=broken[0])
+            raise LockstepError("not one video could be read", str(folder), broken[0])
         written = writer.num_trials
         videos = len(plan.trials) - len(broken)
     lines = [f"skipped: {line}" for line in broken]

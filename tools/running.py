@@ -33,7 +33,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
         sys.stdout.flush()
         for why in terminal.lost:  # a training continues without a stdout, but its output is what a tool is for
             if why.startswith("stdout cannot be written"):
-                raise LockstepError(why, where="the output of a tool", todo="start it again", exit_code=1)
+                raise LockstepError(why, "the output of a tool", "start it again", exit_code=1)
         return code
 
     return main(argv)
@@ -54,4 +54,4 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
 def alone(what: str, where: str) -> None:
     """Raise LockstepError where a launcher has started several processes of a tool for one."""
     if launch.environment().size > 1:
-        raise LockstepError(what, where=where, todo="start it without torchrun", everywhere=True)
+        raise LockstepError(what, where, "start it without torchrun", everywhere=True)

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         describe.print_plan(found, steps=False)
         task: Any = found.task
         if not hasattr(task, "save_pretrained"):
-            raise LockstepError(f"task {args.cfg.task} has no policy to save", where=argv[0], todo="give a robot's run")
+            raise LockstepError(f"task {args.cfg.task} has no policy to save", argv[0], "give a robot's run")
         with survive.sync_errors(world):
             if world.main:
                 task.save_pretrained(found.evaluated_model, folder)

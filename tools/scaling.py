@@ -82,4 +82,4 @@ def parse_link(text: str) -> Link:
         alpha = float(latency.removesuffix(time_unit)) * times[time_unit] if latency else 0.0
         return Link(alpha, float(rate.removesuffix(unit)) * units[unit])
     except (ValueError, KeyError):
-        raise LockstepError(f"{text!r} is no link", where="--link", todo="give 10gbit, or 200mbit,50us") from None
+        raise LockstepError(f"{text!r} is no link", "--link", "give 10gbit, or 200mbit,50us") from None

@@ -33,7 +33,7 @@ def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
         return write(out, parts)
     except OSError as error:
         what = f"cannot write: {error.strerror or error}"
-        raise LockstepError(what, where=str(error.filename or out), todo="give another --out") from None
+        raise LockstepError(what, str(error.filename or out), "give another --out") from None
 
 
 def _write_csv(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
@@ -67,7 +67,7 @@ def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
         shape = values.shape[1:]
         if shape.numel() > COLUMNS:
             what = f"{name!r} has {shape.numel()} numbers for each sample"
-            raise LockstepError(what, where="--out", todo="give a name that ends in .npz")
+            raise LockstepError(what, "--out", "give a name that ends in .npz")
         places = itertools.product(*map(range, shape))
         for place, column in zip(places, values.flatten(1).unbind(1) if shape else [values], strict=True):
             cells = column.tolist()

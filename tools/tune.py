@@ -116,7 +116,7 @@ class Tuning:
                 slower = slower + 1 if row["samples_per_s"] < fastest else 0
             self.say(line(row, timed[0]["samples_per_s"]))
         if not timed:
-            raise LockstepError("memory runs out with the first batch already", where="batch_size", todo="start lower")
+            raise LockstepError("memory runs out with the first batch already", "batch_size", "start lower")
         # The smallest of equals leaves room and changes the training least.
         best = next(row for row in timed if row["samples_per_s"] * CLEARLY >= fastest)
         return best, f"largest batch that fits: {largest} ({limit})"
@@ -215,9 +215,9 @@ def main(argv: list[str]) -> int:
 def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> int:
     if options.processes < 1:
         what = f"{options.processes} is no number of processes"
-        raise LockstepError(what, where="--processes", todo="give as many as the training will have")
+        raise LockstepError(what, "--processes", "give as many as the training will have")
     if options.out and Path(options.out).exists():
-        raise LockstepError(f"{options.out} is there already", where="--out", todo="remove it, or give another name")
+        raise LockstepError(f"{options.out} is there already", "--out", "remove it, or give another name")
     tuning = Tuning(options, words, asked.cfg)
     largest, cut_short = "", ""
     try:

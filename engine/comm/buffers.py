@@ -109,8 +109,8 @@ def check_buffers(world: World, buffers: Buffers) -> None:
     for name, rank in _differing(world, buffers(of_norms=False)).items():
         raise LockstepError(
             f"the buffer {name} of rank {rank} is another than rank 0's",
-            where=f"step {phase.step}",
-            todo="change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
+            f"step {phase.step}",
+            "change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
             "after each step (other numbers of processes are then other runs)",
             exit_code=6,
             everywhere=True,

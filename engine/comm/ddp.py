@@ -29,8 +29,8 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cpu":
         raise LockstepError(
             "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only",
-            where="ddp.sync_bn",
-            todo="drop it, or use GroupNorm, which needs no synchronising",
+            "ddp.sync_bn",
+            "drop it, or use GroupNorm, which needs no synchronising",
             everywhere=True,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -49,8 +49,8 @@ def own_scratch() -> None:
         except OSError as error:
             raise LockstepError(
                 f"no folder for the temporary files of loader processes: {error.strerror}",
-                where="TMPDIR",
-                todo="mount one (docker run --tmpfs /tmp), or num_workers=0",
+                "TMPDIR",
+                "mount one (docker run --tmpfs /tmp), or num_workers=0",
             ) from error
         atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
         # what multiprocessing.util.get_temp_dir() reads; its own folder raises errors if it is gone at the end

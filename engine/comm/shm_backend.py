@@ -169,8 +169,8 @@ class Channel:
         if (theirs := self.posted[rank, 1 + self.turn % 2]) != count:
             raise LockstepError(
                 f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {count}",
-                where="a sum over the ranks",
-                todo="return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
+                "a sum over the ranks",
+                "return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
                 exit_code=6,
             )
 

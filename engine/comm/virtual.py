@@ -173,8 +173,8 @@ class VirtualWorkers:
             if self.check and name in self.others and not torch.equal(buffer, self.others[name]):
                 raise LockstepError(
                     f"the buffer {name} is another after virtual worker {self.worker} than after the one before",
-                    where="virtual_workers",
-                    todo="change it by what all workers share, keep it in floating point, where the workers' mean "
+                    "virtual_workers",
+                    "change it by what all workers share, keep it in floating point, where the workers' mean "
                     "is taken, or drop virtual_workers",
                 )
         self.others = others

@@ -326,9 +326,7 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
         raise LockstepError(f"no config file {path!r}", todo="give the path of an existing .yaml file") from None
     except (OSError, ValueError) as error:
         what = f"cannot read the config file: {error}"
-        raise LockstepError(
-            what, where=_shown(path), todo="give a text file in UTF-8 with one setting a line"
-        ) from None
+        raise LockstepError(what, _shown(path), "give a text file in UTF-8 with one setting a line") from None
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
@@ -336,13 +334,13 @@ def _read_yaml(path: str, problems: list[str]) -> list[Setting]:
     if root is None or root.value == "":  # comments only, or a lone `---`: an empty delta
         return []
     if not isinstance(root, yaml.MappingNode):
-        none = LockstepError("the config file holds no keys", where=path, todo="write lines such as `batch_size: 32`")
+        none = LockstepError("the config file holds no keys", path, "write lines such as `batch_size: 32`")
         raise _as_python(path, text) or none
     settings: list[Setting] = []
     for count, setting in enumerate(_leaves(root, path, "", 0)):
         if count == _MAX_VALUES:
             what = f"more than {_MAX_VALUES} values"
-            raise LockstepError(what, where=path, todo="give fewer, and no alias within an alias")
+            raise LockstepError(what, path, "give fewer, and no alias within an alias")
         if isinstance(setting, Setting):
             settings.append(setting)
         elif setting:
@@ -356,7 +354,7 @@ def _as_python(path: str, text: str) -> LockstepError | None:
         if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):
             key, value = found.groups()
             todo = f"drop it: {SETS_NOTHING[key][1]}" if key in SETS_NOTHING else f"write `{key}: {value}`"
-            return LockstepError(f"`{_shown(found[0].strip())}` is not YAML", where=f"{path}:{number}", todo=todo)
+            return LockstepError(f"`{_shown(found[0].strip())}` is not YAML", f"{path}:{number}", todo)
     return None
 
 
@@ -365,10 +363,10 @@ def _no_yaml(error: Exception, path: str, text: str) -> LockstepError:
     if isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow has a position, but no mark
         before = text[: error.position]
         place = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
-        return LockstepError(f"not valid YAML: the character #x{error.character:04x}", where=place, todo="remove it")
+        return LockstepError(f"not valid YAML: the character #x{error.character:04x}", place, "remove it")
     place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
     what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    return LockstepError(f"not valid YAML: {_shown(what)}", where=place, todo="fix that line")
+    return LockstepError(f"not valid YAML: {_shown(what)}", place, "fix that line")
 
 
 def _leaves(node: yaml.MappingNode, path: str, prefix: str, depth: int) -> Iterator[Setting | str]:

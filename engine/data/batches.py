@@ -179,13 +179,13 @@ def check(batch: Batch, where: str) -> None:
     """Raise LockstepError where there is no place for the loader's own numbers in a batch."""
     if isinstance(batch, dict) and RESERVED in batch:
         what = f"a sample has a {RESERVED!r}, the one name that the loader itself uses in a batch"
-        raise LockstepError(what, where=where, todo="give it another name")
+        raise LockstepError(what, where, "give it another name")
     try:
         tell(batch, Given(*[torch.empty(0)] * 3))
     except (AttributeError, TypeError):
         what = f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
         todo = f"give a dict, a tuple, or a class with room for an attribute `{RESERVED}`"
-        raise LockstepError(what, where=where, todo=todo) from None
+        raise LockstepError(what, where, todo) from None
 
 
 def hint(error: BaseException) -> str:

@@ -42,8 +42,8 @@ class CachedDataset:
                 if rows.shape != parts[name].shape:  # copying would repeat a single value silently
                     raise LockstepError(
                         f"samples {first} to {last - 1} have another shape of {name!r} than the first",
-                        where="cache",
-                        todo="use cache=none",
+                        "cache",
+                        "use cache=none"
                     )
                 rows.copy_(parts[name])
 
@@ -99,7 +99,7 @@ def cache_datasets(
             return None
         if problem:
             what, todo = problem
-            raise LockstepError(f"cache={wanted}, but {source.name} {what}", where="cache", todo=todo)
+            raise LockstepError(f"cache={wanted}, but {source.name} {what}", "cache", todo)
         sizes.append(size)
     needed = sum(size * len(source) for size, source in zip(sizes, sources, strict=True))
     free, copies = _free_bytes(memory), processes_sharing(memory)
@@ -109,8 +109,8 @@ def cache_datasets(
         raise LockstepError(
             f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}, and "
             f"{free / 1e9:.1f} GB are free",
-            where="cache",
-            todo="use cache=none",
+            "cache",
+            "use cache=none"
         )
     console.info(f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n")
     return [CachedDataset(source, size, memory) for size, source in zip(sizes, sources, strict=True)]

@@ -52,9 +52,9 @@ def _shared(batch: Batch) -> Batch:
 def _unusable_shared_memory(error: OSError) -> LockstepError:
     return LockstepError(
         f"/dev/shm cannot be used: {error.strerror}",
-        where="the loader's processes",
-        todo="mount it so that this user can write there (docker run --tmpfs /dev/shm), or num_workers=0",
-        exit_code=5,
+        "the loader's processes",
+        "mount it so that this user can write there (docker run --tmpfs /dev/shm), or num_workers=0",
+        exit_code=5
     )
 
 

@@ -48,7 +48,7 @@ def check_datasets(train_set: Any, val_set: Any) -> None:
         elif gives and hasattr(dataset, "__len__"):
             continue
         what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
-        raise LockstepError(what, where="the task's `datasets`", todo=todo)
+        raise LockstepError(what, "the task's `datasets`", todo)
 
 
 def _takes(method: Any, name: str) -> bool:
@@ -136,7 +136,7 @@ class Source:
                 if self.collate
                 else "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
             )
-            raise LockstepError(what, where=self.name, todo=todo, exit_code=5)
+            raise LockstepError(what, self.name, todo, exit_code=5)
 
     def _failure(self, asked: Any, what: str) -> LockstepError:
         """Return the error for samples that cannot be loaded; names the first that cannot be loaded alone."""
@@ -149,7 +149,7 @@ class Source:
             except Exception:
                 name, todo = str(index), "fix or remove it"
                 break
-        return LockstepError(f"sample {name} cannot be loaded: {what}", where=self.name, todo=todo, exit_code=5)
+        return LockstepError(f"sample {name} cannot be loaded: {what}", self.name, todo, exit_code=5)
 
 
 def named(indices: list[int]) -> str:
@@ -162,7 +162,7 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", tor
 
 def no_shared_memory() -> LockstepError:
     todo = "give it more (docker run --shm-size=8g), or num_workers=0"
-    return LockstepError("/dev/shm is full", where="the loader's processes", todo=todo, exit_code=5)
+    return LockstepError("/dev/shm is full", "the loader's processes", todo, exit_code=5)
 
 
 def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
@@ -205,7 +205,7 @@ def _content(leaf: Any, depth: int = 3) -> bytes:
 def _another_each_time(name: str, index: int, leaf: str) -> LockstepError:
     return LockstepError(
         f"sample {index} is another each time it is fetched: its {leaf or 'value'!r} is",
-        where=name,
-        todo="draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
-        "no two runs are alike, and no two cuts; random_samples=warn trains all the same",
+        name,
+        "draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
+        "no two runs are alike, and no two cuts; random_samples=warn trains all the same"
     )

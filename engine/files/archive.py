@@ -89,12 +89,12 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
         raise LockstepError(
             f"the checkpoint cannot be read ({reason(error)})",
-            where=str(path),
-            todo="it is damaged or not Lockstep's; resume from another file",
+            str(path),
+            "it is damaged or not Lockstep's; resume from another file",
             exit_code=3,
         ) from error
     if not isinstance(state, dict) or "format" not in state:
-        raise LockstepError("not a Lockstep checkpoint", where=str(path), todo="give another file", exit_code=3)
+        raise LockstepError("not a Lockstep checkpoint", str(path), "give another file", exit_code=3)
     return state
 
 

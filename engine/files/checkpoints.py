@@ -39,9 +39,7 @@ def check_files(folder: Path) -> None:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a pipe or a device"
             raise LockstepError(
-                f"{name} is {kind}, and not the run's file",
-                where=str(folder),
-                todo="move it away, or give another save_dir",
+                f"{name} is {kind}, and not the run's file", str(folder), "move it away, or give another save_dir"
             )
 
 
@@ -107,8 +105,8 @@ class Checkpoints:
         except Exception as error:  # torch.save raises what a task's own objects do
             raise LockstepError(
                 f"the checkpoint could not be written: {reason(error)}",
-                where=str(self.folder / file),
-                todo=f"it needs {_tensor_bytes(state) / 1e6:.1f} MB, {_free(self.folder)} MB are free; "
+                str(self.folder / file),
+                f"it needs {_tensor_bytes(state) / 1e6:.1f} MB, {_free(self.folder)} MB are free; "
                 "the checkpoint before is as it was",
                 exit_code=3,
             ) from error
@@ -204,9 +202,7 @@ def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
 
 
 def _unreadable(path: Path, error: OSError) -> LockstepError:
-    return LockstepError(
-        f"cannot look for a checkpoint: {error.strerror}", where=str(path), todo="see to the disk", exit_code=3
-    )
+    return LockstepError(f"cannot look for a checkpoint: {error.strerror}", str(path), "see to the disk", exit_code=3)
 
 
 def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path | None, list[str]]:
@@ -223,9 +219,7 @@ def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path | None, list
     except OSError as error:
         raise _unreadable(folder or Path(resume), error) from error
     raise LockstepError(
-        "resume=never, but the folder holds a run",
-        where=str(folder),
-        todo="give another save_dir, or resume=auto",
+        "resume=never, but the folder holds a run", str(folder), "give another save_dir, or resume=auto"
     )
 
 
@@ -235,9 +229,7 @@ def _find_path(path: Path) -> tuple[Path, list[str]]:
     if path.is_dir() and (there := _read_manifest(path))[0]:
         return _newest_whole(path.resolve(), there[0], there[2])
     if not path.is_file():
-        raise LockstepError(
-            f"no checkpoint {str(path)!r}", where="resume", todo="give the path of a .pt file or a run folder"
-        )
+        raise LockstepError(f"no checkpoint {str(path)!r}", "resume", "give the path of a .pt file or a run folder")
     path = path.resolve()
     listed = _read_manifest(path.parent)[0]
     entry = next((entry for entry in listed if entry.file == path.name), None)
@@ -258,7 +250,7 @@ def _newest_whole(folder: Path, entries: list[Entry], warnings: list[str]) -> tu
 
 
 def _damaged(path: Path, problem: str, todo: str) -> LockstepError:
-    return LockstepError(f"the checkpoint is damaged: {problem}", where=str(path), todo=todo, exit_code=3)
+    return LockstepError(f"the checkpoint is damaged: {problem}", str(path), todo, exit_code=3)
 
 
 LOST_S, SHARE = 10.0, 0.01

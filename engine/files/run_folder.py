@@ -31,29 +31,29 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     there = next(path for path in [folder, *folder.absolute().parents] if path.exists() or path.is_symlink())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is not a folder" if not there.is_dir() else "is not writable"
-        raise LockstepError(f"{there} {why}", where=f"save_dir={folder}", todo="give another save_dir")
+        raise LockstepError(f"{there} {why}", f"save_dir={folder}", "give another save_dir")
     if not cfg.save_dir:
         own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
         if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise LockstepError(
                 "torchrun may start this run again, and with this rendezvous nothing tells it then where it was",
-                where="--rdzv_backend=c10d",
-                todo="give save_dir, the same on every machine",
+                "--rdzv_backend=c10d",
+                "give save_dir, the same on every machine",
             )
         return find_checkpoint(cfg.resume, None)
     check_files(folder)
     for name in ("logs", "wandb", "trace.json"):  # which others write, and follow a link
         if (folder / name).is_symlink() and not (there := (folder / name).resolve()).is_relative_to(folder.resolve()):
             what = f"{name} is a link that leads out of the folder, to {there}"
-            raise LockstepError(what, where=str(folder), todo="remove it, or give another save_dir")
+            raise LockstepError(what, str(folder), "remove it, or give another save_dir")
     lock(folder, only_look=True)
     found, warnings = find_checkpoint(cfg.resume, folder)
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
     if elsewhere and find_checkpoint("auto", folder)[0]:
         raise LockstepError(
             f"resume={cfg.resume} resumes from another folder, but this one holds a run",
-            where=f"save_dir={folder}",
-            todo="give a new save_dir",
+            f"save_dir={folder}",
+            "give a new save_dir",
         )
     return found, warnings
 
@@ -74,13 +74,11 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
         write_json(folder / "environment.json", environment(world))
     except OSError as error:
         raise LockstepError(
-            f"the run's folder cannot be written: {error.strerror}", where=str(folder), todo="give another save_dir"
+            f"the run's folder cannot be written: {error.strerror}", str(folder), "give another save_dir"
         ) from None
     checkpoints = Checkpoints(folder, cfg.keep_checkpoints)
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
-        raise LockstepError(
-            "another run has written here meanwhile", where=str(folder), todo="start the same command again"
-        )
+        raise LockstepError("another run has written here meanwhile", str(folder), "start the same command again")
     if resumed:
         checkpoints.forget_after(resumed)
     return folder, checkpoints
@@ -112,7 +110,7 @@ def lock(folder: Path, only_look: bool = False) -> Any:
         raise
     except OSError as error:
         raise LockstepError(
-            f"the lock cannot be opened: {error.strerror}", where=str(path), todo="give another save_dir"
+            f"the lock cannot be opened: {error.strerror}", str(path), "give another save_dir"
         ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,9 +120,7 @@ def lock(folder: Path, only_look: bool = False) -> Any:
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
             return None
         raise LockstepError(
-            f"another run owns this folder: {holder}",
-            where=str(folder),
-            todo="wait for it or stop it, or give another save_dir",
+            f"another run owns this folder: {holder}", str(folder), "wait for it or stop it, or give another save_dir"
         ) from None
     if only_look:
         file.close()

@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Tensor]:
         path = path / (Checkpoints(path).best or LAST)
     if not path.is_file():
         todo = "give a run's folder, a checkpoint, a .safetensors or a .pt"
-        raise LockstepError("no weights there", where=f"init_from={path}", todo=todo)
+        raise LockstepError("no weights there", f"init_from={path}", todo)
     try:
         found = _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
     except LockstepError:
@@ -37,9 +37,9 @@ def read(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch and safetensors raise what they like for a damaged file
         what = f"the weights cannot be read ({reason(error)}): the file is damaged, or no file of weights"
         todo = "give a state dict of plain tensors, whole: nothing else is read from a file"
-        raise LockstepError(what, where=f"init_from={path}", todo=todo) from error
+        raise LockstepError(what, f"init_from={path}", todo) from error
     if not found:
-        raise LockstepError("no weights by name in it", where=f"init_from={path}", todo="give a state dict")
+        raise LockstepError("no weights by name in it", f"init_from={path}", "give a state dict")
     return found
 
 
@@ -48,7 +48,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
     except ImportError:
         todo = "pip install safetensors"
-        raise LockstepError("this needs safetensors", where=f"init_from={path}", todo=todo) from None
+        raise LockstepError("this needs safetensors", f"init_from={path}", todo) from None
     return load_file(path)
 
 
@@ -89,7 +89,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
     if not fits:
         names = [", ".join([*each][:2]) for each in (weights, mine)]
         what = f"no weight fits by name and shape: it has such as {names[0]}, the model such as {names[1]}"
-        raise LockstepError(what, where=f"init_from={path}", todo="give the weights of such a model")
+        raise LockstepError(what, f"init_from={path}", "give the weights of such a model")
     finite = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for owner, module in model.named_modules():
         if isinstance(module, NORM_WITH_STATISTICS):
@@ -97,7 +97,7 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
     for name, value in fits.items():
         if fault := _fault(value, mine[name], name in finite):
             todo = "give weights as they were trained: neither quantised nor of a run that has diverged"
-            raise LockstepError(f"{name} {fault}", where=f"init_from={path}", todo=todo)
+            raise LockstepError(f"{name} {fault}", f"init_from={path}", todo)
     model.load_state_dict(fits, strict=False)
     left = [_misfit(name, value, mine) for name, value in weights.items() if name not in fits]
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]

@@ -36,15 +36,15 @@ def make_optimizer(
     _freeze(model, cfg.freeze)
     trained: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise LockstepError("the model has no parameter to train", where="the task's `model`", todo="unfreeze some")
+        raise LockstepError("the model has no parameter to train", "the task's `model`", "unfreeze some")
     bags = {
         path: module for path, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     }
     if sparse := next((path for path, module in bags.items() if module.sparse and module.weight.requires_grad), ""):
-        raise LockstepError(f"{sparse} gives sparse gradients", where="the task's `model`", todo="make it sparse=False")
+        raise LockstepError(f"{sparse} gives sparse gradients", "the task's `model`", "make it sparse=False")
     if imaginary := next((name for name, p in trained.items() if p.is_complex()), ""):
         todo = "keep its real and imaginary parts in a real one, and use torch.view_as_complex in `forward`"
-        raise LockstepError(f"the weight {imaginary} is complex", where="the task's `model`", todo=todo)
+        raise LockstepError(f"the weight {imaginary} is complex", "the task's `model`", todo)
     own = task.optimizer(model) if task else None
     optimizer = _shipped(model, trained, cfg) if own is None else _checked(own, model, trained, cfg)
     for group in optimizer.param_groups:
@@ -55,8 +55,8 @@ def make_optimizer(
     if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         raise LockstepError(
             f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {' and '.join(sorted(types))}",
-            where="optim.zero",
-            todo="drop it, or give all of them one type",
+            "optim.zero",
+            "drop it, or give all of them one type",
         )
     return Zero(optimizer, world)
 
@@ -70,7 +70,7 @@ def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
     if not found:
         some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        raise LockstepError(f"{pattern!r} matches no weight", where=key, todo=f"choose of names such as {some}")
+        raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {some}")
     return found
 
 
@@ -92,7 +92,7 @@ def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
             factor = -1.0
         if not pattern or not 0 < factor < float("inf"):
             what, todo = f"{item!r} is no PATTERN:FACTOR", "give such as backbone.*:0.1,head:10 (0: optim.freeze)"
-            raise LockstepError(what, where="optim.lr_scale", todo=todo)
+            raise LockstepError(what, "optim.lr_scale", todo)
         factors |= dict.fromkeys(_matching(model, pattern.strip(), "optim.lr_scale"), factor) | factors
     return factors
 
@@ -133,11 +133,11 @@ def _muon(model: nn.Module, named: Named, factors: dict[str, float], cfg: Optim)
     """Return torch's Muon for matrices, at rates that suit AdamW, too (Liu et al. 2025, arXiv 2502.16982), and AdamW
     for embeddings, kernels, norms and biases."""
     if not hasattr(torch.optim, "Muon"):
-        raise LockstepError(f"torch {torch.__version__} has no Muon", where="optim.name", todo="update it to 2.9")
+        raise LockstepError(f"torch {torch.__version__} has no Muon", "optim.name", "update it to 2.9")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     matrices = {name: p for name, p in named.items() if p.ndim == 2 and id(p) not in embeddings}
     if not matrices:
-        raise LockstepError("the model has no matrix for Muon", where="optim.name=muon", todo="use adamw")
+        raise LockstepError("the model has no matrix for Muon", "optim.name=muon", "use adamw")
     rest = {name: p for name, p in named.items() if name not in matrices}
     muon = torch.optim.Muon(
         _groups(matrices, factors, cfg), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
@@ -169,7 +169,7 @@ def _checked(own: torch.optim.Optimizer, model: nn.Module, trained: Named, cfg: 
         elif held - {id(p) for p in model.parameters()}:
             what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
     if what:
-        raise LockstepError(what, where=where, todo=todo)
+        raise LockstepError(what, where, todo)
     for group in own.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return own

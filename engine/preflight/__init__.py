@@ -52,8 +52,8 @@ def compare_ranks(run: Run) -> None:
     if total.item() != expected:
         raise LockstepError(
             f"an all-reduce over {run.world.size} ranks gave {total.item()} instead of {expected}",
-            where="preflight",
-            todo="check the network and the backend",
+            "preflight",
+            "check the network and the backend",
             exit_code=6,
         )
 
@@ -100,7 +100,7 @@ def _same(world: World, facts: dict[str, str], todo: str = TODO) -> None:
     ]
     if differences:
         more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
-        raise LockstepError(differences[0] + more, where=f"step {phase.step}", todo=todo, exit_code=6, everywhere=True)
+        raise LockstepError(differences[0] + more, f"step {phase.step}", todo, exit_code=6, everywhere=True)
 
 
 FEW = 4
@@ -134,7 +134,7 @@ def _rehearse(run: Run) -> float:
     scored.add(sums)
     if "count" not in sums:
         todo = "add the number of samples of the batch, as a tensor"
-        raise LockstepError("the Sums of `score` lack `count`", where="the task's `score`", todo=todo)
+        raise LockstepError("the Sums of `score` lack `count`", "the task's `score`", todo)
     totals = Sums({**scored.whole, **scored.parts[0]})
     check_count(totals, samples)
     totals.collected = collected

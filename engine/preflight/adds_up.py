@@ -250,11 +250,11 @@ class _Check:
                 if self.run.cfg.random_samples == "warn" or self.sums is of_score:
                     return f"whether {self.name} adds up is not known: {what}"
                 todo = "draw from batch['lockstep'].seed, and keep nothing that changes it"
-                raise LockstepError(what, where=f"the task's `{self.method}`", todo=f"{todo} {TODO}")
+                raise LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
         if found := (self._beyond_draws if draws else self._beyond_rounding)(wrong, whole):
             worst = max(found, key=lambda gap: gap.relative)
             todo = f"{_cure(worst, draws)} {TODO}"
-            raise LockstepError(self._told(worst), where=f"the task's `{self.method}`", todo=todo)
+            raise LockstepError(self._told(worst), f"the task's `{self.method}`", todo)
         why = "it draws from a generator, and not from batch['lockstep'].seed: another cut, other numbers"
         return f"{self.name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
 

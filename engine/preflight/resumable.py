@@ -55,8 +55,8 @@ def _check_model(run: Run, before: dict[str, str]) -> None:
         was, became = (forms.get(changed, "not there") for forms in (before, now))
         raise LockstepError(
             f"no checkpoint of this model can be loaded: {changed} is {was} at first, and {became} after a step",
-            where="the task's `model`",
-            todo="give it that form in `__init__`, or register it with persistent=False",
+            "the task's `model`",
+            "give it that form in `__init__`, or register it with persistent=False",
         )
     _check_plain(dict(run.model.state_dict()), "the extra state of a module")
 
@@ -71,7 +71,7 @@ def _check_plain(held: Any, where: str) -> None:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
         todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
-        raise LockstepError(what, where=where, todo=todo) from error
+        raise LockstepError(what, where, todo) from error
 
 
 def _pass_on(error: Exception) -> None:
@@ -98,21 +98,21 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     except Exception as error:
         _pass_on(error)
         what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
-        raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY) from error
+        raise LockstepError(what, where, "mend its load_state_dict" + ANYWAY) from error
     then = dict(batches.leaves(restored))
     for name, value in batches.leaves(state):
         if not _same(value, then.pop(name, None)):
             what = f"{kind} does not get {name} back as it was saved"
-            raise LockstepError(what, where=where, todo="mend its load_state_dict" + ANYWAY)
+            raise LockstepError(what, where, "mend its load_state_dict" + ANYWAY)
     if lost := sorted(shared.keys() - _shared(restored).keys()):
         what = f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint makes two of it"
-        raise LockstepError(what, where=where, todo="keep one for each" + ANYWAY)
+        raise LockstepError(what, where, "keep one for each" + ANYWAY)
     for each, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
         for name in sorted(vars(each).keys() - RENEWED):
             for changed in _changed(name, vars(each)[name], vars(other).get(name)):
                 what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
                 todo = "keep it in self.state[p], or in a param_group: these are restored"
-                raise LockstepError(what, where=where, todo=todo + ANYWAY)
+                raise LockstepError(what, where, todo + ANYWAY)
 
 
 def _shared(state: dict[str, Any]) -> dict[str, Tensor]:

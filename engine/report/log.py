@@ -277,7 +277,7 @@ def start(folder: Path, run: Run) -> Log:
         raise
     except Exception as error:  # wandb and TensorBoard raise many kinds of their own
         what = f"the log cannot be opened: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise LockstepError(what, where=str(folder), todo="fix it, or give another save_dir", exit_code=3) from error
+        raise LockstepError(what, str(folder), "fix it, or give another save_dir", exit_code=3) from error
 
 
 def add_hparams(log: Log, run: Run, metrics: dict[str, float]) -> None:
@@ -302,7 +302,7 @@ NO_WANDB = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 def require_wandb(cfg: Any) -> None:
     """Refuse, before anything is loaded, if the package is missing or nobody has logged in. Sends nothing."""
     if not find_spec("wandb"):
-        raise LockstepError("the package wandb is not installed", where="wandb.enable", todo="pip install wandb")
+        raise LockstepError("the package wandb is not installed", "wandb.enable", "pip install wandb")
     if cfg.wandb.mode != "auto":
         os.environ["WANDB_MODE"] = cfg.wandb.mode
     import wandb
@@ -316,9 +316,9 @@ def require_wandb(cfg: Any) -> None:
             known = bool(wandb.api.api_key)
     except Exception as error:  # of a key that cannot be valid
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LockstepError(f"wandb: {why}", where="wandb.enable", todo=NO_WANDB) from None
+        raise LockstepError(f"wandb: {why}", "wandb.enable", NO_WANDB) from None
     if not known:
-        raise LockstepError("wandb has no login on this machine", where="wandb.enable", todo=NO_WANDB)
+        raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_WANDB)
 
 
 def _start_wandb(cfg: Any, folder: Path) -> Any:
@@ -334,7 +334,7 @@ def _start_wandb(cfg: Any, folder: Path) -> Any:
         )
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise LockstepError(f"wandb cannot be started: {why}", where="wandb.enable", todo=NO_WANDB) from error
+        raise LockstepError(f"wandb cannot be started: {why}", "wandb.enable", NO_WANDB) from error
 
 
 def _few(samples: list[Any]) -> str:

@@ -119,8 +119,8 @@ def compile_model(run: Run) -> None:
     if run.plan.devices:
         raise LockstepError(
             "a compiled model cannot be copied to other GPUs by DataParallel",
-            where="compile",
-            todo="use --multi-gpu ddp, or compile=off",
+            "compile",
+            "use --multi-gpu ddp, or compile=off",
         )
     compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
 

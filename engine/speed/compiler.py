@@ -42,7 +42,7 @@ def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
     """Make `model` compile itself at its first call; its names, and so its checkpoints, stay as they are."""
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
-        raise LockstepError(what, where="compile", todo="install g++, name one in CXX, or use compile=off")
+        raise LockstepError(what, "compile", "install g++, name one in CXX, or use compile=off")
     # A graph for each shape: else the first short batch gives a slower one for all sizes, which later ones would take.
     # Not on CPUs, where each graph takes up to a minute.
     model.compile(mode=mode, dynamic=None if device.type == "cpu" else False)

@@ -102,34 +102,34 @@ def explain(error: BaseException, world: World | None) -> LockstepError:
     if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
         return LockstepError(
             f"a loader process failed: {str(error.__cause__ or text).strip(' .')}",
-            where=where,
-            todo="one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
+            where,
+            "one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
             "out has hung, or needs a longer loader_timeout_s",
             exit_code=status.DATA,
         )
     if lost_connection(error):
         return LockstepError(
             f"the connection to the other ranks is lost: {text}",
-            where=where,
-            todo="see what the other processes and machines say; start the same command again to resume",
+            where,
+            "see what the other processes and machines say; start the same command again to resume",
             exit_code=status.DISTRIBUTED,
         )
     if "Expected to have finished reduction in the prior iteration" in str(error):
         return LockstepError(
             f"some parameters got no gradient: {_unused(str(error))}",
-            where=where,
-            todo="set ddp.find_unused_parameters=true, or use every parameter in every step",
+            where,
+            "set ddp.find_unused_parameters=true, or use every parameter in every step",
         )
     if isinstance(error, SystemExit):
         return LockstepError(
-            f"sys.exit({error.code}) in the middle of the training", where=where, todo="remove that call", exit_code=1
+            f"sys.exit({error.code}) in the middle of the training", where, "remove that call", exit_code=1
         )
     folder = status.current.folder
     traceback_is = f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback"
     return LockstepError(
         f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        where=where,
-        todo=batches.hint(error) or _advice(error) or traceback_is,
+        where,
+        batches.hint(error) or _advice(error) or traceback_is,
         exit_code=1,
     )
 
@@ -155,7 +155,7 @@ def _advice(error: BaseException) -> str:
 
 def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
     if world is None or status.current.smaller is None or phase.name == "preparing":
-        return LockstepError(f"out of memory: {text}", where=where, todo="free some, or use cache=none", exit_code=1)
+        return LockstepError(f"out of memory: {text}", where, "free some, or use cache=none", exit_code=1)
     batch, smaller = status.current.smaller(phase.name in ("validation", "loading validation data"))
     words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
     if not smaller:
@@ -164,7 +164,7 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
         todo = f"all processes start again with {words}, from the last checkpoint"
     else:
         todo = f"{words} takes the same steps with less memory (oom=shrink does so by itself); so may cache=none"
-    error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where=where, todo=todo, exit_code=1)
+    error = LockstepError(f"out of memory, {batch} samples a forward pass: {text}", where, todo, exit_code=1)
     error.again = smaller if status.current.shrinks else {}
     return error
 

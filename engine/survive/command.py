@@ -44,12 +44,10 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     forgotten = launch.forgotten_launch()
     if strict and cfg.multi_gpu == "dp":
         raise LockstepError(
-            "train_ddp.py has no DataParallel",
-            where="multi_gpu",
-            todo="use `python train.py --multi-gpu dp`, or drop it",
+            "train_ddp.py has no DataParallel", "multi_gpu", "use `python train.py --multi-gpu dp`, or drop it"
         )
     if strict and forgotten:
-        raise LockstepError(forgotten, where="environment", todo="or use train.py, which adapts")
+        raise LockstepError(forgotten, "environment", "or use train.py, which adapts")
     if forgotten:
         print(f"warning: {forgotten}", file=sys.stderr)
     if strict or launch.environment().launched:

@@ -96,8 +96,8 @@ def check_outcome(run: Run) -> None:
     if skipped_now and (reason := _hopeless(run)):
         raise LockstepError(
             f"the training has diverged: {reason}",
-            where=f"step {progress.step}",
-            todo=_todo(run),
+            f"step {progress.step}",
+            _todo(run),
             exit_code=status.DIVERGED,
             everywhere=True,
         )

@@ -217,8 +217,8 @@ class Watchdog:
             folder = status.current.folder
             error = LockstepError(
                 text,
-                where=f"step {phase.step}, ddp.timeout_s={self.timeout_s:g}",
-                todo=f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one",
+                f"step {phase.step}, ddp.timeout_s={self.timeout_s:g}",
+                f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one",
             )
             cause = Failure(blamed, str(error), status.DISTRIBUTED)
             claimed = self.notes.claim_root_cause(cause)

@@ -111,7 +111,7 @@ class Task(toy.Task):
     def model(self):
         kind = self.cfg.fault.kind
         if self.fires("no model"):
-            raise LockstepError("there is no such model", where="model.name", todo="take another")
+            raise LockstepError("there is no such model", "model.name", "take another")
         if kind == "nan loss" or "unused" in kind:
             return NormNet(self.cfg.model.width, kind)
         return super().model()
