@@ -35,7 +35,7 @@ from engine.phases import phase
 from engine.plan import make_plan
 from engine.report import describe
 from engine.report.open_log import already_complete, open_log
-from engine.run import Run
+from engine.run import Due, Run
 from engine.seeds import seed_everything
 from engine.survive import command
 from engine.survive import door as survive
@@ -122,20 +122,22 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
     progress = run.progress
+    take_step = speed.recorded(run, train_step)  # with cuda_graph=true a step is one launch
     if progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):
         run.train_loader.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
         for passes in run.steps():
-            train_step(run, passes)
-            survive.check_outcome(run)  # names the samples behind a skipped step; ends a run that has diverged
-            if run.log_due:
+            due = take_step(run, passes)
+            if due.outcomes:  # a step was skipped, or a rank was asked to stop
+                survive.check_outcomes(run, due.outcomes)  # ends a run that has diverged
+            if due.log:
                 log_metrics(run)  # (all ranks) look for a slow one, (rank 0) a line
-            if run.check_due:
+            if due.check:
                 preflight.compare_weights(run)  # the ranks hold the same ones, and the same buffers
             if progress.evaluation_due and not run.stopped:
-                evaluate(run)
-            elif run.stopped or run.save_due:
+                evaluate(run, due.save)
+            elif run.stopped or due.save:
                 save(run)
             if run.finished or run.stopped:
                 break
@@ -143,8 +145,7 @@ def train(run: Run) -> None:
             progress.next_epoch()
 
 
-@speed.graphed  # with cuda_graph=true
-def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
+def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
     """(all ranks) One optimizer step on this rank's share of a global batch, in one pass or several (accumulation).
 
     The loss of a step is total / weight, two sums over all samples of the global batch, whichever rank held them. DDP
@@ -152,47 +153,48 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> None:
     total / global_batch, at the size of a mean, which fp16 needs. `divisor` makes them those of total / weight.
     """
     world, net, plan = run.world, run.net, run.plan
+    in_ddp = isinstance(net, DistributedDataParallel)
     run.begin_step()  # no gradients, training mode
     totals: Any = 0
     for batch, micro in passes:
-        ddp_waits = isinstance(net, DistributedDataParallel) and not micro.closes_step
-        no_sync = net.no_sync() if ddp_waits else nullcontext()  # around the forward pass, too: DDP decides there
+        # Around the forward pass, too: there DDP decides whether the backward pass sums gradients.
+        no_sync = net.no_sync() if in_ddp and not micro.closes_step else nullcontext()
         with run.forward(micro), no_sync:  # random numbers that depend on the samples, not on the rank
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
-            totals += run.numbers(loss, micro)  # (votes, total, weight, *sums), float64; a filler's are zeros
+            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; a filler's are zeros
             if micro.closes_step:
                 summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
             scale = 0.0 if micro.filler else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
-    survive.check_all_reduced(net)
+    if in_ddp:
+        survive.check_all_reduced(net)  # no parameter lacked its gradient
     summed.wait()
     phase("optimizer step")
-    totals = run.total(totals)
+    totals = run.workers.total(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
-    lr, clip = plan.lr(run.progress.step), run.cfg.optim.grad_clip
-    grad_norm, skipped = optim.step(run.optimizer, run.scaler, lr, divisor, clip)
-    run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress
-    phase("logging")
+    grad_norm, skipped = optim.step(run.optimizer, run.scaler, run.lr, divisor, run.cfg.optim.grad_clip)
+    return run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Run, save_due: bool = False) -> None:
     """(all ranks) Score every sample of the split once, and save; the metrics are the same on every rank.
 
     The bare module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums meet.
     """
     state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
+    record = run.record
     with survive.keep(run, state):
-        scored = evaluate_split(run, run.log.progress(run, run.val_loader, "Validation"))
+        scored = evaluate_split(run, record.log.progress(run, run.val_loader, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
             return
-        run.metrics, sums = scored
-        run.log.evaluation(run, run.metrics, sums)
-    better = run.progress.note_score(run.metrics[run.task.monitor], run.task.higher_is_better)
+        record.metrics, sums = scored
+        record.log.evaluation(run, record.metrics, sums)
+    better = run.progress.note_score(record.metrics[run.task.monitor], run.task.higher_is_better)
     state["progress"] = run.progress.as_dict()  # everything else is unchanged by an evaluation
-    if better or run.save_due or run.finished:
+    if better or save_due or run.finished:
         save(run, state, best=better)
     run.meter.restart_clock()  # the speed of training is without that of evaluation
 
@@ -202,7 +204,7 @@ def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> N
     if state is None:  # not falsy: on the other ranks it is empty
         state = checkpoint.capture(run)  # buffers and, with optim.zero, shares of the moments
     if run.world.main:
-        run.checkpoints.write(state, best)  # torch.save; counts once it is whole on the disk, with its SHA-256
+        run.record.checkpoints.write(state, best)  # torch.save; counts once it is whole on the disk, with its SHA-256
 
 
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code

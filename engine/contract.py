@@ -385,7 +385,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
         run, micro = under_way
-        weights, samples = run.terms.weights(terms, micro), micro.consumed - run.progress.position
+        weights, samples = run.meter.terms.weights(terms, micro), micro.consumed - run.progress.position
         size = len(micro.indices)
     total: Any = 0.0
     sums: dict[str, Any] = {}

@@ -21,13 +21,13 @@ from engine.phases import phase
 class Outcome(NamedTuple):
     """The outcome of a step.
 
-    passes   of this rank: a data_loader.Micro, its loss
+    losses   of this rank's passes: a data_loader.Micro, its loss
     votes    of all ranks, see `Run.votes`
     skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
     """
 
     step: int
-    passes: list[tuple[Any, Tensor]]
+    losses: list[tuple[Any, Tensor]]
     votes: float
     skipped: float
 
@@ -38,7 +38,11 @@ class Meter:
 
     def __init__(self, world: World):
         self.world, self.on_gpu = world, world.device.type == "cuda"
-        self.posted: list[tuple[Tensor, list[str], int, Any, torch.cuda.Event | None]] = []
+        self.names: list[str] | None = None  # of the task's sums, once all ranks have told theirs
+        self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a data_loader.Micro, its loss
+        self.terms: Any = None  # a `run.Terms`, for a task with `losses`
+        self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.pending: list[tuple[Tensor, int, Any, torch.cuda.Event | None]] = []
         self.grad_norm = 0.0  # of the last step
         self.clear()
 
@@ -50,21 +54,22 @@ class Meter:
     def restart_clock(self) -> None:
         self.since, self.timed_samples = time.perf_counter(), 0
 
-    def add(self, numbers: Tensor, names: list[str], step: int, passes: Any, wait: bool) -> list[Outcome]:
-        """Post a step's numbers; count those that have arrived, with `wait` all, and return what they say, the same on
-        every rank. The sums of a skipped step may be NaN, and don't count.
+    def add(self, numbers: Tensor, step: int, wait: bool) -> list[Outcome]:
+        """Queue this step's numbers; add those already on the host (all, if `wait`) and return their outcomes, the same
+        on every rank. The sums of a skipped step may be NaN, and don't count.
 
-        numbers  (votes, one of each name, skipped, gradient norm), float64
+        numbers  (votes, loss, weight, one of each name, skipped, gradient norm), float64
         """
         event = None
         if self.on_gpu:
             numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             event.record()
             phase.posted = event
-        self.posted.append((numbers, names, step, passes, event))
+        self.pending.append((numbers, step, self.losses, event))
+        names = ["loss", "weight", *(self.names or [])]
         arrived, late = [], self.on_gpu and not wait
-        while len(self.posted) > late:
-            numbers, names, step, passes, event = self.posted.pop(0)
+        while len(self.pending) > late:
+            numbers, step, losses, event = self.pending.pop(0)
             if event:
                 with self.world.host_sync():
                     event.synchronize()  # of the step before: long over, or the host is a whole step ahead
@@ -72,7 +77,7 @@ class Meter:
             for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
             self.skipped += skipped
-            arrived.append(Outcome(step, passes, votes, skipped))
+            arrived.append(Outcome(step, losses, votes, skipped))
             late = late and not votes  # the run stops here, or is saved
         return arrived
 

@@ -31,6 +31,7 @@ class Plan:
     compile        the mode of torch.compile, or off
     memory_format  the order of convolutions
     threads        the most a process may compute in, on a CPU
+    gflop          of a sample's forward pass, where they are counted
     speed          all of it for a person
     """
 
@@ -53,6 +54,7 @@ class Plan:
     compile: str = "off"
     memory_format: str = "auto"
     threads: int = 0
+    gflop: float = 0.0
     speed: tuple[str, ...] = ()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
-from engine.metrics import GpuClock, Meter, Skipped, Slow
+from engine.metrics import Meter, Outcome, Skipped, Slow
 from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -67,6 +66,7 @@ class Stop:
     """Why this process wants to stop, empty while it does not. The ranks vote in the all-reduce of every step."""
 
     reason = ""
+    agreed = ""  # of the first rank that has one, once all ranks know that they stop
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -103,9 +103,37 @@ def forms(task: Task, model: nn.Module) -> dict[str, str]:
     return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in tensors.items()}
 
 
+class Due(NamedTuple):
+    """What follows a step, the same on all ranks.
+
+    outcomes  of the steps whose numbers have arrived, where one of them was skipped or votes to stop
+    check     compare the ranks
+    """
+
+    outcomes: list[Outcome]
+    log: bool
+    check: bool
+    save: bool
+
+
+@dataclass
+class Record:
+    """What is written of a run, and what a later run is compared with.
+
+    """
+
+    log: Silent = field(default_factory=Silent)  # what a person reads
+    checkpoints: Any = None  # (rank 0) see files/checkpoints.py
+    profile: Any = None  # of --profile, see report/profile.py
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    fingerprint: str = ""  # of the data
+    left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
+    fresh: Fresh | None = None  # until it has been compared with what a checkpoint holds
+
+
 @dataclass
 class Run:
-    """Hold everything one training is made of. The functions of train.py take this one noun."""
+    """What one training is made of. The functions of train.py take this one noun."""
 
     cfg: Any
     world: World
@@ -120,97 +148,79 @@ class Run:
     train_loader: Any
     val_loader: Any
     stop: Stop = field(default_factory=Stop)
-    fingerprint: str = ""  # of the data
     resumed: Path | None = None  # the checkpoint that it was resumed from
     resumed_horizon: int | None = None  # the length of that checkpoint's schedule
     resumed_environment: dict[str, str] = field(default_factory=dict)  # what decided that checkpoint's last bits
     changes: list[str] = field(default_factory=list)  # what --force has let differ from that checkpoint's config
     progress: Progress = field(default_factory=Progress)
-    stopped: str = ""  # why the run ended early, once all ranks have agreed to
-    log: Silent = field(default_factory=Silent)  # what a person reads
-    checkpoints: Any = None  # (rank 0) what is saved, see files/checkpoints.py
-    profile: Any = None  # of --profile, see report/profile.py
-    graph: Any = None  # of cuda_graph, see speed/graph.py
-    sum_names: list[str] | None = None  # of the loss, once all ranks have told theirs
-    gflop: float = 0.0  # of a sample's forward pass, where they are counted
-    moments: int | None = None  # bytes of the optimizer's state, on the rank that has most, where they are known
-    left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
-        device = self.world.device
         self.meter = Meter(self.world)
-        self.log_due = self.save_due = False  # after the last step
-        self.check_due = True  # compare ranks after the last step, and virtual workers within the next
-        self.vote = torch.zeros((), dtype=torch.float64, device=device)
-        self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
-        self.gpu_clock: GpuClock | None = None
-        self.workers: Plain | VirtualWorkers = Plain(self.world.rank)
+        self.workers = Plain(self.world, self.model, self.cfg.ddp.buffers)
         if self.plan.workers:
             unused = self.cfg.ddp.find_unused_parameters
             self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
-        self.fresh: Fresh | None = None  # until `resumable` has compared
         if self.cfg.check_resume:
-            self.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
-        self.terms = Terms(self) if type(self.task).losses is not Task.losses else None
+            self.record.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
+        if type(self.task).losses is not Task.losses:
+            self.meter.terms = Terms(self)
         if self.world.size > 1:
             split_backward(self.model)
-            if device.type == "cuda":
-                self.gpu_clock = GpuClock()
-                phase.listeners.append(self.gpu_clock)
 
     # ---- a step ----
 
-    @functools.cached_property
-    def buffers(self) -> Buffers:
-        return Buffers(self.model)  # once it is wrapped: SyncBatchNorm takes the places of others
-
-    @functools.cached_property
-    def trained(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the coming step."""
+        return self.plan.lr(self.progress.step)
 
     def begin_step(self) -> None:
         """Clear the gradients, and set training mode on all ranks, whatever a task or an evaluation has set."""
         if not self.model.training:
             self.net.train()
-        for p in self.trained:
-            p.grad = None
-        self.passes: list[tuple[Any, Tensor]] = []  # of this rank: a data_loader.Micro, its loss
-        self.buffers.keep()
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        self.meter.losses = []
+        self.workers.begin_step()
 
-    def begin_pass(self, micro: Any) -> None:
-        """Seed the random numbers of a forward pass by the place of its first sample in the epoch, so that they depend
-        on nothing but the seed and the cut; no state of a generator has to be kept."""
+    def seed_pass(self, micro: Any) -> None:
+        """Seed all generators by the position of the pass's first sample in the epoch: its random numbers depend on the
+        seed and the cut alone, and no state of a generator has to be kept."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
-        in_ddp = isinstance(self.net, DistributedDataParallel)
-        self.workers.begin_pass(micro, self.buffers, check=self.check_due, in_ddp=in_ddp)
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
-        """A pass, the backward one too: its phase, its random numbers, and what `gather_batch` may see of the step."""
+        """One pass, forward and backward: its phase, its seeds, and what `gather_batch` may see of the step."""
         phase("forward")
-        self.begin_pass(micro)
-        with contract.current(self, micro):
+        self.seed_pass(micro)
+        checks = self._is_checked(self.progress.step + 1)
+        self.workers.begin_pass(micro, checks, in_ddp=isinstance(self.net, DistributedDataParallel))
+        contract.under_way = self, micro
+        try:
             yield
+        finally:
+            contract.under_way = None
 
-    def numbers(self, loss: Loss, micro: Any) -> Tensor:
+    def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
 
         A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
         also compares the names of the sums.
         """
-        usual = isinstance(loss, Loss) and [*loss.sums] == self.sum_names and loss.weight is not None
+        meter, here = self.meter, self.world.device
+        usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
-            self.sum_names = check_loss(loss, self.sum_names, self.world.gather)
-        here = self.world.device
+            meter.names = check_loss(loss, meter.names, self.world.gather)
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         if any(part.ndim for part in parts):
-            check_loss(loss, self.sum_names, self.world.gather)
-        numbers = torch.stack([self.vote, *[part if part.device == here else _on(here, part) for part in parts]])
+            check_loss(loss, meter.names, self.world.gather)
+        numbers = torch.stack([meter.no_vote, *[part if part.device == here else _on(here, part) for part in parts]])
         if micro.filler:
             numbers = torch.zeros_like(numbers)
         else:
-            self.passes.append((micro, loss.total.detach()))
+            meter.losses.append((micro, loss.total.detach()))
         if micro.closes_step and (votes := self.votes(micro.consumed)):
             numbers[0] = votes
         return self.workers.as_row(numbers, micro)
@@ -219,50 +229,51 @@ class Run:
         """Return this rank's votes on what follows the step that ends at this place of the epoch: 1 to stop, and by the
         clock of rank 0 a half to save."""
         save = False
-        if self.checkpoints is not None:
-            ends = consumed >= self.plan.num_samples - self.plan.dropped
+        if self.record.checkpoints is not None:
             minutes = math.inf if self.cfg.save_every else self.cfg.save_minutes or math.inf
-            save = self.checkpoints.worth_it(None if ends and not self.cfg.save_every else minutes)
+            ends = self._ends_epoch(consumed) and not self.cfg.save_every
+            save = self.record.checkpoints.worth_it(None if ends else minutes)
         return bool(self.stop.reason) + 0.5 * save
 
-    def total(self, totals: Tensor) -> Tensor:
-        """Return the (3 + sums,) totals of a step; of virtual workers they come a row for each."""
-        return self.workers.total(totals)
+    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
+        """Book a step: its buffers, the average of weights, totals and progress. Return what follows it.
 
-    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
-        """Book a step: its buffers, the average of weights, totals and progress; read its outcome.
-
-        totals     (3 + sums,) of all ranks, as `numbers` gives them
+        totals     (3 + sums,) of all ranks, as in `loss_vector`
         grad_norm  before clipping
         skipped    1.0 if the optimizer has left the weights alone
         consumed   samples of the epoch that all ranks have seen
         """
-        cfg, progress = self.cfg, self.progress
+        cfg, progress, meter = self.cfg, self.progress, self.meter
         samples = consumed - progress.position
-        self.workers.end_step(self.buffers, busy=min(self.plan.workers, samples))
-        self.buffers.put_back(skipped)
-        if cfg.ddp.buffers != "same":
-            self.world.unify(self.buffers(of_norms=False).values(), mean=cfg.ddp.buffers == "mean")
+        self.workers.end_step(skipped, samples)
         if self.ema is not None:
             optim.update_ema(self.ema, self.model, cfg.optim.ema_decay, skipped)
-        self.meter.timed_samples += samples
+        meter.timed_samples += samples
         progress.samples += samples
         progress.step, progress.position = progress.step + 1, consumed
         phase.step = step = progress.step
         finished = self.finished
-        pauses = finished or consumed >= self.plan.num_samples - self.plan.dropped  # or the epoch is
-        progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
-        self.save_due = cfg.save_every > 0 and step % cfg.save_every == 0
+        pauses = finished or self._ends_epoch(consumed)
+        save = cfg.save_every > 0 and step % cfg.save_every == 0
         if self.val_loader is None:
-            progress.evaluation_due, self.save_due = False, self.save_due or finished
-        self.log_due = pauses or progress.evaluation_due or step % self.plan.log_every == 0
-        looks = step == 1 or self.fresh is not None  # also after a resume, and where the first steps are skipped
-        self.check_due = looks or (cfg.check_every > 0 and step % cfg.check_every == 0)
-        numbers = torch.cat([totals, torch.stack([skipped, grad_norm])])
-        names = ["loss", "weight", *(self.sum_names or [])]
-        wait = self.log_due or self.save_due or looks  # its outcome must be known by then
-        self.news = self.meter.add(numbers, names, step, self.passes, wait)
-        self.save_due = self.save_due or any(outcome.votes % 1 for outcome in self.news)
+            save = save or finished
+        else:
+            progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
+        log = pauses or progress.evaluation_due or step % self.plan.log_every == 0
+        first = step == 1 or self.record.fresh is not None  # also after a resume, and where the first steps are skipped
+        outcomes = meter.add(torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first)
+        save = save or any(outcome.votes % 1 for outcome in outcomes)
+        phase("logging")
+        matter = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
+        return Due(outcomes if matter else [], log, self._is_checked(step), save)
+
+    def _ends_epoch(self, consumed: int) -> bool:
+        return consumed >= self.plan.num_samples - self.plan.dropped
+
+    def _is_checked(self, step: int) -> bool:
+        """Whether ranks are compared after a step, and virtual workers within it."""
+        every = self.cfg.check_every
+        return step == 1 or self.record.fresh is not None or (every > 0 and step % every == 0)
 
     # ---- where it stands ----
 
@@ -272,23 +283,28 @@ class Run:
         return p.step >= self.plan.total_steps or bool(patience and p.stale >= patience)
 
     @property
-    def evaluated_buffers(self) -> Buffers:
-        return self.buffers if self.ema is None else Buffers(self.ema.module)
+    def stopped(self) -> str:
+        """Why the run ended early, once all ranks have agreed to stop."""
+        return self.stop.agreed
 
     @property
     def evaluated_model(self) -> nn.Module:
         return self.model if self.ema is None else self.ema.module
 
+    @property
+    def evaluated_buffers(self) -> Buffers:
+        return self.workers.buffers if self.ema is None else Buffers(self.ema.module)
+
     def agree_to_stop(self) -> None:
         """(all ranks) Mark the run as stopped, for the reason of the first rank that has one."""
-        self.stopped = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
+        self.stop.agreed = next(reason for reason in [*self.world.gather(self.stop.reason), "asked"] if reason)
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
-        steps = self.log.progress(self, self.train_loader, "Training")
-        steps = self.profile.follow(steps) if self.profile else steps
-        return map(self.terms.weigh, steps) if self.terms else steps
+        steps = self.record.log.progress(self, self.train_loader, "Training")
+        steps = self.record.profile.follow(steps) if self.record.profile else steps
+        return map(self.meter.terms.weigh, steps) if self.meter.terms else steps
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:
@@ -327,12 +343,12 @@ class Terms:
         for batch, micro in passes:
             phase("weights of the terms")
             if micro.opens_worker:
-                run.buffers.restore()
-            seed_generators(run.world.device, "train", run.cfg.seed, run.progress.epoch, micro.slots.start)
+                run.workers.buffers.restore()
+            run.seed_pass(micro)
             with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
                 rows = rows + self._of_pass(check_terms(run.task.losses(run.net, batch)), micro)
             held.append((batch, micro))
-        run.buffers.restore()
+        run.workers.buffers.restore()
         self.known = self._over_all(rows)
         return held
 
@@ -347,7 +363,7 @@ class Terms:
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)
-        return self.run.total(rows)
+        return self.run.workers.total(rows)
 
 
 def environment(run: Run) -> dict[str, str]:

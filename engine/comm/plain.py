@@ -1,28 +1,48 @@
-"""How passes become a step where each process is its own worker; `virtual.VirtualWorkers` has the same methods."""
+"""How passes become a step where each process is its own worker."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.comm.buffers import Buffers
+from engine.comm.world import World
 
 
 class Plain:
-    """Gradients, sums and buffers are left as a pass leaves them: DDP and one all-reduce add up those of the ranks."""
+    """Gradients and sums are left as a pass leaves them: DDP and one all-reduce add up those of the ranks. Virtual
+    workers (`virtual.VirtualWorkers`) replace these methods.
 
-    hook = None
+    mode   of ddp.buffers
+    block  numbers of the workers of this process
+    """
 
-    def __init__(self, rank: int):
-        self.block = range(rank, rank + 1)
+    hook: Any = None  # of DDP
 
-    def begin_pass(self, micro: Any, buffers: Buffers, check: bool, in_ddp: bool) -> None: ...
+    def __init__(self, world: World, model: nn.Module, mode: str):
+        self.world, self.model, self.mode = world, model, mode
+        self.block = range(world.rank, world.rank + 1)
+
+    @functools.cached_property
+    def buffers(self) -> Buffers:
+        return Buffers(self.model)  # of the wrapped model: SyncBatchNorm has replaced others by then
+
+    def begin_step(self) -> None:
+        self.buffers.keep()
+
+    def begin_pass(self, micro: Any, check: bool, in_ddp: bool) -> None: ...
 
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers
 
     def total(self, totals: Tensor) -> Tensor:
+        """Return the (3 + sums,) totals of a step."""
         return totals
 
-    def end_step(self, buffers: Buffers, busy: int) -> None: ...
+    def end_step(self, skipped: Tensor, samples: int) -> None:
+        """(all ranks) Restore the buffers if the step was skipped; make them one where ddp.buffers asks for it."""
+        self.buffers.put_back(skipped)
+        if self.mode != "same":
+            self.world.unify(self.buffers(of_norms=False).values(), mean=self.mode == "mean")

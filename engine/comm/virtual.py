@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from engine.comm import shm_backend
 from engine.comm.buffers import Buffers
+from engine.comm.plain import Plain
 from engine.comm.tree import Node, Span, _are_halves, block, fold, push, spans
 from engine.comm.world import World
 from engine.errors import LockstepError
@@ -94,7 +95,7 @@ class Exchange:
         return fold(nodes, in_place=self.channel is None)[0]  # others read shared memory, too
 
 
-class VirtualWorkers:
+class VirtualWorkers(Plain):
     """Keep what the virtual workers of one process compute within a step.
 
     unused   DDP has `find_unused_parameters`: what any of its passes has used must be in `grad` as it looks there
@@ -107,7 +108,8 @@ class VirtualWorkers:
     """
 
     def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
-        self.workers, self.world, self.unused = workers, world, unused
+        super().__init__(world, model, "same")
+        self.workers, self.unused = workers, unused
         self.at_end = unused or world.device.type == "cuda"
         self.everyones = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
         self.block = block(workers, world.rank, world.size)
@@ -126,14 +128,14 @@ class VirtualWorkers:
 
     # ---- one worker after the other ----
 
-    def begin_pass(self, micro: Any, buffers: Buffers, check: bool, in_ddp: bool) -> None:
+    def begin_pass(self, micro: Any, check: bool, in_ddp: bool) -> None:
         """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
 
         A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
         that finds none is often copied.
         """
         if micro.opens_worker:
-            self.begin_worker(micro.worker, buffers, micro.filler, check)
+            self.begin_worker(micro.worker, self.buffers, micro.filler, check)
             self.added.clear()
         self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
@@ -151,7 +153,11 @@ class VirtualWorkers:
         buffers.restore()
         self.worker, self.idle, self.check = worker, idle, check
 
-    def end_step(self, buffers: Buffers, busy: int) -> None:
+    def end_step(self, skipped: Tensor, samples: int) -> None:
+        self.add_changes(self.buffers, busy=min(self.workers, samples))
+        super().end_step(skipped, samples)
+
+    def add_changes(self, buffers: Buffers, busy: int) -> None:
         """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had samples."""
         self._keep_buffers(buffers)
         self.worker, self.others = -1, {}

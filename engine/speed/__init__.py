@@ -6,7 +6,6 @@ A script without these calls trains the same, more slowly.
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import os
 import weakref
@@ -26,7 +25,7 @@ from engine.errors import LockstepError, amount
 from engine.phases import phase
 from engine.plan import Plan
 from engine.precision import Precision
-from engine.run import Run
+from engine.run import Due, Run
 from engine.speed import compiler, cores, graph, memory
 
 
@@ -149,29 +148,22 @@ def collect_garbage(run: Run, every: int) -> None:
     weakref.finalize(run, restore)
 
 
-def graphed(step: Callable[[Run, Any], None]) -> Callable[[Run, Any], None]:
-    """Decorate `train_step`: where `cuda_graph` asks for it, it is recorded once, and a step is then one launch."""
-
-    @functools.wraps(step)
-    def take(run: Run, passes: Any) -> None:
-        if run.graph is None:
-            step(run, passes)
-        else:
-            run.graph(run, step, passes)
-
-    return take
+def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
+    """Return `step`; with cuda_graph=true what records it once, so that each step after it is one launch."""
+    if not run.cfg.cuda_graph:
+        return step
+    if why := graph.unsupported_reason(run):
+        graph.decline(why)
+        return step
+    return graph.StepGraph(run, step)
 
 
 def finish(run: Run) -> Plan:
-    """Set threads, garbage collection and allocator, after all else is there, and whether steps are recorded; return
-    the plan with what was chosen, for a person."""
+    """Set threads, garbage collection and allocator, after all else is there; return the plan with what was chosen, for a
+    person."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     if cfg.gc_every:
         collect_garbage(run, cfg.gc_every)
-    if cfg.cuda_graph and (why := graph.obstacle(run)):
-        graph.decline(why)
-    elif cfg.cuda_graph:
-        run.graph = graph.StepGraph(run.world.device)
     held = sum(
         set_.bytes
         for loader in (run.train_loader, run.val_loader)
@@ -180,7 +172,7 @@ def finish(run: Run) -> Plan:
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
-        "steps recorded as a CUDA graph": run.graph is not None,
+        "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),
         f"convolutions in {memory.ORDERS.get(plan.memory_format)} order": bool(memory.convolutions(run.model)),
         "TF32": not on_cpu and torch.backends.cuda.matmul.allow_tf32,
         "cuDNN's fastest kernels by trial": not on_cpu and torch.backends.cudnn.benchmark,
@@ -192,7 +184,7 @@ def finish(run: Run) -> Plan:
     }
     words = [words for words, so in chosen.items() if so]
     if on_cpu:
-        why = cores.spread(_threads(cfg), run.gflop * plan.micro_batch, plan.threads)
+        why = cores.spread(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
         why = why if cfg.threads or not plan.workers else "the same on any number of processes"
         words.insert(0, f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     return replace(plan, speed=tuple(words))

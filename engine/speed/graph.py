@@ -10,27 +10,22 @@ undone and taken again kernel by kernel: where the two differ, the graph is give
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.contract import current
 from engine.data.batches import leaves, map_tensors
 from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
+from engine.run import Due, Run
 
-if TYPE_CHECKING:
-    from engine.run import Run
-
-Step = Callable[[Any, Any], None]
+Step = Callable[[Any, Any], Any]
 """`train_step`, of a run and the passes of a step."""
 
 Outcome = tuple[Tensor, Tensor, Tensor]
@@ -45,7 +40,7 @@ NEAR = 1e-2
 KIND = "cuda"
 
 
-def obstacle(run: Run) -> str:
+def unsupported_reason(run: Run) -> str:
     """Return why no step of a run can be recorded; empty where one can. Its model is wrapped by now."""
     why = {
         "there is no GPU": run.world.device.type != KIND,
@@ -69,23 +64,26 @@ class StepGraph:
     """Takes the steps of a run. Before one is recorded, and where a batch has another form, it takes them kernel by
     kernel, on the stream on which one is recorded.
 
-    rate   the learning rate, float32, as the optimizers' kernels read it
     form   of the batches that are recorded: the shape and type of each tensor
     taken  steps of that form
     """
 
-    def __init__(self, device: torch.device):
-        self.stream, self.rate = torch.cuda.Stream(device), torch.zeros((), device=device)
+    def __init__(self, run: Run, step: Step):
+        device = run.world.device
+        self.run, self.step, self.given_up = run, step, False
+        self.stream = torch.cuda.Stream(device)
+        self.inside = _Recorded(run, torch.zeros((), device=device))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.form: dict[str, Any] = {}
         self.taken = 0
 
-    def __call__(self, run: Run, step: Step, passes: Any) -> None:
+    def __call__(self, run: Run, passes: Any) -> Due:
         """Take a step, of one pass."""
-        passes = [*passes]
-        ((batch, micro),) = passes
-        rate = run.plan.lr(run.progress.step)
-        self.rate.fill_(rate)
+        if self.given_up:
+            return self.step(run, passes)
+        ((batch, micro),) = passes = [*passes]
+        rate = run.lr
+        self.inside.lr.fill_(rate)
         parts = dict(leaves(batch))
         form = {name: (part.shape, part.dtype) if _is_tensor(part) else type(part) for name, part in parts.items()}
         if self.graph is None and form != self.form:
@@ -94,99 +92,101 @@ class StepGraph:
         self.taken += usual
         launches = self.taken - WARM_UP
         if usual and launches == 1:
-            self._record(run, step, batch, micro)
+            self._record(batch, micro)
         if usual and launches == 0:
-            outcome = self._watched(run, step, passes)
+            outcome = self._watched(passes)
         elif not usual or self.graph is None:
-            outcome = self._eager(run, step, passes)
+            outcome = self._eager(passes)
         elif launches & (launches - 1):
-            outcome = self._launch(run, parts, micro)
+            outcome = self._launch(parts, micro)
         else:  # a power of two
-            outcome = self._compared(run, step, passes, parts)
+            outcome = self._compared(passes, parts)
         for group in run.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)  # as ever: checkpoints hold it
-        run.end_step(*outcome, micro.consumed)
-        phase("logging")
+        return run.end_step(*outcome, micro.consumed)
 
-    def _eager(self, run: Run, step: Step, passes: Any) -> Outcome:
-        here, inside = torch.cuda.current_stream(), _Inside(run, self.rate)
-        run.begin_pass(passes[0][1])
+    def _eager(self, passes: Any) -> Outcome:
+        here = torch.cuda.current_stream()
+        self.run.seed_pass(passes[0][1])
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
-            step(inside, passes)
+            self.step(self.inside, passes)
         here.wait_stream(self.stream)
-        return inside.outcome
+        return self.inside.outcome
 
-    def _watched(self, run: Run, step: Step, passes: Any) -> Outcome:
+    def _watched(self, passes: Any) -> Outcome:
         """Take a step kernel by kernel, and give up where it could not be recorded, while nothing is broken by that."""
         (batch, _), *_ = passes
         objects = [name for name, part in leaves(batch) if not _is_tensor(part) and part is not None]
-        mode, buffers = torch.cuda.get_sync_debug_mode(), [*map(id, run.buffers().values())]
+        buffers = self.run.workers.buffers
+        mode, before = torch.cuda.get_sync_debug_mode(), [*map(id, buffers().values())]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                outcome = self._eager(run, step, passes)
+                outcome = self._eager(passes)
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = [each for each in seen if "synchronizing CUDA operation" in str(each.message)]
         if waits:
-            self._give_up(run, f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
+            self._give_up(f"{Path(waits[0].filename).name}:{waits[0].lineno} waits for the GPU")
         elif objects or type(batch) is not dict:
-            self._give_up(run, "a batch is no dict of nothing but tensors")
-        elif buffers != [*map(id, run.buffers().values())]:
-            self._give_up(run, "the model puts other tensors in the place of its buffers")
+            self._give_up("a batch is no dict of nothing but tensors")
+        elif before != [*map(id, buffers().values())]:
+            self._give_up("the model puts other tensors in the place of its buffers")
         return outcome
 
-    def _record(self, run: Run, step: Step, batch: Any, micro: Any) -> None:
+    def _record(self, batch: Any, micro: Any) -> None:
         """Record a step; none is taken by that. The loader's thread goes on: what it does is not recorded."""
-        self.batch, graph, inside = map_tensors(batch, torch.clone), torch.cuda.CUDAGraph(), _Inside(run, self.rate)
+        self.batch, graph = map_tensors(batch, torch.clone), torch.cuda.CUDAGraph()
         stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not come back to it
         listeners, phase.listeners = phase.listeners, []  # a profiler's events would be recorded, too
-        run.begin_pass(micro)
+        self.run.seed_pass(micro)
         try:
             with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                step(inside, [(self.batch, micro)])
+                self.step(self.inside, [(self.batch, micro)])
         except Exception as error:  # it comes again kernel by kernel, or is of the recording alone
             self.stream = torch.cuda.current_stream()  # whatever has become of the other
             first = error.__context__ or error
-            self._give_up(run, f"recording it failed: {type(first).__name__}: {headline(first)}")
+            self._give_up(f"recording it failed: {type(first).__name__}: {headline(first)}")
             return
         finally:
             phase.listeners = listeners
-        self.graph, self.outcome, self.loss = graph, inside.outcome, run.passes[0][1]
+        self.graph, self.outcome, self.loss = graph, self.inside.outcome, self.run.meter.losses[0][1]
         self.inputs = [part for _, part in leaves(self.batch) if _is_tensor(part)]
-        console.info(f"cuda_graph: from step {run.progress.step + 1} on, a step is one launch")
+        console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
 
-    def _launch(self, run: Run, parts: dict[str, Any], micro: Any) -> Outcome:
+    def _launch(self, parts: dict[str, Any], micro: Any) -> Outcome:
         assert self.graph is not None
-        run.begin_pass(micro)
+        self.run.seed_pass(micro)
         phase("forward")
         torch._foreach_copy_(self.inputs, [*filter(_is_tensor, parts.values())])
         self.graph.replay()
-        run.passes = [(micro, self.loss.clone())]  # it is read later, when the next launch is under way
-        self.outcome[0][0] = run.votes(micro.consumed)  # as in `Run.numbers`; the recorded ones are of another step
+        self.run.meter.losses = [(micro, self.loss.clone())]  # it is read later, when the next launch is under way
+        self.outcome[0][0] = self.run.votes(micro.consumed)  # as in `loss_vector`; those recorded are an earlier step's
         return self.outcome
 
-    def _compared(self, run: Run, step: Step, passes: Any, parts: dict[str, Any]) -> Outcome:
+    def _compared(self, passes: Any, parts: dict[str, Any]) -> Outcome:
         """Launch a step, undo it, and take it kernel by kernel; give up where they differ. A sync point."""
+        run = self.run
+        trained = [p for group in run.optimizer.param_groups for p in group["params"]]
         moments = [value for state in run.optimizer.state.values() for value in state.values() if _is_tensor(value)]
-        state = [value.detach() for value in (*run.trained, *run.model.buffers(), *moments)]
+        state = [value.detach() for value in (*trained, *run.model.buffers(), *moments)]
         before = [value.clone() for value in state]
-        launched = _told(*self._launch(run, parts, passes[0][1]))
+        launched = _told(*self._launch(parts, passes[0][1]))
         torch._foreach_copy_(state, before)
-        outcome = self._eager(run, step, passes)
+        outcome = self._eager(passes)
         with run.world.host_sync():
             pairs = [*zip(launched.tolist(), _told(*outcome).tolist(), strict=True)]
         if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
             found = ", ".join(f"{name} {a:.4g} instead of {b:.4g}" for name, (a, b) in zip(TOLD, pairs, strict=True))
             unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last time
             why = f"the recorded one has {found}: something changes on the host, which a graph holds as it was"
-            self._give_up(run, why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""))
+            self._give_up(why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""))
         return outcome
 
-    def _give_up(self, run: Run, why: str) -> None:
-        run.graph = self.graph = None
+    def _give_up(self, why: str) -> None:
+        self.graph, self.given_up = None, True
         decline(why)
 
 
@@ -202,20 +202,21 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(part, Tensor)
 
 
-class _Inside:
-    """A run as its recorded step sees it: the learning rate lies on the device, and the host's part is left out."""
+class _Recorded(Run):
+    """A run as its recorded step sees it: the learning rate lies on the device, and what the host does is left out.
+
+    outcome  of the last step
+    """
+
+    lr: Any = None
 
     def __init__(self, run: Run, rate: Tensor):
-        self.run, self.plan = run, copy.copy(run.plan)
-        vars(self.plan)["lr"] = lambda step: rate
+        vars(self).update(vars(run))
+        vars(self)["lr"] = rate
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.run, name)
+    def seed_pass(self, micro: Any) -> None:
+        """Nothing: that is done before each launch."""
 
-    def forward(self, micro: Any) -> AbstractContextManager[None]:
-        """Seed nothing: that is done before each launch."""
-        phase("forward")
-        return current(self.run, micro)
-
-    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> None:
+    def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
         self.outcome = totals, grad_norm, skipped
+        return Due([], log=False, check=False, save=False)
