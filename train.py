@@ -35,7 +35,7 @@ from engine.phases import phase
 from engine.plan import make_plan
 from engine.report import describe
 from engine.report.open_log import already_complete, open_log
-from engine.run import Due, Run
+from engine.run import Due, Record, Run
 from engine.seeds import seed_everything
 from engine.survive import command
 from engine.survive import door as survive
@@ -86,7 +86,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
             optimizer=optim.make_optimizer(model, cfg.optim, world, task), ema=optim.make_ema(model, cfg.optim),
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
-            train_loader=loaders[0], val_loader=loaders[1], fingerprint=data, stop=stop or StopRequest(),
+            train_loader=loaders[0], val_loader=loaders[1], stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, state, resumed)  # or the weights of init_from
         speed.compile_model(run)

@@ -212,7 +212,7 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
         evaluate(run)
-        kept.update(run.metrics, note=run.precision.name, weights=_weights(run.model))
+        kept.update(run.record.metrics, note=run.precision.name, weights=_weights(run.model))
 
     train.train_step, train.evaluate = timed, last
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]  # the progress bar counts

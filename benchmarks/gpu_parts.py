@@ -296,8 +296,11 @@ def pace_in_ddp(seconds: str, *words: str) -> Facts:
 def plain_loop(run: Any, batch: Any) -> Callable[[], Any]:
     """Return a step without an engine: the network and the loss of a run, one batch that lies on the device, torch's
     own fused AdamW; as a graph where the run's is one."""
-    graph = bool(run.graph and run.graph.graph)
-    optimizer = torch.optim.AdamW(run.trained, lr=1e-5, fused=True, capturable=graph)
+    from engine.speed.graph import unsupported_reason
+
+    graph = run.cfg.cuda_graph and not unsupported_reason(run)
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=graph)
     scaler = torch.amp.GradScaler(run.world.device.type, enabled=run.precision.name == "fp16")
 
     def step() -> None:

@@ -44,7 +44,7 @@ from engine.files.checkpoints import Checkpoints, CheckpointWriter
 from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
 from engine.report import log
-from engine.run import Run, Silent
+from engine.run import Due, Run, Silent
 from engine.survive.watchdog import BEAT_S, Watchdog
 from tools.probe import endless
 
@@ -114,8 +114,8 @@ class Ways:
     def watched(self) -> None:
         """Take steps with marks, a search for a slow rank at each log point and, in `measure`, heartbeats."""
         run, run.meter = self.run, self.no_meter
-        for _ in itertools.islice(endless(run), self.steps):
-            if run.log_due:
+        for due in itertools.islice(endless(run), self.steps):
+            if due.log:
                 find_slow(run, phase.take())
                 run.meter.restart_clock()
 
@@ -127,10 +127,10 @@ class Ways:
         """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
         train nothing. CPU time beyond `computed_s` is the observers'."""
         self.computed_s, step, train.train_step = 0.0, train.train_step, self._stand_in
-        self._train(lambda run: run.log.progress(run, [None] * len(run.train_loader), "Training"))
+        self._train(lambda run: run.record.log.progress(run, [None] * len(run.train_loader), "Training"))
         train.train_step = step
 
-    def _stand_in(self, run: Run, passes: Any) -> None:
+    def _stand_in(self, run: Run, passes: Any) -> Due:
         sums = torch.ones(7, dtype=torch.float64)
         began = time.thread_time()
         while time.thread_time() - began < self.step_s:
@@ -140,8 +140,9 @@ class Ways:
         self.mark()
         run.progress.step += 1
         run.meter.timed_samples += run.plan.global_batch
-        run.meter.add(sums, ["loss", "weight", "accuracy", "count"], run.progress.step, [], wait=False)
-        run.log_due, run.check_due, run.news = run.progress.step % run.plan.log_every == 0, False, []
+        run.meter.names = ["accuracy", "count"]
+        run.meter.add(sums, run.progress.step, wait=False)
+        return Due([], log=run.progress.step % run.plan.log_every == 0, check=False, save=False)
 
     def mark(self) -> None:
         """Make the marks of a step."""
@@ -186,7 +187,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
     busy: dict[str, list[float]] = {name: [] for name in names}
     run = prepared(world, "har")
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        run.log = on_rank0(world, lambda: log.start(Path(folder), run)) or Silent()
+        run.record.log = on_rank0(world, lambda: log.start(Path(folder), run)) or Silent()
         ways = Ways(run, steps)
         for name in names[:-1]:
             ways.measure(name, 0.0)
@@ -198,7 +199,7 @@ def watch(world: World, rounds: int, steps: int) -> list[Bar]:
                 busy[name].append(worked)
                 if name == "bare":  # CPU time, because other load lengthens a step and would hide the overhead
                     ways.step_s = worked
-        run.log.close()
+        run.record.log.close()
     mark = timeit.timeit(ways.mark, number=MARKS) / MARKS
     with Watchdog(world, run.stop, run.cfg.ddp.timeout_s):
         began = time.process_time()
@@ -240,7 +241,7 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
     def blocking() -> None:
         checkpoints.commit(checkpoint.capture(run), f"blocking_{run.progress.step}.pt", False)
 
-    with contextlib.closing(CheckpointWriter(checkpoints, run.log, "")) as writer:
+    with contextlib.closing(CheckpointWriter(checkpoints, run.record.log, "")) as writer:
         for _ in range(rounds):
             times["blocking"].append(seconds(blocking))
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))

@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
         if event != "call" or not path.is_relative_to(ROOT) or ".venv" in path.parts:
             return
         name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-        if name.endswith("begin_step"):
+        if name == "Run.begin_step":
             begun.append(name)
             counting = len(begun) == 2
         if counting and not name.endswith(("comp>", "genexpr>")):

@@ -79,13 +79,13 @@ def _read(path: Path, world: World) -> dict[str, Any]:
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads again; return nothing on the other ranks. Training may continue while it is written."""
-    check_buffers(run.world, run.buffers)
+    check_buffers(run.world, run.workers.buffers)
     equalise_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
     if not run.world.main:
         return {}
-    model = _weights(run.model, run.left_out)
-    ema = _weights(run.ema, {f"module.{name}" for name in run.left_out}) if run.ema is not None else {}
+    model = _weights(run.model, run.record.left_out)
+    ema = _weights(run.ema, {f"module.{name}" for name in run.record.left_out}) if run.ema is not None else {}
     optimizer = _copy(optimizer)
     if run.world.device.type == "cuda":
         with run.world.host_sync():
@@ -102,14 +102,14 @@ def capture(run: Run) -> dict[str, Any]:
         "num_samples": run.plan.num_samples,
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
-        "data": run.fingerprint,
+        "data": run.record.fingerprint,
         "known": run.task.metadata(),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),
         "tally": run.meter.state(),
         "model": model,
         "ema": ema or None,
-        "left_out": run.left_out,
+        "left_out": run.record.left_out,
         "optimizer": optimizer,
         "optimizer_name": make.name_of(run.optimizer),
         "scaler": run.scaler.state_dict(),
@@ -212,7 +212,7 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
-    run.left_out = left_out_digests(run.model, names) if names else {}
+    run.record.left_out = left_out_digests(run.model, names) if names else {}
     if not state:
         return
     optimizer = make.name_of(run.optimizer)
@@ -223,7 +223,9 @@ def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
     _load_model(run.model, state, state["model"], path)
     with _of_the_same_model(path):
         if run.ema is not None and state["ema"] is not None:
-            own = {f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.left_out}
+            own = {
+                f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.record.left_out
+            }
             run.ema.load_state_dict(own | state["ema"])
         make.load_state(run.optimizer, state["optimizer"], state.get("changes", ()))
         if state["scaler"] and run.scaler.is_enabled():  # amp may have changed

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def log_metrics(run: Run) -> None:
     """(all ranks) Bring the numbers since the last log point to the host, look for a slow rank; (rank 0) log them."""
     seconds = phase.take()
-    run.log.slow(run, find_slow(run, seconds))
-    run.log.train(run, training_metrics(run, seconds))
+    run.record.log.slow(run, find_slow(run, seconds))
+    run.record.log.train(run, training_metrics(run, seconds))
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:

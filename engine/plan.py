@@ -32,6 +32,7 @@ class Plan:
     memory_format  the order of convolutions
     threads        the most a process may compute in, on a CPU
     gflop          of a sample's forward pass, where they are counted
+    moments        bytes of the optimizer's state, on the rank that has most; None where a step must be taken first
     speed          all of it for a person
     """
 
@@ -55,7 +56,13 @@ class Plan:
     memory_format: str = "auto"
     threads: int = 0
     gflop: float = 0.0
+    moments: int | None = None
     speed: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def epoch_samples(self) -> int:
+        """Return the samples of an epoch that are trained on."""
+        return self.num_samples - self.dropped
 
     @property
     def epochs(self) -> int:

@@ -22,7 +22,7 @@ from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
-from engine.metrics import Meter, Outcome, Skipped, Slow
+from engine.metrics import GpuClock, Meter, Outcome, Skipped, Slow
 from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -118,9 +118,7 @@ class Due(NamedTuple):
 
 @dataclass
 class Record:
-    """What is written of a run, and what a later run is compared with.
-
-    """
+    """What is written of a run, and what a later run is compared with."""
 
     log: Silent = field(default_factory=Silent)  # what a person reads
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
@@ -165,8 +163,13 @@ class Run:
             self.record.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
+        self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
+        self.gpu_clock: GpuClock | None = None
         if self.world.size > 1:
             split_backward(self.model)
+            if self.world.device.type == "cuda":
+                self.gpu_clock = GpuClock()
+                phase.listeners.append(self.gpu_clock)
 
     # ---- a step ----
 
@@ -195,8 +198,7 @@ class Run:
         """One pass, forward and backward: its phase, its seeds, and what `gather_batch` may see of the step."""
         phase("forward")
         self.seed_pass(micro)
-        checks = self._is_checked(self.progress.step + 1)
-        self.workers.begin_pass(micro, checks, in_ddp=isinstance(self.net, DistributedDataParallel))
+        self.workers.begin_pass(micro, in_ddp=isinstance(self.net, DistributedDataParallel))
         contract.under_way = self, micro
         try:
             yield
@@ -231,7 +233,7 @@ class Run:
         save = False
         if self.record.checkpoints is not None:
             minutes = math.inf if self.cfg.save_every else self.cfg.save_minutes or math.inf
-            ends = self._ends_epoch(consumed) and not self.cfg.save_every
+            ends = consumed >= self.plan.epoch_samples and not self.cfg.save_every
             save = self.record.checkpoints.worth_it(None if ends else minutes)
         return bool(self.stop.reason) + 0.5 * save
 
@@ -253,7 +255,7 @@ class Run:
         progress.step, progress.position = progress.step + 1, consumed
         phase.step = step = progress.step
         finished = self.finished
-        pauses = finished or self._ends_epoch(consumed)
+        pauses = finished or consumed >= self.plan.epoch_samples
         save = cfg.save_every > 0 and step % cfg.save_every == 0
         if self.val_loader is None:
             save = save or finished
@@ -261,19 +263,13 @@ class Run:
             progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
         log = pauses or progress.evaluation_due or step % self.plan.log_every == 0
         first = step == 1 or self.record.fresh is not None  # also after a resume, and where the first steps are skipped
+        check = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
+        self.workers.check = check  # in the coming step
         outcomes = meter.add(torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first)
         save = save or any(outcome.votes % 1 for outcome in outcomes)
         phase("logging")
         matter = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
-        return Due(outcomes if matter else [], log, self._is_checked(step), save)
-
-    def _ends_epoch(self, consumed: int) -> bool:
-        return consumed >= self.plan.num_samples - self.plan.dropped
-
-    def _is_checked(self, step: int) -> bool:
-        """Whether ranks are compared after a step, and virtual workers within it."""
-        every = self.cfg.check_every
-        return step == 1 or self.record.fresh is not None or (every > 0 and step % every == 0)
+        return Due(outcomes if matter else [], log, check, save)
 
     # ---- where it stands ----
 

@@ -137,7 +137,7 @@ def draw(seed: int) -> Training:
             words.append("save_every=1")  # a checkpoint averages statistics over the ranks
     for step in [*sorted(dice.sample(range(1, STEPS), dice.randint(0, 2))), None]:
         processes = processes if kind == "again" else dice.randint(1, min(4, workers or 4))
-        method = one_of(["begin_step", "begin_pass", "numbers", "end_step"])
+        method = one_of(["begin_step", "seed_pass", "loss_vector", "end_step"])
         kill = f"{one_of(['SIGKILL', 'SIGTERM'])}:{dice.randrange(processes)}:{step}:{method}"
         more = [] if kind == "again" else ddp_of(dice)
         more += [f"num_workers={one_of([0, 0, 0, 1])}"]

@@ -487,7 +487,7 @@ def test_resumed_amid_an_epoch_on_other_processes_to_the_same_bits(launch, tmp_p
     common += ["optim.ema_decay=0.9", "model.dropout=0.2", "log_every=1", "eval_every=4", "steps=9"]
     ours, straight = ([[*common, f"save_dir={tmp_path / name}"]] for name in ("ours", "straight"))
     with_workers = json.dumps([[*ours[0], "num_workers=1"]])
-    launch.torchrun(2, BITS, with_workers, "SIGTERM:1:2:begin_pass")
+    launch.torchrun(2, BITS, with_workers, "SIGTERM:1:2:seed_pass")
     assert 0 < load(tmp_path / "ours")["progress"]["step"] < 4
     assert launch.torchrun(3, BITS, json.dumps(ours), "SIGKILL:0:7:numbers").code
     assert 0 < load(tmp_path / "ours")["progress"]["step"] < 9

@@ -144,15 +144,15 @@ def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # n
     (tmp_path / "drawn.py").write_text(AS_DRAWN)
     words = ["global_batch=12", "batch_size=3", *more]
     run, _ = steps(*words, task=str(tmp_path / "drawn.py"))
-    buffers = {name: value.clone() for name, value in run.buffers().items()}
+    buffers = {name: value.clone() for name, value in run.workers.buffers().items()}
     run.train_loader.set_epoch(0)
     run.task.seen.clear()
     passes = next(iter(run.steps()))
-    assert all(torch.equal(value, buffers[name]) for name, value in run.buffers().items()), "put back"
+    assert all(torch.equal(value, buffers[name]) for name, value in run.workers.buffers().items()), "put back"
     train.train_step(run, passes)
     seen = run.task.seen
-    assert len(seen) == 8 and seen[:4] == seen[4:] and run.terms.known.tolist() == [sum(seen[:4]), 12]
-    tracked = [value for name, value in run.buffers().items() if name.endswith("num_batches_tracked")]
+    assert len(seen) == 8 and seen[:4] == seen[4:] and run.meter.terms.known.tolist() == [sum(seen[:4]), 12]
+    tracked = [value for name, value in run.workers.buffers().items() if name.endswith("num_batches_tracked")]
     assert tracked[0] == (2 if more else 4), "BatchNorm's: once for each pass"
 
 
@@ -202,7 +202,7 @@ def test_totals_to_watch_may_be_numbers(steps):  # noqa: F811
     run.begin_step()
     loss = Loss(torch.ones((), requires_grad=True), 2.0, {"hits": 3.0, "count": 4, "off": np.float32(0.5)})
     micro = SimpleNamespace(filler=False, indices=[0], closes_step=False, worker=0)
-    assert run.numbers(loss, micro).tolist() == [0, 1, 2, 3, 4, 0.5]
+    assert run.loss_vector(loss, micro).tolist() == [0, 1, 2, 3, 4, 0.5]
 
 
 # ---- the whole global batch ----

@@ -201,7 +201,7 @@ def test_each_obstacle_has_its_words():
             optimizer=make_optimizer(model, Optim()),
         )  # fmt: skip
         vars(run).update(other)
-        return graph.obstacle(run)
+        return graph.unsupported_reason(run)
 
     assert about() == ""
     assert about(net=torch.nn.Linear(2, 2)) == "the model is in DDP or DataParallel"

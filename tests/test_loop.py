@@ -67,13 +67,14 @@ class Skips(Silent):
 
 def epoch_of(run):
     """Yields, after each step that is left of the epoch, the skipped steps that have become known with it."""
-    run.log = Skips()
+    run.record.log = Skips()
     run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
     for passes in run.steps():
-        train.train_step(run, passes)
-        survive.check_outcome(run)
-        yield run.log.told
-        run.log.told = []
+        due = train.train_step(run, passes)
+        survive.check_outcomes(run, due.outcomes)
+        run.saves = due.save
+        yield run.record.log.told
+        run.record.log.told = []
 
 
 class Event:
@@ -111,7 +112,7 @@ def test_on_a_gpu_news_come_a_step_late_but_before_any_pause(monkeypatch, steps,
         assert known == run.progress.skipped_in_a_row == run.progress.step - (run.progress.step in late)
         if run.finished:
             break
-    assert known == run.progress.step and not run.meter.posted and Event.waited >= known
+    assert known == run.progress.step and not run.meter.pending and Event.waited >= known
 
 
 def test_on_a_gpu_the_host_waits_at_log_points_that_are_further_apart():
@@ -145,7 +146,7 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
 
     def found(rank):
         run.world, run.times = World(rank, 0, 3, torch.device("cpu")), None
-        run.workers = VirtualWorkers(workers, run.world, run.model) if workers else Plain(rank)
+        run.workers = VirtualWorkers(workers, run.world, run.model) if workers else Plain(run.world, run.model, "same")
         return find_slow(run, {"forward": computed[rank]})
 
     monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))
@@ -180,8 +181,8 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
         asked.append(minutes)
         return len(asked) in ((2, 3) if on_gpu else (2,))
 
-    run.checkpoints = SimpleNamespace(worth_it=worth_it)
-    saved = [(run.progress.step, len(run.meter.posted), run.stopped) for _ in outcomes if run.save_due]
+    run.record.checkpoints = SimpleNamespace(worth_it=worth_it)
+    saved = [(run.progress.step, len(run.meter.pending), run.stopped) for _ in outcomes if run.saves]
     assert saved == [(2 + on_gpu, 0, "")]
     assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
 
@@ -193,15 +194,15 @@ def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, s
 
     def book(self, totals, *rest):
         sums[self.progress.epoch] = sums.get(self.progress.epoch, 0) + totals[1:3]
-        end_step(self, totals, *rest)
+        return end_step(self, totals, *rest)
 
     class Epochs(Silent):
         def evaluation(self, run, metrics, sums):
             told.append(means(run.progress.epoch_totals)["loss"])
 
     monkeypatch.setattr(Run, "end_step", book)
-    run.log = Epochs()
-    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    run.record.log = Epochs()
+    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
     train.train(run)
     assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
 
@@ -215,7 +216,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
 
     def a_second(self, *how):
         now[0] += 1
-        end_step(self, *how)
+        return end_step(self, *how)
 
     class Speeds(Silent):
         def train(self, run, metrics):
@@ -225,8 +226,8 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
             now[0] += 100
 
     monkeypatch.setattr(Run, "end_step", a_second)
-    run.log = Speeds()
-    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    run.record.log = Speeds()
+    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
     train.train(run)
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 
@@ -234,9 +235,9 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
 def test_a_worker_without_a_sample_votes_too(steps):
     """Of the two samples of the last step the last of four virtual workers, which closes it, has none."""
     run, outcomes = steps("epochs=2", "virtual_workers=4", "global_batch=35", "log_every=100")
-    run.checkpoints, saved = SimpleNamespace(worth_it=lambda minutes: minutes is None), []
+    run.record.checkpoints, saved = SimpleNamespace(worth_it=lambda minutes: minutes is None), []
     for _ in outcomes:
-        saved += [run.progress.step] if run.save_due else []
+        saved += [run.progress.step] if run.saves else []
         if run.progress.step == 2:
             run.stop.request("asked")
     assert saved == [3], "the end of the epoch"
@@ -246,8 +247,8 @@ def test_a_worker_without_a_sample_votes_too(steps):
 def test_an_epoch_whose_rest_is_dropped_ends_for_the_save_too(steps):
     """Its last step is worth a save by the rule of epochs, which asks for no ten minutes since the one before."""
     run, outcomes = steps("epochs=2", "drop_last=true", "batch_size=35", "log_every=100")
-    run.checkpoints = SimpleNamespace(worth_it=lambda minutes: minutes is None)
-    assert [run.progress.step for _ in outcomes if run.save_due] == [2]
+    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: minutes is None)
+    assert [run.progress.step for _ in outcomes if run.saves] == [2]
 
 
 class Reads(TorchDispatchMode):
@@ -299,10 +300,10 @@ def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
     run, outcomes = steps()
     next(outcomes)
     run.world = replace(run.world, device=torch.device("meta"))
-    run.vote, total = run.vote.to("meta"), torch.zeros((), device="meta", requires_grad=True)
+    run.meter.no_vote, total = run.meter.no_vote.to("meta"), torch.zeros((), device="meta", requires_grad=True)
     loss, micro = Loss(total, weight), SimpleNamespace(filler=False, closes_step=False, indices=[])
     with (reads := Reads()):
-        numbers = run.numbers(loss, micro)
+        numbers = run.loss_vector(loss, micro)
     assert numbers.device.type == "meta" and numbers.dtype == torch.float64
     assert not [func for func in reads.seen if func is torch.ops.aten._to_copy.default]
 
@@ -541,7 +542,7 @@ def test_a_pass_draws_by_the_place_of_its_samples_alone(steps):
     def drawn(first, rank=0):
         run.world = replace(run.world, rank=rank)
         torch.rand(7)
-        run.begin_pass(SimpleNamespace(slots=slice(first, first + 4)))
+        run.seed_pass(SimpleNamespace(slots=slice(first, first + 4)))
         return torch.rand(()).item(), random.random(), np.random.rand()
 
     assert drawn(0) == drawn(0, rank=1)

@@ -177,7 +177,7 @@ def test_an_optimizer_that_empties_what_it_loads_keeps_its_moments(steps, tmp_pa
     run, outcomes = steps(task=str(tmp_path / "own.py"))
     next(outcomes)
     preflight.compare_weights(run)
-    assert run.fresh is None, "it has been compared"
+    assert run.record.fresh is None, "it has been compared"
     for p in run.model.parameters():
         assert torch.equal(run.optimizer.state[p]["moment"], p.grad)
 
@@ -213,7 +213,7 @@ def test_what_a_new_process_has_is_not(steps, tmp_path, kind):  # noqa: F811
     run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
     next(outcomes)
     preflight.compare_weights(run)
-    assert run.fresh is None
+    assert run.record.fresh is None
 
 
 @pytest.mark.parametrize("call", ["save", "load_state"])

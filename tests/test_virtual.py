@@ -15,7 +15,6 @@ from torch import nn
 import tasks
 from engine import config, plan
 from engine.comm import digests, tree, virtual
-from engine.comm.buffers import Buffers
 from engine.comm.world import World
 from engine.contract import LockstepError
 from engine.data.cache import same_bits
@@ -104,12 +103,12 @@ def step(change, workers=3, busy=3, check=True):
     """One step of `workers` in one process; `change(net, worker)` is the forward pass."""
     net = Net()
     ours = virtual.VirtualWorkers(workers, World(0, 0, 1, torch.device("cpu")), net)
-    buffers = Buffers(net)
-    buffers.keep()
+    ours.check = check
+    ours.begin_step()
     for worker in range(workers):
-        ours.begin_worker(worker, buffers, worker >= busy, check)
+        ours.begin_worker(worker, worker >= busy)
         change(net, worker)
-    ours.end_step(buffers, min(busy, workers))
+    ours.add_changes(min(busy, workers))
     return net
 
 
@@ -151,15 +150,14 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
     torch.manual_seed(0)
     net = nn.Linear(70, 30, bias=False)
     ours = virtual.VirtualWorkers(5, World(0, 0, 1, torch.device("cpu")), net, unused=at_end)
-    buffers = Buffers(net)
-    buffers.keep()
+    ours.begin_step()
     grads = torch.randn(5, 30, 70) * torch.tensor([1.0, 0.0])[torch.randint(2, (5, 30, 70))]
     for worker, done in itertools.product(range(5), range(passes)):
         closes = done == passes - 1
         micro = SimpleNamespace(
             worker=worker, opens_worker=not done, closes_worker=closes, closes_step=closes and worker == 4, filler=False
         )
-        ours.begin_pass(micro, buffers, check=False, in_ddp=False)
+        ours.begin_pass(micro, in_ddp=False)
         if worker in used and not done:
             (net.weight * grads[worker]).sum().backward()
     assert ours.total(torch.eye(5)).tolist() == [1.0] * 5
@@ -194,13 +192,12 @@ def test_a_parameter_that_the_last_worker_does_not_use_gets_zeros_in_ddp(used, s
     """-0.0 + 0.0 is 0.0, but -0.0 + -0.0 is not: as on any other number of processes."""
     net = nn.Linear(1, 1, bias=False)
     ours = virtual.VirtualWorkers(2, World(0, 0, 1, torch.device("cpu")), net)
-    buffers = Buffers(net)
-    buffers.keep()
+    ours.begin_step()
     for worker in range(2):
         micro = SimpleNamespace(
             worker=worker, opens_worker=True, closes_worker=True, closes_step=worker == 1, filler=False
         )
-        ours.begin_pass(micro, buffers, check=False, in_ddp=True)
+        ours.begin_pass(micro, in_ddp=True)
         if worker in used:
             (net.weight * -0.0).sum().backward()
     total = virtual.VirtualWorkers.hook(ours, Bucket(net.weight)).value()

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine import config
+from engine import config, speed
 from engine.comm.scratch import end_with_parent
 from engine.comm.world import World
 from engine.errors import LockstepError
@@ -43,7 +43,7 @@ from engine.files import run_folder, status
 from engine.files.atomic import write_json
 from engine.phases import phase
 from engine.report.profile import PHASES, PerformanceProfiler, changes
-from engine.run import Run
+from engine.run import Due, Run
 from engine.speed.cores import Crowd, threads_at_most
 from engine.survive import agent, restart
 from engine.survive import door as survive
@@ -85,14 +85,15 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
     return status.leave_code(status.DONE)
 
 
-def endless(run: Run) -> Iterator[None]:
-    """(all ranks) A training's steps, one epoch after the other, and nothing beside them: to measure them."""
+def endless(run: Run) -> Iterator[Due]:
+    """(all ranks) Take a training's steps, one epoch after the other, without its evaluations; yield what is due."""
+    take_step = speed.recorded(run, train.train_step)
     while True:
         run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
-            train.train_step(run, passes)
-            survive.check_outcome(run)
-            yield
+            due = take_step(run, passes)
+            survive.check_outcomes(run, due.outcomes)
+            yield due
         run.progress.next_epoch()
 
 

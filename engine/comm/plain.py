@@ -17,13 +17,14 @@ class Plain:
 
     mode   of ddp.buffers
     block  numbers of the workers of this process
+    check  compare what virtual workers must leave alike in the coming step
     """
 
     hook: Any = None  # of DDP
 
     def __init__(self, world: World, model: nn.Module, mode: str):
         self.world, self.model, self.mode = world, model, mode
-        self.block = range(world.rank, world.rank + 1)
+        self.block, self.check = range(world.rank, world.rank + 1), True
 
     @functools.cached_property
     def buffers(self) -> Buffers:
@@ -32,7 +33,7 @@ class Plain:
     def begin_step(self) -> None:
         self.buffers.keep()
 
-    def begin_pass(self, micro: Any, check: bool, in_ddp: bool) -> None: ...
+    def begin_pass(self, micro: Any, in_ddp: bool) -> None: ...
 
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers

@@ -21,7 +21,6 @@ from torch.futures import Future
 from torch.nn.functional import pad
 
 from engine.comm import shm_backend
-from engine.comm.buffers import Buffers
 from engine.comm.plain import Plain
 from engine.comm.tree import Node, Span, _are_halves, block, fold, push, spans
 from engine.comm.world import World
@@ -124,56 +123,54 @@ class VirtualWorkers(Plain):
         self.since: dict[int, int] = {}
         self.added: set[int] = set()
         self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
-        self.worker, self.idle, self.check = -1, False, False  # of the passes under way; -1 before the step's first
+        self.worker, self.idle = -1, False  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
 
-    def begin_pass(self, micro: Any, check: bool, in_ddp: bool) -> None:
+    def begin_pass(self, micro: Any, in_ddp: bool) -> None:
         """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
 
         A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
         that finds none is often copied.
         """
         if micro.opens_worker:
-            self.begin_worker(micro.worker, self.buffers, micro.filler, check)
+            self.begin_worker(micro.worker, micro.filler)
             self.added.clear()
         self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
         self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
 
-    def begin_worker(self, worker: int, buffers: Buffers, idle: bool, check: bool) -> None:
+    def begin_worker(self, worker: int, idle: bool) -> None:
         """Set aside what the worker before has computed, and begin with the buffers as they were before the step.
-
-        idle   it has no samples, because the step has fewer than there are workers
-        check  raise LockstepError if a buffer that cannot be averaged is not the same after this worker
-        """
+        `idle`: it has no samples, because the step has fewer than there are workers."""
         if self.worker >= 0:
-            self._keep_buffers(buffers)
+            self._keep_buffers()
         self._settle(right=worker % 2 == 1)
-        buffers.restore()
-        self.worker, self.idle, self.check = worker, idle, check
+        self.buffers.restore()
+        self.worker, self.idle = worker, idle
 
     def end_step(self, skipped: Tensor, samples: int) -> None:
-        self.add_changes(self.buffers, busy=min(self.workers, samples))
+        self.add_changes(busy=min(self.workers, samples))
         super().end_step(skipped, samples)
 
-    def add_changes(self, buffers: Buffers, busy: int) -> None:
+    def add_changes(self, busy: int) -> None:
         """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had samples."""
-        self._keep_buffers(buffers)
+        self._keep_buffers()
         self.worker, self.others = -1, {}
         if not self.changes:
             return
         exchange = Exchange(self.everyones, [change for _, (change,) in self.changes])
         exchange.add()
         change, at, self.changes = exchange.result() / busy, 0, []
-        for _, buffer, kept in buffers.changes():
+        for _, buffer, kept in self.buffers.changes():
             if buffer.is_floating_point():
                 buffer.copy_(kept.double() + change[at : at + buffer.numel()].view(buffer.shape))
                 at += buffer.numel()
 
-    def _keep_buffers(self, buffers: Buffers) -> None:
-        """Keep what the worker has changed: nothing, if it is idle."""
-        pairs = [*buffers.changes()]
+    def _keep_buffers(self) -> None:
+        """Keep what the worker has changed: nothing, if it is idle. Raises LockstepError, where `check` is set, if a
+        buffer that cannot be averaged differs from that after the worker before."""
+        pairs = [*self.buffers.changes()]
         others = {name: buffer.clone() for name, buffer, _ in pairs if not buffer.is_floating_point()}
         for name, buffer in others.items():
             if self.check and name in self.others and not torch.equal(buffer, self.others[name]):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ def compare_ranks(run: Run) -> None:
         _same(run.world, environment(run), todo="use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
     kept = run.world.gather(make.state_bytes(run.optimizer))
-    run.moments = None if None in kept else max(kept)
+    run.plan = replace(run.plan, moments=None if None in kept else max(kept))
     total = torch.tensor(float(run.world.rank), device=run.world.device)
     run.world.sum(total)
     expected = run.world.size * (run.world.size - 1) / 2
@@ -65,7 +66,7 @@ def _facts(run: Run) -> dict[str, str]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "number of training samples": str(run.plan.num_samples),
-        "data": run.fingerprint,
+        "data": run.record.fingerprint,
         "order of convolutions": run.plan.memory_format,
     }
 
@@ -80,7 +81,7 @@ def compare_weights(run: Run) -> None:
 def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
-    check_buffers(run.world, run.buffers)
+    check_buffers(run.world, run.workers.buffers)
     on_gpu = run.world.device.type == "cuda"
     mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
@@ -111,9 +112,10 @@ a whole one, because it may not fit, and so do loader processes, because they ma
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score a few samples before the first step: a mistake in the evaluation shows now and not after an
-    epoch. Rank 0 does, because the others may have none. Sets `run.gflop`. Nothing, where nothing is scored."""
+    epoch. Rank 0 does, because the others may have none. Sets `plan.gflop`. Nothing, where nothing is scored."""
     if run.val_loader is not None and type(run.task).score is not Task.score:
-        run.gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
+        gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
+        run.plan = replace(run.plan, gflop=gflop)
 
 
 def _rehearse(run: Run) -> float:
@@ -123,7 +125,7 @@ def _rehearse(run: Run) -> float:
     few = run.world.device.type == "cpu" and loader.loader is None
     batch = loader.example(FEW) if few else next(iter(loader))
     samples = len(given_of(batch).index)
-    with phase.during("validation"), run.precision.autocast(), run.buffers.unchanged() as changed:
+    with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
         sums, gflop = _counted(run, functools.partial(run.task.score, run.model.eval(), batch))
         collected = _collected(run, batch) if collects(run.task) else {}
     if changed:

@@ -88,9 +88,9 @@ class _State:
     def __init__(self, run: Run):
         model = {id(module) for module in run.model.modules()}
         held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and id(each) not in model]
-        weights: list[Tensor] = [p for name, p in run.model.named_parameters() if name not in run.left_out]
+        weights: list[Tensor] = [p for name, p in run.model.named_parameters() if name not in run.record.left_out]
         self.weights = [*weights, *(p for each in held for p in each.parameters())]
-        self.buffers: list[Buffers] = [run.buffers, *map(Buffers, held)]
+        self.buffers: list[Buffers] = [run.workers.buffers, *map(Buffers, held)]
         for each in self.buffers:
             each.keep()
         modules = nn.ModuleList([run.model, *held]).modules()
@@ -240,7 +240,7 @@ class _Check:
             return f"{self.name} adds up: {cut}{', each compared with all' * bool(self.gathered)}, to {digits}{unknown}"
         again = self.compute(0, self.samples)
         draws = self._next_numbers() != self._next_numbers(fresh=True)
-        if moved := self.run.buffers.changed():
+        if moved := self.run.workers.buffers.changed():
             return (
                 f"whether {self.name} adds up is not known: a forward pass changes the buffer {moved[0]} in eval mode"
             )

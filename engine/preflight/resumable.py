@@ -34,16 +34,16 @@ RENEWED = {"state", "param_groups", "defaults", "optimizers", "grad_scale", "fou
 
 def check(run: Run) -> None:
     """(all ranks) Raise LockstepError where a checkpoint would not bring back what runs, once a step has been taken."""
-    if run.fresh is None:
+    if run.record.fresh is None:
         return
     with sync_errors(run.world):
-        _check_model(run, run.fresh.forms)
+        _check_model(run, run.record.fresh.forms)
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
-        if run.fresh.optimizer is not None:
-            _check_optimizer(unsplit(run.optimizer), run.fresh.optimizer)
+        if run.record.fresh.optimizer is not None:
+            _check_optimizer(unsplit(run.optimizer), run.record.fresh.optimizer)
     if not run.progress.skipped_in_a_row:  # else the optimizer has not begun: again after the next step
-        run.fresh = None
+        run.record.fresh = None
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -45,21 +45,16 @@ def _count(number: float) -> str:
     return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def plan_table(
-    plan: Plan, cfg: Config, world: World, model: nn.Module, moments: int | None, precision: Precision
-) -> str:
-    """Return the arithmetic of a run for a person, a line each.
-
-    moments  bytes of the optimizer's state, on the rank that has most; None where they are not known before a step
-    """
+def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
+    """Return the arithmetic of a run for a person, a line each."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
-    if moments is not None:
-        parts.append((f"optimizer{shares}", moments))
+    if plan.moments is not None:
+        parts.append((f"optimizer{shares}", plan.moments))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
     lr = f"{cfg.optim.lr:g}"
@@ -68,7 +63,7 @@ def plan_table(
         lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
     spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
     decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
-    besides = "activations besides" if moments is not None else "activations and the optimizer's state besides"
+    besides = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     length = f"{plan.total_steps} = {_count(plan.total_steps / plan.steps_per_epoch)} epochs"
     if cfg.steps > plan.total_steps:
@@ -174,7 +169,7 @@ def print_plan(run: Run, steps: bool = True) -> None:
     """(rank 0) Print the arithmetic of a run, of its model alone without `steps`, and where its weights come from."""
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
-    lines = plan_table(run.plan, run.cfg, run.world, run.model, run.moments, run.precision).splitlines()
+    lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
     shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
     console.info("\n".join(shown) + "\n")
 

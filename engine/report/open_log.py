@@ -43,42 +43,44 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     status.current.begin(path, progress.step, run.resumed, words)
     if isinstance(run.stop, StopRequest):
         run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
-    run.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
-    run.profile = Profile(run, path, run.log.say) if profile else None
-    if isinstance(run.log, log.Log) and made:
-        run.checkpoints = CheckpointWriter(made[1], run.log, log.SHORT.get(run.task.monitor, run.task.monitor))
+    run.record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
+    run.record.profile = Profile(run, path, run.record.log.say) if profile else None
+    if isinstance(run.record.log, log.Log) and made:
+        run.record.checkpoints = CheckpointWriter(
+            made[1], run.record.log, log.SHORT.get(run.task.monitor, run.task.monitor)
+        )
         sealed.remember("folder", str(path))
         status.current.write("running")
     if run.resumed:
-        run.log.say(
+        run.record.log.say(
             f"Resuming {run.resumed}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         )
-        run.log.changed(run, run.changes)
+        run.record.log.changed(run, run.changes)
         if run.resumed_horizon not in (None, run.plan.horizon):
             change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
             keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
-            run.log.say(f"  note: the schedule now spans {change}; {keep}")
+            run.record.log.say(f"  note: the schedule now spans {change}; {keep}")
         if run.plan.workers and (moved := _changed(run.resumed_environment, environment(run))):
-            run.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
+            run.record.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
     try:
-        run.log.say("Starting training...\n")
-        yield run.log
-        if run.profile:
-            run.profile.finish()
+        run.record.log.say("Starting training...\n")
+        yield run.record.log
+        if run.record.profile:
+            run.record.profile.finish()
         with sync_errors(world):
-            if run.checkpoints:
-                run.checkpoints.settle()
+            if run.record.checkpoints:
+                run.record.checkpoints.settle()
     finally:
-        if run.checkpoints:
-            run.checkpoints.close()
-    if isinstance(run.log, log.Log):
-        if run.metrics and not run.stopped:
-            log.add_hparams(run.log, run, run.metrics)
+        if run.record.checkpoints:
+            run.record.checkpoints.close()
+    if isinstance(run.record.log, log.Log):
+        if run.record.metrics and not run.stopped:
+            log.add_hparams(run.record.log, run, run.record.metrics)
         code = status.STOPPED if run.stopped else status.DONE
         status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
-        run.log.end_bars(run)
-        run.log.say(_summary(run, path))
-    run.log.close()
+        run.record.log.end_bars(run)
+        run.record.log.say(_summary(run, path))
+    run.record.log.close()
 
 
 def _changed(then: dict[str, str], now: dict[str, str]) -> str:
@@ -87,8 +89,8 @@ def _changed(then: dict[str, str], now: dict[str, str]) -> str:
 
 
 def _summary(run: Run, path: Path) -> str:
-    p, checkpoints = run.progress, run.checkpoints.checkpoints
-    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.left_out)
+    p, checkpoints = run.progress, run.record.checkpoints.checkpoints
+    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
     weights = digests.of_tensors(held)[:16]
     if run.stopped:
         return (

@@ -159,8 +159,8 @@ def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], 
 
 
 def finish(run: Run) -> Plan:
-    """Set threads, garbage collection and allocator, after all else is there; return the plan with what was chosen, for a
-    person."""
+    """Set threads, garbage collection and allocator, after all else is there; return the plan with a description of
+    what was chosen."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     if cfg.gc_every:
         collect_garbage(run, cfg.gc_every)

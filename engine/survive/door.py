@@ -29,7 +29,7 @@ from engine.survive import blame, terminal
 from engine.survive.signals import StopRequest, leave_nothing
 from engine.survive.watchdog import Watchdog
 
-__all__ = ["check_all_reduced", "check_outcome", "exit_code", "guarded", "keep", "sync_errors", "watch"]
+__all__ = ["check_all_reduced", "check_outcomes", "exit_code", "guarded", "keep", "sync_errors", "watch"]
 
 
 def guarded(main: Callable[..., int]) -> Callable[..., int]:
@@ -64,16 +64,16 @@ def watch(world: World, stop: StopRequest, cfg: Any) -> Iterator[None]:
 @contextmanager
 def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
     """(rank 0) Save `state` if the block fails, or if this process ends within it."""
-    if not run.checkpoints:
+    if not run.record.checkpoints:
         yield
         return
-    run.checkpoints.unsaved = state
+    run.record.checkpoints.unsaved = state
     try:
         yield
     except Exception:
-        run.checkpoints.write(state)
+        run.record.checkpoints.write(state)
         raise
-    run.checkpoints.unsaved = None
+    run.record.checkpoints.unsaved = None
 
 
 def check_all_reduced(net: nn.Module) -> None:
@@ -83,16 +83,16 @@ def check_all_reduced(net: nn.Module) -> None:
         private.check_all_gradients_reduced(net)
 
 
-def check_outcome(run: Run) -> None:
+def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
     """(all ranks) Read the outcome of the last step, on a GPU of the one before: votes to stop; skipped steps are
     logged with the samples behind them. Raises LockstepError where the training has diverged."""
     progress, asked, skipped_now = run.progress, False, False
-    for outcome in run.news:
+    for outcome in outcomes:
         asked = asked or outcome.votes >= 1
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         if outcome.skipped:
             skipped_now, progress.skipped = True, progress.skipped + 1
-            run.log.skipped(run, _samples_behind(run, outcome))
+            run.record.log.skipped(run, _samples_behind(run, outcome))
     if skipped_now and (reason := _hopeless(run)):
         raise LockstepError(
             f"the training has diverged: {reason}",
@@ -107,7 +107,7 @@ def check_outcome(run: Run) -> None:
 
 def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
     """(all ranks) Return the samples behind a skipped step, and, of the first few in a row, what is wrong with them."""
-    passes, found = [micro for micro, loss in outcome.passes if not torch.isfinite(loss)], dict[int, str]()
+    passes, found = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)], dict[int, str]()
     looks = run.progress.skipped_in_a_row <= 3  # of more the samples are not the cause
     with contextlib.suppress(Exception), phase.during("data loading"):  # nothing that is needed
         for micro in passes if looks else ():
@@ -134,7 +134,7 @@ def _todo(run: Run) -> str:
     """Return what to do about a divergence. A skipped step changes nothing, so these weights tell of those saved."""
     if bad := next((name for name, p in run.model.named_parameters() if not p.isfinite().all()), ""):
         return f"{bad} is not finite itself: start from other weights, or resume an older checkpoint"
-    saved = run.checkpoints and run.checkpoints.checkpoints.last
+    saved = run.record.checkpoints and run.record.checkpoints.checkpoints.last
     left = "the last checkpoint holds finite weights" if saved else "there is no checkpoint yet"
     return f"{left}; lower lr or grad_clip, or fix the samples named above"
 
