@@ -145,20 +145,20 @@ def four_cores(monkeypatch):
     [(0.0, 1, 1), (9.9, 1, 1), (10.0, 1, 2), (16.0, 1, 3), (1e3, 1, 4), (1e3, 2, 2), (1e3, 3, 1), (1e3, 8, 1)],
 )  # fmt: skip
 def test_a_small_model_computes_in_one_thread(four_cores, gflop, processes, threads):
-    said = cores.spread(0, gflop, cores.hold_back(0, processes, bound=False))
+    said = cores.set_threads(0, gflop, cores.limit_threads(0, processes, bound=False))
     assert four_cores == [1, threads], "until there is a model it is one"
     assert re.search(r"takes ([\d.,]+) GFLOP", said)[1] == {1e3: "1,000", 0.0: "0"}.get(gflop, f"{gflop:g}")
 
 
 def test_who_asks_for_a_number_of_threads_gets_it(four_cores, monkeypatch):
     """By the key before the variable; a variable that the launcher has set says how many there may be."""
-    assert cores.spread(3, 0.0, cores.hold_back(3, 8, bound=False)) == "as threads says"
+    assert cores.set_threads(3, 0.0, cores.limit_threads(3, 8, bound=False)) == "as threads says"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert cores.spread(0, 0.0, cores.hold_back(0, 8, bound=False)) == "as OMP_NUM_THREADS says"
+    assert cores.set_threads(0, 0.0, cores.limit_threads(0, 8, bound=False)) == "as OMP_NUM_THREADS says"
     assert four_cores == [3, 4]
     four_cores.clear()
     monkeypatch.setenv(cores.BY_RULE, "by_rule")
-    cores.spread(0, 0.0, cores.hold_back(0, 1, bound=False))
+    cores.set_threads(0, 0.0, cores.limit_threads(0, 1, bound=False))
     assert four_cores == [1, 1]
 
 
@@ -205,7 +205,7 @@ def tasks_of(monkeypatch, tmp_path):
 
 def test_threads_that_wait_for_a_core_are_noticed(tasks_of, monkeypatch):
     tasks_of((100, 100), (0, 0))
-    crowd = cores.Crowd()
+    crowd = cores.CpuContention()
     tasks_of((160, 120), (60, 10))
     assert crowd.share() == pytest.approx(30 / 150)
     tasks_of((170, 120), (70, 10))
@@ -218,7 +218,7 @@ def test_a_busy_machine_is_said_once(tasks_of, monkeypatch):
     monkeypatch.setattr(cores.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(cores.os, "getloadavg", lambda: (9.0, 9.0, 9.0))
     tasks_of((0, 0))
-    crowd, said = cores.Crowd(), []
+    crowd, said = cores.CpuContention(), []
     for second, waited in ((5, 400), (10, 401), (15, 700), (20, 800), (40, 2000)):
         now[0] = float(second)
         tasks_of((second * 100, waited))
@@ -235,14 +235,14 @@ def test_what_a_busy_machine_is(monkeypatch, share, load, busy):
     """The process's own clocks count; the load only where the system tells nothing of them."""
     monkeypatch.setattr(cores, "available", lambda: 4)
     monkeypatch.setattr(cores.os, "getloadavg", lambda: (load, load, load))
-    assert bool(cores.crowded(share)) is busy
+    assert bool(cores.contention_warning(share)) is busy
 
 
 TELLS = """
 import sys
 import train
 from engine.speed import cores
-cores.LOOK_EVERY_S, cores.Crowd.share = 0.0, lambda self: 0.5
+cores.LOOK_EVERY_S, cores.CpuContention.share = 0.0, lambda self: 0.5
 sys.exit(train.main(sys.argv[1:]))
 """
 

@@ -34,7 +34,7 @@ import torch
 
 from engine import config
 from engine.errors import LockstepError, amount
-from engine.speed.cores import available, crowded
+from engine.speed.cores import available, contention_warning
 from tools import scaling
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
@@ -199,7 +199,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     print(f"{asked.cfg.task}, {floats}, {_machine(about)}, {each} a process\n")
     for kind, text in tables.items():
         print(f"{kind.capitalize()} scaling: {MEANING[kind]}\n\n{text}\n")
-    if busy := crowded(max(row["waited_share"] for case in found for row in case.found)):
+    if busy := contention_warning(max(row["waited_share"] for case in found for row in case.found)):
         print(f"warning: {busy}\n")
     if prediction:
         print(_sentence(prediction))

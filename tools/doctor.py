@@ -49,7 +49,7 @@ try:
     from engine.files import status
     from engine.report import describe
     from engine.run import Run
-    from engine.speed.cores import Crowd, available, bound_to, crowded, threads_at_most
+    from engine.speed.cores import CpuContention, available, bound_to, contention_warning, threads_at_most
     from engine.survive import agent, blame
     from engine.survive.signals import StopRequest
     from tools import machine, nvidia
@@ -192,7 +192,7 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
         add("disk", attempt(disk, ready))
-    crowd = Crowd()
+    crowd = CpuContention()
     everyone = world.gather(measure(ready, workers)) if ready else []
     report.run(busy, crowd.share())
     add("loader", loader(ready, workers, everyone, cores) if ready else [])
@@ -267,7 +267,7 @@ QUIET = "the cores are free: nobody else takes them"
 
 def busy(share: float) -> list[Line]:
     """Warn if other programs computed on the cores meanwhile."""
-    words = crowded(share)
+    words = contention_warning(share)
     return [warning(words, "wait until they are done; one thread per process suffers least") if words else ok(QUIET)]
 
 

@@ -44,7 +44,7 @@ from engine.files.atomic import write_json
 from engine.phases import phase
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Due, Run
-from engine.speed.cores import Crowd, threads_at_most
+from engine.speed.cores import CpuContention, threads_at_most
 from engine.survive import agent, restart
 from engine.survive import door as survive
 from engine.survive.signals import StopRequest
@@ -103,7 +103,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
     timed(run, steps, min(WARM_UP, FEWEST) if not seconds else WARM_UP)
     pace, _ = timed(run, steps, FEWEST)
     count = world.broadcast(max(FEWEST, min(MOST, math.ceil(seconds / BLOCKS / pace))))
-    crowd = Crowd()
+    crowd = CpuContention()
     blocks = [timed(run, steps, count) for _ in range(BLOCKS if seconds else 1)]
     busy = max(world.gather(crowd.share()))
     step_s, samples_per_s = (statistics.median(values) for values in zip(*blocks, strict=True))

@@ -36,7 +36,7 @@ import yaml
 
 from engine import config, precision
 from engine.errors import LockstepError, amount
-from engine.speed.cores import available, crowded
+from engine.speed.cores import available, contention_warning
 from tools.probe import OutOfMemory, probe
 from tools.running import guarded
 
@@ -236,7 +236,7 @@ def _main(options: argparse.Namespace, words: list[str], asked: config.Args) -> 
     text = about + cut_short + yaml.safe_dump(delta, sort_keys=False)
     if options.json:
         print(json.dumps({"settings": best["settings"], "largest": largest, "best": best, "tried": tuning.rows}))
-    if busy := crowded(max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])):
+    if busy := contention_warning(max(row["waited_share"] for row in tuning.rows if not row["out_of_memory"])):
         tuning.say(f"\nwarning: {busy}, and which setting is faster may be chance")
     tuning.say(f"\n{text}")
     if options.out:

@@ -53,7 +53,7 @@ class Log(Silent):
         self.memory_mb, self.memory_read_at = 0.0, -math.inf
         self.bars = _has_room_for_bars()
         show_bars(self.bars)
-        self.crowd = cores.Crowd()
+        self.crowd = cores.CpuContention()
         self.bar: Any = None
         self.epochs: Any = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
         self.earlier_s, taken_back = _take_back(folder / "metrics.jsonl", start, run.progress.evaluation_due)

@@ -61,12 +61,13 @@ def agree(cfg: Any, world: World, plan: Plan) -> Plan:
     threads = 0
     if world.device.type == "cpu":
         local_size = max(1, launch.environment().local_size)
-        threads = min(world.gather(cores.hold_back(_threads(cfg), local_size, bool(cores.bound_to()))))
+        threads = min(world.gather(cores.limit_threads(_threads(cfg), local_size, bool(cores.bound_to()))))
     return replace(plan, compile=mode, threads=threads)
 
 
 def _threads(cfg: Any) -> int:
-    """Return the threads asked for; cores / processes would be other bits on another number of them."""
+    """Return the threads asked for. With virtual workers one: a number that depends on the processes would change the
+    bits."""
     return cfg.threads or min(1, cfg.virtual_workers)
 
 
@@ -98,8 +99,8 @@ def set_memory_format(
 
 @torch.no_grad()
 def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
-    """Return whether the model asks for a `view` of features that only the usual order allows: tried with two samples.
-    Other errors are not for here."""
+    """Return whether the model takes a `view` of features that only the usual order allows: tried with two samples.
+    Other errors surface later."""
     batch = loader.example(2)
     try:
         with amp.autocast():
@@ -184,7 +185,7 @@ def finish(run: Run) -> Plan:
     }
     words = [words for words, so in chosen.items() if so]
     if on_cpu:
-        why = cores.spread(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
+        why = cores.set_threads(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
         why = why if cfg.threads or not plan.workers else "the same on any number of processes"
         words.insert(0, f"{amount(torch.get_num_threads(), 'thread')} per process ({why})")
     return replace(plan, speed=tuple(words))

@@ -1,4 +1,4 @@
-"""Cores: how many a process may use, and does; whether others use them; which are near its GPU (NUMA nodes)."""
+"""CPU threads: their limit, contention with other processes, binding to NUMA nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TASKS = Path("/proc/self/task")
 
 BY_RULE = "LOCKSTEP_THREADS"
-"""Environment variable: set where OMP_NUM_THREADS is this process's limit, and not a user's choice."""
+"""Environment variable: OMP_NUM_THREADS is a limit that Lockstep has set, and not a user's choice."""
 
 GFLOP_PER_THREAD = 5.0
 """GFLOP of a forward pass per thread. Threads spin for each other after every operation: if one loses its core to
@@ -27,8 +27,8 @@ times as long, for a gain of some tenths on a quiet one (`benchmarks/threads.py`
 
 LOOK_EVERY_S = 10.0
 
-CROWDED = 0.2
-"""Share of the time in which they could compute that threads wait for a core, above which a warning is logged."""
+CONTENDED = 0.2
+"""Share of their runnable time that threads may wait for a core before a warning is logged."""
 
 
 def available() -> int:
@@ -59,23 +59,21 @@ def bound_to() -> str:
     return _bound[0]
 
 
-def hold_back(asked: int, processes: int, bound: bool) -> int:
-    """Compute in one thread until there is a model to judge by; returns how many there may be then. A number that
-    somebody has asked for, by `asked` or OMP_NUM_THREADS, holds throughout.
+def limit_threads(asked: int, processes: int, bound: bool) -> int:
+    """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A number that a user
+    has set, by `asked` or OMP_NUM_THREADS, holds throughout.
 
     processes  on this machine
     bound      `bind` has given this process its share of the cores
     """
-    number, _ = _asked_for(asked)
-    most = available() if bound else max(1, available() // processes)
-    allowed = number or min(_given(), most)
+    number, _ = _set_by_user(asked)
     torch.set_num_threads(number or 1)
-    return allowed
+    return number or min(_given(), available() if bound else max(1, available() // processes))
 
 
-def spread(asked: int, gflop: float, allowed: int) -> str:
-    """Compute in a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; returns the reason."""
-    number, by = _asked_for(asked)
+def set_threads(asked: int, gflop: float, allowed: int) -> str:
+    """Use a thread for every GFLOP_PER_THREAD of a forward pass, up to `allowed`; return the reason."""
+    number, by = _set_by_user(asked)
     if number:
         return f"as {by} says"
     torch.set_num_threads(max(1, min(allowed, int(gflop / GFLOP_PER_THREAD))))
@@ -83,8 +81,8 @@ def spread(asked: int, gflop: float, allowed: int) -> str:
     return f"of {allowed}; a forward pass takes {shown} GFLOP, and {GFLOP_PER_THREAD:g} are worth a thread"
 
 
-def _asked_for(asked: int) -> tuple[int, str]:
-    """Return (the number of threads that somebody wants, the setting that says so), or nothing."""
+def _set_by_user(asked: int) -> tuple[int, str]:
+    """Return (the number of threads that a user has set, the setting), or (0, "")."""
     if asked:
         return asked, "threads"
     if "OMP_NUM_THREADS" in os.environ and BY_RULE not in os.environ:
@@ -92,8 +90,8 @@ def _asked_for(asked: int) -> tuple[int, str]:
     return 0, ""
 
 
-class Crowd:
-    """Measure how much of the time other processes take the cores that this one's threads could use."""
+class CpuContention:
+    """Measures how long this process's threads wait for cores that other processes use."""
 
     def __init__(self) -> None:
         self.before, self.began, self.told = self._now(), time.monotonic(), False
@@ -102,7 +100,7 @@ class Crowd:
         """Return a warning for a log point: once, and from at least LOOK_EVERY_S."""
         if self.told or time.monotonic() - self.began < LOOK_EVERY_S:
             return ""
-        self.began, words = time.monotonic(), crowded(self.share())
+        self.began, words = time.monotonic(), contention_warning(self.share())
         self.told = bool(words)
         return words
 
@@ -125,23 +123,22 @@ class Crowd:
         return ran, waited
 
 
-def crowded(share: float) -> str:
-    """Return a text if other processes take the cores, by a `Crowd.share()` or, where that is NaN, by the load; empty
-    if they don't."""
+def contention_warning(share: float) -> str:
+    """Return a warning if other processes take the cores, by `CpuContention.share()` or, where that is NaN, by the
+    load; else an empty text."""
     load, count = os.getloadavg()[0], available()
-    if not (share > CROWDED if share == share else load > 1.5 * count):
+    if not (share > CONTENDED if share == share else load > 1.5 * count):
         return ""
     waited = f"threads wait {100 * share:.0f} % of their time for a core, " if share == share else ""
     return f"the machine is busy with other processes ({waited}load {load:.1f}, {amount(count, 'core')})"
 
 
 def bind(device: torch.device, local_rank: int, local_size: int) -> str:
-    """Keep this process, and what it starts from now on, on one NUMA node; returns a text that names it.
+    """Keep this process and its children on one NUMA node; return a text that names it.
 
     That is the node of its GPU, if the processes' GPUs are spread over all nodes; CPU processes are split among the
     nodes, if that divides evenly: in no other case would all cores have work. With one node, or where the process may
-    not use all cores, nothing is done and nothing returned: somebody has chosen already (taskset, Slurm, torchrun
-    --numa-binding).
+    not use all cores (taskset, Slurm, torchrun --numa-binding), nothing is done and nothing returned.
 
     local_size  processes on this machine, 0 if that is not known
     """
