@@ -184,15 +184,14 @@ def evaluate(run: Run, save_due: bool = False) -> None:
     The bare module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums meet.
     """
     state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
-    record = run.record
     with survive.keep(run, state):
-        scored = evaluate_split(run, record.log.progress(run, run.val_loader, "Validation"))
+        scored = evaluate_split(run, run.record.log.progress(run, run.val_loader, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
             return
-        record.metrics, sums = scored
-        record.log.evaluation(run, record.metrics, sums)
-    better = run.progress.note_score(record.metrics[run.task.monitor], run.task.higher_is_better)
+        run.record.metrics, sums = scored
+        run.record.log.evaluation(run, run.record.metrics, sums)
+    better = run.progress.note_score(run.record.metrics[run.task.monitor], run.task.higher_is_better)
     state["progress"] = run.progress.as_dict()  # everything else is unchanged by an evaluation
     if better or save_due or run.finished:
         save(run, state, best=better)
@@ -225,8 +224,7 @@ def main(argv: list[str], strict: bool = False) -> int:
                     train(run)
         stopped = run.stopped
     del run  # DDP's hooks must die before their group does
-    launch.drain()  # (all ranks) wait for the others
-    dist.destroy_process_group()  # after success only: after a failure it can hang
+    launch.leave()  # (all ranks) wait for the others and destroy the group; after success only: it can hang else
     return survive.exit_code(stopped)
 
 

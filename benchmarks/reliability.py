@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bars
 import torch
-import torch.distributed as dist
 from bars import Bar
 
 import tasks
@@ -330,8 +329,7 @@ def main() -> int:
     found = {"watch": watch, "save": save, "zero": zero}[args.command](world, rounds, steps)
     if world.main and found:
         print("\n" + "\n".join(bars.table(found)))
-    launch.drain()
-    dist.destroy_process_group()
+    launch.leave()
     return bars.exit_code(found) if args.check and world.main else 0
 
 

@@ -88,8 +88,7 @@ def measure(rounds: int, seconds: float, words: list[str]) -> None:
     if world.main:
         print(MARK + json.dumps({"chosen": chosen, "found": found}), flush=True)
     del steps
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
 
 
 # ---- from outside ----------------------------------------------------------------------------------------------------

@@ -68,8 +68,7 @@ def main() -> int:
             ms = " | ".join(f"{1e3 * statistics.median(each):.2f}" for each in times)
             print(f"| {name} | {ms} | {middle:.3f} | {low:.3f} .. {high:.3f} |", flush=True)
         del ways
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
     return 0
 
 

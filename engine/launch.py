@@ -265,8 +265,8 @@ def processes_sharing(memory: torch.device) -> int:
     return -(-local_size // max(torch.cuda.device_count(), int(cards) if cards.isdigit() else 0))
 
 
-def drain() -> None:
-    """(all ranks) Before the group is destroyed: wait for all, and let nothing of DDP survive it."""
+def leave() -> None:
+    """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive it."""
     # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
     gc.unfreeze()  # what `guarded` and `gc_every` have frozen
     gc.collect()
@@ -274,6 +274,7 @@ def drain() -> None:
         with phase.during("barrier", waits=True):
             dist.barrier()
     meeting.notes, meeting.lasting, meeting.wrapped = None, None, False
+    dist.destroy_process_group()
 
 
 def first_start() -> float:

@@ -346,8 +346,7 @@ def start():
             return run
 
         yield begin
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
 
 
 def own(tmp_path, body):

@@ -167,8 +167,7 @@ for passes in run.steps():
 # One write: torchrun's workers are unbuffered, and the pieces of two prints would mix.
 print(f"CALLS {world.rank} {per_step}\\n", end="", flush=True)
 del run
-launch.drain()
-dist.destroy_process_group()
+launch.leave()
 """
 
 

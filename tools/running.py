@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 import tasks
 import train
 from engine import config, launch
@@ -46,8 +44,7 @@ def in_world(cfg: Any, work: Callable[[World, StopRequest], T]) -> T:
     stop = StopRequest()  # max_time_s is for a training
     with survive.watch(world, stop, cfg):
         result = work(world, stop)
-    launch.drain()
-    dist.destroy_process_group()
+    launch.leave()
     return result
 
 

@@ -59,5 +59,4 @@ for argv in runs:
     with open_log(training):
         train.train(training)
     del training
-launch.drain()
-dist.destroy_process_group()
+launch.leave()

@@ -105,8 +105,7 @@ def main():
         results[size] = {"metrics": metrics, "sums": dict(sums), "collected": dict(sums.collected), "x": data.x}
     if world.main:
         torch.save(results, out)
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def main() -> None:
         checksums = world.gather(digests.checksum(run.model))
         assert len(set(checksums)) == 1, "the ranks' weights differ"
     del run  # and DDP with it, before its process group
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
 
 
 if __name__ == "__main__":

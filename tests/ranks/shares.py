@@ -52,8 +52,7 @@ def main() -> None:
         del run, optimizer
     if world.main:
         Path(sys.argv[1]).write_text(json.dumps(held))
-    launch.drain()
-    torch.distributed.destroy_process_group()
+    launch.leave()
 
 
 if __name__ == "__main__":

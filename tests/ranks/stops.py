@@ -9,8 +9,6 @@ that is a signal is a real one, to this process.
 import json
 import sys
 
-import torch.distributed as dist
-
 import tasks
 import train
 from engine import config, launch
@@ -33,5 +31,4 @@ for name, faults in [("straight", []), *((str(n), faults) for n, faults in enume
     if world.main:
         print(f"STARTS {name} {starts}")
     del run
-launch.drain()
-dist.destroy_process_group()
+launch.leave()
