@@ -347,7 +347,7 @@ def test_an_error_of_nccl_keeps_its_reason():
             explained(Environment(1, 1, 2, launched=True)),
         ):
             raise error
-        assert "version 2.27.5: socketPollConnect: " in str(blame.explain(error, None))
+        assert "version 2.27.5: socketPollConnect: " in str(blame.translate(error, None))
     assert headline(RuntimeError("\none\ntwo")) == "one" and headline(RuntimeError("Last error:")) == "Last error:"
 
 

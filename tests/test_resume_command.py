@@ -118,5 +118,5 @@ def test_a_second_training_in_a_process_has_a_folder_for_its_loaders(monkeypatch
     for _ in range(2):
         scratch.own_scratch()
         assert os.path.isdir(multiprocessing.util.get_temp_dir())
-        signals.leave_nothing()
+        signals.cleanup()
     assert os.path.isdir(multiprocessing.util.get_temp_dir())

@@ -5,9 +5,10 @@ import torch.distributed as dist
 
 from engine.comm import network, sealed
 from engine.comm.sealed import Sealed
+from engine.comm.world import World
 from engine.files import status
-from engine.survive import agent, watchdog
-from engine.survive.watchdog import Failure
+from engine.survive import agent
+from engine.survive.notes import Failure, Notes
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +65,12 @@ def test_a_note_may_change_little(note, told, monkeypatch):
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])
 def test_a_note_without_form_ends_no_watch(found):
-    store = dist.HashStore()
+    store = Sealed(dist.HashStore(), b"key")
     for key in ("failure", "stop", "beat0", "dump"):
         store.set(key, found)
-    notes = watchdog._Notes(watchdog.World(0, 0, 1, None), 5.0, store)
-    assert notes.root_cause() is None and notes.beats() == {} and notes.get_first("stop") is None
-    notes.asking.shutdown()
+    notes = Notes(World(0, 0, 1, None), 5.0, store)
+    assert notes.first_cause() is None and notes.beats() == {} and notes.get_first("stop") is None
+    notes.thread.shutdown()
 
 
 def test_who_knows_the_secret(tmp_path, monkeypatch):

@@ -11,17 +11,21 @@ import torch.distributed as dist
 
 from engine import metrics
 from engine.comm import network
+from engine.comm.sealed import Sealed
+from engine.comm.shm_backend import machine
 from engine.comm.world import World
 from engine.metrics import Meter
 from engine.phases import Phases
 from engine.survive import watchdog
+from engine.survive.notes import Beat, Failure
 from engine.survive.signals import StopRequest
-from engine.survive.watchdog import Failure, Watchdog, diagnose
+from engine.survive.watchdog import Watchdog, diagnose
+
+HERE = machine()
 
 
-def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, **about):
-    where = {"pid": 7, "host": "here", "machine": watchdog.MACHINE, "step": 3}
-    return {"beats": beats, "phase": phase, "waits": waits, "for_s": for_s} | where | about
+def beat(beats=2, phase="gradient sync", waits=True, for_s=1.0, pid=7, machine=HERE):
+    return Beat(beats, pid, "here", machine, step=3, phase=phase, waits=waits, for_s=for_s)
 
 
 BUSY, LONGER = beat(phase="forward", waits=False, for_s=3), beat(phase="data loading", waits=False, for_s=40)
@@ -41,17 +45,18 @@ def test_who_is_to_blame():
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would leave with."""
-    store, passed, ended = dist.HashStore(), [0.0], []
-    monkeypatch.setattr(watchdog, "_known", [])
-    monkeypatch.setattr(Watchdog, "_end", lambda self, cause, claimed=False: ended.append(cause))
+    """Two watches that share a store; `passed` is what the clock is ahead, `ended` the causes they would exit with."""
+    store, passed, ended = Sealed(dist.HashStore(), b""), [0.0], []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(watchdog, "exit_process", lambda world, cause: ended.append(cause))
+    monkeypatch.setattr(watchdog.status.current, "ended", SimpleNamespace(acquire=lambda blocking: not ended))
     worlds = [World(rank, rank, 2, torch.device("cpu")) for rank in (0, 1)]
     mine, other = (Watchdog(world, StopRequest(), timeout_s=10.0, phase=Phases(), store=store) for world in worlds)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=lambda seconds: None)
     monkeypatch.setattr(watchdog, "time", clock)
     yield SimpleNamespace(mine=mine, other=other, passed=passed, ended=ended, clock=clock)
     for each in (mine, other):
-        each.notes.asking.shutdown()
+        each.notes.thread.shutdown()
 
 
 @pytest.fixture
@@ -92,109 +97,94 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
     assert not [*tmp_path.iterdir()] and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in os.environ
 
 
+FIRST = Failure(1, "the first", 1)
+DIED, ORPHANED = "rank 1 died without an error message", "torchrun is gone, and this run could not stop by itself"
+ENDS = {
+    # what has happened: (what makes it so, seconds that it may last, rank to blame, exit code, text, whether printed)
+    "a process is dead": (lambda mine, other, dead: other.put("beat1", vars(beat(pid=dead))), 4, 1, 6, DIED, True),
+    "another has failed": (lambda mine, other, dead: other.claim(FIRST), 4, 1, 1, "the first", False),
+    "the store is gone": (lambda mine, *_: vars(mine.notes).update(gone=True), 4, 0, 6, watchdog.STORE_GONE, True),
+    "torchrun is gone": (lambda mine, *_: vars(mine).update(parent=mine.parent + 1), 20, 0, 6, ORPHANED, True),
+}
+
+
+@pytest.mark.parametrize("first_of_its_machine", [True, False])
+@pytest.mark.parametrize("what", ENDS)
+def test_what_ends_a_rank_and_after_how_long(ranks, zombie, capfd, monkeypatch, what, first_of_its_machine):
+    """Until then it may stop in good order, or its main thread fail. Each machine prints a store's end once."""
+    happen, grace_s, rank, code, text, printed = ENDS[what]
+    monkeypatch.setenv("LOCAL_RANK", "0" if first_of_its_machine else "1")
+    happen(ranks.mine, ranks.other.notes, zombie)
+    for share in (0, 0.9):
+        ranks.passed[0] += share * grace_s
+        ranks.mine.look()
+        assert not ranks.ended
+    assert ranks.mine.stop.reason == ("torchrun is gone" if what == "torchrun is gone" else "")
+    ranks.passed[0] += grace_s
+    ranks.mine.look(), ranks.mine.look()
+    (cause,) = ranks.ended
+    assert (cause.rank, cause.exit_code, cause.text[: len(text)]) == (rank, code, text), "once: the lock is taken"
+    printed = printed and (first_of_its_machine or what != "the store is gone")
+    assert capfd.readouterr().err.count(f"error: {text}") == printed
+
+
 def test_a_dead_rank_is_told_from_one_that_is_about_to_speak(ranks, zombie):
-    """Its process must be gone for as long as the grace lasts, and one that is there ends the suspicion."""
-    mine, passed = ranks.mine, ranks.passed
+    """Its process must be gone for as long as the grace lasts without a break; one that is there ends the suspicion."""
     for pid in (zombie, os.getpid(), zombie):
-        ranks.other.notes.put("beat1", beat(pid=pid))
-        for share in (0, 0.9):
-            passed[0] += share * mine.grace_s
-            mine._check_peers()
-            assert not ranks.ended
-    passed[0] += mine.grace_s
-    mine._check_peers()
-    assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith("rank 1 is gone without a word")
-
-
-def test_the_first_cause_is_the_one_and_the_others_get_time_to_meet_it(ranks):
-    assert ranks.other.notes.claim_root_cause(Failure(1, "the first", 1)) and not ranks.mine.notes.claim_root_cause(
-        Failure(0, "another", 6)
-    )
-    ranks.mine._check_failure()
-    ranks.passed[0] += 0.9 * ranks.mine.grace_s
-    ranks.mine._check_failure()
+        ranks.other.notes.put("beat1", vars(beat(pid=pid)))
+        for ahead_s in (0, 3.6):
+            ranks.passed[0] += ahead_s
+            ranks.mine.look()
     assert not ranks.ended
-    ranks.passed[0] += ranks.mine.grace_s
-    ranks.mine._check_failure()
-    assert ranks.ended == [Failure(1, "the first", 1)]
 
 
-def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks):
+def test_the_first_cause_is_the_one(ranks):
+    """And whoever has read it knows it if the store is gone, too."""
+    mine, other = ranks.mine.notes, ranks.other.notes
+    assert other.claim(FIRST) == (FIRST, True) and mine.claim(Failure(0, "another", 6)) == (FIRST, False)
+    mine.gone = True
+    assert mine.first_cause() == FIRST and mine.claim(Failure(0, "another", 6)) == (FIRST, False)
+
+
+def test_a_rank_of_another_machine_is_gone_when_its_heart_has_stopped(ranks, zombie):
+    """Its process is not looked for: its number is that of another's here, or nobody's."""
     notes = ranks.mine.notes
     for rank in (0, 1):
-        notes.put(f"beat{rank}", beat(1, machine="another"))
+        notes.put(f"beat{rank}", vars(beat(1, machine="another", pid=zombie)))
     before = notes.beats()
-    notes.put("beat0", beat(2, machine="another"))
-    assert watchdog._lost_peer(notes, before).rank == 1
-    notes.put("beat1", beat(2, machine="another"))
-    assert watchdog._lost_peer(notes, before) is None
-
-
-def test_a_process_of_another_machine_is_not_looked_for_on_this_one(ranks, zombie):
-    """Its number is another process's here, or nobody's."""
-    ranks.other.notes.put("beat1", beat(pid=zombie, machine="another"))
-    for _ in range(3):
-        ranks.mine._check_peers()
-        ranks.passed[0] += ranks.mine.grace_s
-    assert not ranks.ended and watchdog._dead_peer(ranks.mine.notes, ranks.mine.world) is None
+    notes.put("beat0", vars(beat(2, machine="another")))
+    assert watchdog.lost_peer(notes, before).rank == 1 and watchdog.dead_peer(notes) is None
+    notes.put("beat1", vars(beat(2, machine="another")))
+    assert watchdog.lost_peer(notes, before) is None
+    notes.gone = True
+    assert watchdog.lost_peer(notes, before).text == watchdog.STORE_GONE
 
 
 def test_a_stop_is_heard_of_by_all(ranks):
-    ranks.mine._share_stop()
+    ranks.mine.look()
     assert not ranks.mine.stop.reason
     ranks.other.stop.request("SIGTERM")
-    ranks.other._share_stop()
-    ranks.mine._share_stop()
-    assert ranks.mine.stop.reason == "SIGTERM on rank 1"
-
-
-def test_a_store_that_is_gone_is_waited_for_as_long_as_the_grace_lasts(ranks, capfd):
-    """It may be the torchrun that ends first, and its ranks with it."""
-    mine = ranks.mine
-    mine.notes.store = None
-    for share in (0, 0.9):
-        ranks.passed[0] += share * mine.grace_s
-        mine._check_store()
-        assert not ranks.ended
-    ranks.passed[0] += mine.grace_s
-    mine._check_store()
-    assert ranks.ended == [Failure(0, watchdog.STORE_GONE, 6)] and watchdog.STORE_GONE in capfd.readouterr().err
-
-
-def test_a_rank_without_its_torchrun_stops_and_then_ends(ranks, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    mine = Watchdog(ranks.mine.world, StopRequest(), 10.0)
-    mine._check_parent()
-    assert not mine.stop.reason
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    mine._check_parent()
-    ranks.passed[0] += 0.9 * mine.orphan_s
-    mine._check_parent()
-    assert mine.stop.reason == "torchrun is gone" and not ranks.ended
-    ranks.passed[0] += mine.orphan_s
-    mine._check_parent()
-    assert [cause.exit_code for cause in ranks.ended] == [6]
-    mine.notes.asking.shutdown()
+    ranks.other.look(), ranks.mine.look()
+    assert (ranks.mine.stop.reason, ranks.other.stop.reason) == ("SIGTERM on rank 1", "SIGTERM")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_wait_that_gets_long_is_warned_of_and_then_ended(ranks, monkeypatch, capfd, frozen):
     """The one that all wait for is blamed; if it is frozen, it is killed."""
     mine, other, killed = ranks.mine, ranks.other, []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.extend([number] * (number > 0)))
     mine.phase("gradient sync", waits=True)
     other.phase("forward")
-    mine._beat()
-    other._beat()
+    mine._beat(), other._beat()
     ranks.clock.sleep = (lambda seconds: None) if frozen else (lambda seconds: other._beat())
     said = "rank 1 gives no sign of life" if frozen else "rank 1 has been in forward for"
     for share, warned in ((0.4, False), (0.2, True), (0.05, True)):
         ranks.passed[0] += share * mine.timeout_s
-        mine._check_time()
-        assert (mine.said > 0) is warned and not ranks.ended
+        mine.look()
+        assert (mine.warned > 0) is warned and not ranks.ended
     assert capfd.readouterr().err.count(f"warning: {said}") == 1
     ranks.passed[0] += 0.35 * mine.timeout_s
-    mine._check_time()
+    mine.look()
     assert ranks.ended[0].rank == 1 and ranks.ended[0].text.startswith(said) and ranks.ended[0].exit_code == 6
     assert killed == [signal.SIGKILL] * frozen and f"error: {said}" in capfd.readouterr().err
 
@@ -209,7 +199,7 @@ def test_a_host_that_is_stuck_because_its_device_is_waits_for_the_others(ranks, 
     ranks.clock.sleep = lambda seconds: other._beat()
     ranks.passed[0] += 0.95 * mine.timeout_s
     other.phase.posted = SimpleNamespace(query=lambda: True)
-    mine._check_time(), other._check_time()
+    mine.look(), other.look()
     (cause,) = ranks.ended
     assert cause.rank == 1 and cause.exit_code == 6, "the one whose device is through, and whose host goes on for ever"
     assert cause.text.startswith("rank 1 has been in forward for ") and "; waiting: rank 0 in waiting" in cause.text

@@ -276,7 +276,6 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
 
     import engine.survive.restart
     import engine.survive.signals
-    import engine.survive.watchdog
 
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -305,7 +304,6 @@ def _prepare(words: list[str], env: dict[str, str], cwd: str, output: tuple[int,
     random.seed(), numpy.random.seed(), torch.default_generator.seed()  # torch.seed formats a stack
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     engine.survive.signals._parent, engine.launch._BEGAN = os.getppid(), time.monotonic()
-    engine.survive.watchdog.MACHINE = engine.survive.watchdog.machine()
     subprocess.Popen, os.execv = WarmPopen, warm_exec
 
 

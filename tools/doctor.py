@@ -234,7 +234,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
         if world.size > 1 and not getattr(error, "everywhere", False):
             raise  # the other ranks wait for this one, so all must end
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
-        return [failure(str(blame.explain(error, world))), left_out], None
+        return [failure(str(blame.translate(error, world))), left_out], None
     warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     scored = len(ready.val_loader.dataset) if ready.val_loader else 0
     read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
@@ -365,7 +365,7 @@ def measure(ready: Run, workers: int) -> Speed | str:
         try:
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device)
         except Exception as error:
-            problem = str(blame.explain(error, run.world))
+            problem = str(blame.translate(error, run.world))
     if problem:
         return problem
     return Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])

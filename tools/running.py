@@ -29,7 +29,7 @@ def guarded(argv: list[str], work: Callable[[config.Args], int], translate: Call
     def main(words: list[str]) -> int:
         code = work(command.read(translate(words), tasks))
         sys.stdout.flush()
-        for why in terminal.lost:  # a training continues without a stdout, but its output is what a tool is for
+        for why in terminal.lost_streams:  # a training continues without a stdout, but its output is what a tool is for
             if why.startswith("stdout cannot be written"):
                 raise LockstepError(why, "the output of a tool", "start it again", exit_code=1)
         return code

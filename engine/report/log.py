@@ -150,9 +150,9 @@ class Log(Silent):
 
     def _check_terminal(self, run: Run) -> None:
         """Log why there is no output if the terminal is gone; that doesn't end the training."""
-        if terminal.lost and not self.blind:
+        if terminal.lost_streams and not self.blind:
             self.blind = True
-            warning = f"{terminal.lost[0]}: training continues"
+            warning = f"{terminal.lost_streams[0]}: training continues"
             self._record("warning", run, {"warning": warning})
             status.current.update(warning=warning)
             print(f"warning: {warning}, its log is {self.folder / 'metrics.jsonl'}", file=sys.stderr)

@@ -153,6 +153,6 @@ def _not_started(error: BaseException, args: object) -> int:
 if __name__ == "__main__":
     from engine.survive import terminal
 
-    terminal.outlive()
+    terminal.make_safe()
     del sys.path[0]  # the scripts' own modules must not be importable by everything
     sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,7 @@ from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
 from engine.survive import restart, terminal, watchdog
-from engine.survive.signals import leave_nothing
+from engine.survive.signals import cleanup
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -39,36 +39,30 @@ def end(error: BaseException, debug: bool) -> int:
         # torchrun sends it as soon as one rank is dead; before the first step it would end this one before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
-    mine = explain(error, world)
+    mine = translate(error, world)
     secondary = lost_connection(error) and not restart.ran_out(error)
     if debug and not secondary:
-        terminal.shout(details)
-    details = "" if isinstance(error, LockstepError) else details
-    again = mine.again
+        terminal.write_stderr(details)
     if world is None:
         code = status.leave_code(mine.exit_code, mine.everywhere)
         if launch.speaks() or not mine.everywhere:
-            watchdog.say_error(str(mine))
+            watchdog.print_error(str(mine))
         return code
     if not status.current.ended.acquire(blocking=False):
         time.sleep(60)  # the watchdog is ending this process
-    if mine.everywhere or world.size == 1:
-        cause, claimed = watchdog.Failure(0, str(mine), mine.exit_code, details, again), world.main
-    else:
-        if isinstance(error, LockstepError):
-            mine = LockstepError(f"rank {world.rank}: {error}", exit_code=error.exit_code)
-        cause, claimed = watchdog.root_cause(
-            world, watchdog.Failure(world.rank, str(mine), mine.exit_code, details, again), secondary
-        )
-    if claimed:
-        watchdog.announce(world, cause)
-    if alone and not cause.again:
-        sys.unraisablehook = lambda about: None  # half-built loaders complain when they are destroyed
-        leave_nothing()  # or torch waits five seconds and more for a loader process that hangs
-        dist.destroy_process_group()
-        return status.leave_code(cause.exit_code)
-    watchdog.leave(world, cause, claimed)
-    raise AssertionError("unreachable")
+    everywhere = mine.everywhere or world.size == 1
+    own = isinstance(error, LockstepError)
+    text = f"rank {world.rank}: {mine}" if own and not everywhere else str(mine)
+    cause, claimed = watchdog.Failure(world.rank, text, mine.exit_code, "" if own else details, mine.again), world.main
+    if not everywhere:
+        cause, claimed = watchdog.find_cause(world, cause, secondary)
+    watchdog.announce(world, cause, claimed)
+    if not alone or cause.again:
+        watchdog.exit_process(world, cause)
+    sys.unraisablehook = lambda about: None  # half-built loaders complain when they are destroyed
+    cleanup()  # or torch waits five seconds and more for a loader process that hangs
+    dist.destroy_process_group()
+    return status.leave_code(cause.exit_code)
 
 
 def _joined() -> World | None:
@@ -87,64 +81,46 @@ def lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def explain(error: BaseException, world: World | None) -> LockstepError:
+def translate(error: BaseException, world: World | None) -> LockstepError:
     """Return the error as one for the user. Exit code 1 where it is an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
-    place = [_frame(error)]
+    place, folder, text, code = [_frame(error)], status.current.folder, headline(error), 1
     if world is not None:
-        place += [f"rank {world.rank}"] if world.size > 1 else []
-        place += [f"{phase.name} at step {phase.step}"]
-    where = ", ".join(words for words in place if words)
-    text = headline(error)
+        place += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
+    where = ", ".join(filter(None, place))
     if restart.ran_out(error):
         return _out_of_memory(text or "no words", where, world)
-    if text.startswith("DataLoader worker") or text.startswith("DataLoader timed out"):
-        return LockstepError(
-            f"a loader process failed: {str(error.__cause__ or text).strip(' .')}",
-            where,
+    if text.startswith(("DataLoader worker", "DataLoader timed out")):
+        what, code = f"a loader process failed: {str(error.__cause__ or text).strip(' .')}", status.DATA
+        todo = (
             "one that was killed was likely out of memory: fewer num_workers, or smaller batches; one that timed "
-            "out has hung, or needs a longer loader_timeout_s",
-            exit_code=status.DATA,
+            "out has hung, or needs a longer loader_timeout_s"
         )
-    if lost_connection(error):
-        return LockstepError(
-            f"the connection to the other ranks is lost: {text}",
-            where,
-            "see what the other processes and machines say; start the same command again to resume",
-            exit_code=status.DISTRIBUTED,
-        )
-    if "Expected to have finished reduction in the prior iteration" in str(error):
-        return LockstepError(
-            f"some parameters got no gradient: {_unused(str(error))}",
-            where,
-            "set ddp.find_unused_parameters=true, or use every parameter in every step",
-        )
-    if isinstance(error, SystemExit):
-        return LockstepError(
-            f"sys.exit({error.code}) in the middle of the training", where, "remove that call", exit_code=1
-        )
-    folder = status.current.folder
-    traceback_is = f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback"
-    return LockstepError(
-        f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        where,
-        batches.hint(error) or _advice(error) or traceback_is,
-        exit_code=1,
-    )
+    elif lost_connection(error):
+        what, code = f"the connection to the other ranks is lost: {text}", status.DISTRIBUTED
+        todo = "see what the other processes and machines say; start the same command again to resume"
+    elif "Expected to have finished reduction in the prior iteration" in str(error):
+        what, code = f"some parameters got no gradient: {_unused(str(error))}", status.USAGE
+        todo = "set ddp.find_unused_parameters=true, or use every parameter in every step"
+    elif isinstance(error, SystemExit):
+        what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
+    else:
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        todo = batches.hint(error) or _advice(error)
+        todo = todo or (f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback")
+    return LockstepError(what, where, todo, exit_code=code)
 
 
 def _advice(error: BaseException) -> str:
     """Return what the batch holds where a key is sought in vain, and which label is none of the model's outputs."""
-    inner = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    given = [[value for value in there.values() if type(value) is dict and RESERVED in value] for there in inner]
+    scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # the innermost first
+    given = [[value for value in there.values() if type(value) is dict and RESERVED in value] for there in scopes]
     if isinstance(error, KeyError) and given and given[0] and error.args and error.args[0] not in given[0][0]:
         return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != RESERVED)}"
     if found := isinstance(error, IndexError) and re.match(r"Target (-?\d+) is out of bounds", str(error)):
         with contextlib.suppress(Exception):  # torch's own names; a label may be of a part of a sample
-            logits, y = next(
-                (there["input"], there["target"]) for there in inner if {"input", "target"} <= there.keys()
-            )
+            logits, y = next((there["input"], there["target"]) for there in scopes if {"input", "target"} <= {*there})
             index = next(batch[RESERVED].index for batches_of in given for batch in batches_of)
             sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
             return f"the label of sample {sample} is none of the model's {logits.shape[1]} outputs, numbered from 0"
@@ -171,14 +147,13 @@ def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
 
 def _frame(error: BaseException) -> str:
     """Return the innermost line that is not a library's: file:line in function."""
-    frames = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(torch.__file__).parent), sys.base_prefix + os.sep, os.sep + "site-packages" + os.sep)
-    own = [f for f in frames if not any(part in f.filename for part in libraries)]
-    if not own:
-        return ""
-    path = Path(own[-1].filename)
-    shown = path.relative_to(HERE) if path.is_relative_to(HERE) else path
-    return f"{shown}:{own[-1].lineno} in {own[-1].name}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in libraries):
+            path = Path(frame.filename)
+            shown = path.relative_to(HERE) if path.is_relative_to(HERE) else path
+            return f"{shown}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def _unused(text: str) -> str:

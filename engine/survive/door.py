@@ -26,7 +26,7 @@ from engine.metrics import Outcome, Skipped
 from engine.phases import phase
 from engine.run import Run
 from engine.survive import blame, terminal
-from engine.survive.signals import StopRequest, leave_nothing
+from engine.survive.signals import StopRequest, cleanup
 from engine.survive.watchdog import Watchdog
 
 __all__ = ["check_all_reduced", "check_outcomes", "exit_code", "guarded", "keep", "sync_errors", "watch"]
@@ -38,17 +38,17 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def inner(argv: list[str], *more: Any, **how: Any) -> int:
-        terminal.outlive()
+        terminal.make_safe()
         gc.freeze()  # what imports have made stays: each full collection would walk all of torch's, 0.1 s
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
         try:
             return status.leave_code(main(argv, *more, **how))
         except Answered:
-            return int(terminal.unread())
+            return int(terminal.stdout_lost())
         except BaseException as error:
             return blame.end(error, "--debug" in argv)
         finally:
-            leave_nothing()
+            cleanup()
             signal.signal(signal.SIGINT, before)
 
     return inner

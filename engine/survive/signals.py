@@ -1,4 +1,4 @@
-"""Stop a run early, in good order: after the current step, with a checkpoint."""
+"""Graceful stop: finish the step, save, exit."""
 
 from __future__ import annotations
 
@@ -44,37 +44,30 @@ class StopRequest(Stop):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.process:  # a loader process, just forked, that has no handlers of its own yet
             return
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            # A signal to all processes of a run reaches a rank twice: directly, and a moment later through torchrun.
-            echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-            if self.interrupted and now - self.interrupted > echo:
-                quit_at_once(128 + number, "quitting at once; the last checkpoint is as it was")
-            if not self.interrupted:
-                self.interrupted = now  # before it is said: the echo may interrupt that
-                if launch.speaks():
-                    terminal.shout("\nstopping after this step; Ctrl-C again quits at once\n")
+        # A signal to all processes of a run reaches a rank twice: directly, and a moment later through torchrun.
+        echo_s = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        before, now = self.interrupted, time.monotonic()
+        if number == signal.SIGINT and not before:
+            self.interrupted = now  # before it is printed: the echo may interrupt that
+            if launch.speaks():
+                terminal.write_stderr("\nstopping after this step; Ctrl-C again quits at once\n")
+        elif number == signal.SIGINT and now - before > echo_s:
+            cleanup()
+            if launch.speaks():
+                terminal.write_stderr("quitting at once; the last checkpoint is as it was\n")
+            os._exit(128 + number)
         self.request(signal.Signals(number).name)
-
-
-def quit_at_once(exit_code: int, why: str) -> None:
-    """Leave without running more Python: from a signal handler, or a thread."""
-    leave_nothing()
-    if launch.speaks():
-        terminal.shout(f"{why}\n")
-    os._exit(exit_code)
 
 
 _parent = os.getppid()
 
 
-def leave_nothing() -> None:
-    """Clean up before this process ends: its loader processes, which would end only after seconds, a hung one never;
-    its temporary files, and those of an agent that was killed."""
+def cleanup() -> None:
+    """Remove what this process would leave behind: its loader processes, which would end only after seconds, a hung one
+    never; its temporary files, and those of an agent that was killed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():
         child.kill()
     network.remove_pipes()
-    orphaned = scratch.SCRATCH in os.environ and os.getppid() != _parent
-    scratch.remove_scratch(orphaned)
+    scratch.remove_scratch(orphaned=scratch.SCRATCH in os.environ and os.getppid() != _parent)

@@ -145,7 +145,7 @@ def test_the_loaders_own_name_in_a_sample_is_refused(where):
 def test_a_gpu_that_asserts_is_explained():
     """Its words come late and from anywhere."""
     error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
-    said = str(blame.explain(error, None))
+    said = str(blame.translate(error, None))
     assert said.startswith("RuntimeError: CUDA error: device-side assert triggered: mostly a label"), said
     assert said.endswith("device=cpu names it")
 

@@ -48,9 +48,9 @@ FAILURES = {
     # fault: (exit code, what the one error line says, further settings)
     "kill": (
         6,
-        r"rank 1 is gone without a word \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside",
+        r"rank 1 died without an error message \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside",
     ),
-    "leave": (6, r"rank 1 is gone without a word"),
+    "leave": (6, r"rank 1 died without an error message"),
     "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1"),
     "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
     "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep"),
@@ -104,7 +104,7 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     source = Source([{"x": torch.zeros(2)}] * 9)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker was killed, or has ended$") as gone:
         source.get(ask([7], False), fetched(error))
-    said = str(blame.explain(gone.value, None))
+    said = str(blame.translate(gone.value, None))
     assert (
         said.startswith("a loader process failed: DataLoader worker was killed, or has ended") and "fewer num" in said
     )
@@ -155,7 +155,9 @@ def test_rank_0_is_killed_before_the_folder_exists(launch, tmp_path):
     says it."""
     done = launch.launcher(2, *words_of("kill in data", tmp_path / "run", "fault.rank=0"))
     assert done.code in (6, 128 + signal.SIGKILL) and len(done.errors) == 1, done.err
-    assert re.match(r"error: rank 0 (is gone without a word|\(process \d+\) was killed by SIGKILL)", done.errors[0])
+    assert re.match(
+        r"error: rank 0 (died without an error message|\(process \d+\) was killed by SIGKILL)", done.errors[0]
+    )
     assert "Traceback" not in done.err and not (tmp_path / "run").exists()
 
 

@@ -39,14 +39,14 @@ def warnings(folder):
 SPEAK = """
 import sys
 from engine.survive import terminal
-terminal.outlive()
-terminal.outlive()
+terminal.make_safe()
+terminal.make_safe()
 file = open(sys.argv[1], "w")
 for n in range(3):
     print("✓ found", n)
     print("✓ on the way", n, file=sys.stderr)
-    terminal.shout("✓ at once\\n")
-file.write(repr(terminal.lost))
+    terminal.write_stderr("✓ at once\\n")
+file.write(repr(terminal.lost_streams))
 """
 
 
@@ -116,10 +116,10 @@ def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain
     script = """
 import sys
 from engine.survive import terminal
-terminal.outlive()
+terminal.make_safe()
 print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
 print("error: of", 3, file=sys.stderr)
-terminal.shout("error: the last\\n")
+terminal.write_stderr("error: the last\\n")
 """
     environment = {"NO_COLOR": plain, "TERM": "xterm"}
     shown = OnATerminal(launch, [sys.executable, "-c", script], nohup=False, **environment).read()
@@ -327,9 +327,9 @@ def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(current, "folder", tmp_path)
     monkeypatch.setattr(current, "fields", {})
-    monkeypatch.setattr(terminal, "shout", lambda text: order.append((text, *sorted(os.listdir(tmp_path)))))
+    monkeypatch.setattr(terminal, "write_stderr", lambda text: order.append((text, *sorted(os.listdir(tmp_path)))))
     monkeypatch.setenv("LOCKSTEP_SCRATCH", str(tmp_path))
-    watchdog.announce(SimpleNamespace(main=True), watchdog.Failure(1, "rank 1 is gone", 6, details="a traceback"))
+    watchdog.announce(SimpleNamespace(main=True), watchdog.Failure(1, "rank 1 is gone", 6, details="a traceback"), True)
     assert order == [("error: rank 1 is gone\n", "error.txt", "exit_code", "status.json")]
     current.update(step=7)  # a checkpoint that was on its way
     assert (status(tmp_path)["state"], status(tmp_path)["step"], status(tmp_path)["exit_code"]) == ("failed", 7, 6)

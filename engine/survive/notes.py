@@ -1,0 +1,140 @@
+"""Notes that the ranks leave for each other in the store: heartbeats, a stop, and the first failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.comm.sealed import meeting
+from engine.comm.shm_backend import machine
+from engine.comm.world import World
+from engine.files import status
+from engine.survive import terminal
+
+Form = TypeVar("Form", bound="Beat | Failure")
+
+
+@dataclass
+class Beat:
+    """A heartbeat: what the main thread of a rank is doing, and for how long."""
+
+    beats: int = 0
+    pid: int = 0
+    host: str = ""
+    machine: str = ""
+    step: int = 0
+    phase: str = ""
+    waits: bool = True
+    for_s: float = 0.0
+
+
+@dataclass
+class Failure:
+    """The first failure, as all ranks agree on it."""
+
+    rank: int = 0  # the rank that failed
+    text: str = ""
+    exit_code: int = 1
+    details: str = ""  # a traceback
+    again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
+
+    @classmethod
+    def told(cls, note: Any) -> Failure | None:
+        """Return what a note says, as far as one of another process is believed; None if it is no failure."""
+        cause, smaller = believe(cls, note), status.current.smaller
+        if cause is None:
+            return None
+        if not 1 <= cause.exit_code <= status.DISTRIBUTED:
+            cause.exit_code = 1
+        if not (smaller and status.current.shrinks and cause.again in (smaller(False)[1], smaller(True)[1])):
+            cause.again = {}  # not what this rank has computed itself
+        return cause
+
+
+def believe(form: type[Form], note: Any) -> Form | None:
+    """Return a note of another process as a `form`, its texts without what a terminal would obey; None unless it has
+    the same fields with values of the same types."""
+    if not isinstance(note, dict) or _types(note) != _types(vars(form())):
+        return None
+    limits = {"details": 100_000}
+    texts = {key: terminal.plain(text, limits.get(key, 4000)) for key, text in note.items() if isinstance(text, str)}
+    return form(**note | texts)
+
+
+def _types(fields: dict[str, Any]) -> dict[str, type]:
+    return {key: type(value) for key, value in fields.items()}
+
+
+class Notes:
+    """The store, as one that may be gone: then it answers nothing, and `gone` is true.
+
+    patience_s  time after which a store that doesn't answer counts as gone
+    """
+
+    def __init__(self, world: World, patience_s: float, store: Any = None):
+        self.world, self.patience_s, self.machine = world, patience_s, machine()
+        self.store = store or meeting.notes  # sealed
+        self.gone, self.errors = self.store is None, 0
+        self.thread = ThreadPoolExecutor(1, "notes")
+
+    def _ask(self, operation: str, *words: Any) -> Any:
+        """Return the store's answer, or None. Uses its own thread, because after a power or cable failure of the
+        store's machine the kernel waits a quarter of an hour for an answer."""
+        if self.gone:
+            return None
+        try:
+            answer = self.thread.submit(getattr(self.store, operation), *words).result(self.patience_s)
+        except Exception as error:  # its server lives in torchrun or in rank 0, and may be dead
+            self.errors += 1
+            self.gone = self.errors > 3 or isinstance(error, TimeoutError)
+            return None
+        self.errors = 0
+        return answer
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask("check", [key]))
+
+    def get(self, key: str) -> Any:
+        return _parsed(self._ask("get", key)) if self.has(key) else None
+
+    def put(self, key: str, value: Any) -> None:
+        self._ask("set", key, json.dumps(value))
+
+    def put_first(self, key: str, value: Any) -> bool:
+        """Return whether this call was the first for this key on any rank. One message to the store, so that a second
+        caller reads the value at once."""
+        mine = json.dumps([self.world.rank, value])  # with the rank, or two could take the same value for theirs
+        there = self._ask("compare_set", key, "", mine)
+        return there is not None and there.decode() == mine
+
+    def get_first(self, key: str) -> Any:
+        """Return the value that was first for this key. What this process has read once is known if the store is gone,
+        too: the sealed store remembers it."""
+        if self.has(key):
+            self._ask("get", key)
+        note = _parsed(self.store.known.get(key)) if self.store is not None else None
+        return note[1] if isinstance(note, list) and len(note) == 2 else None
+
+    def beats(self) -> dict[int, Beat]:
+        """Return the heartbeats of those ranks that have sent one."""
+        found = {rank: believe(Beat, self.get(f"beat{rank}")) for rank in range(self.world.size)}
+        return {rank: beat for rank, beat in found.items() if beat}
+
+    def first_cause(self) -> Failure | None:
+        return Failure.told(self.get_first("failure"))
+
+    def claim(self, cause: Failure) -> tuple[Failure, bool]:
+        """Return (the first cause, whether it is this one); without a store every rank reports its own."""
+        if first := self.first_cause():
+            return first, False
+        if self.put_first("failure", vars(cause)) or self.gone:
+            return cause, True
+        return self.first_cause() or cause, False
+
+
+def _parsed(text: bytes | None) -> Any:
+    with contextlib.suppress(ValueError):  # not JSON
+        return None if text is None else json.loads(text)
