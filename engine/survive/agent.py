@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     try:
         known = sealed.secret(one_machine) or (secrets.token_hex(32).encode() if one_machine else b"")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _error(str(error), 2)
     if known:
         os.environ[sealed.SECRET] = known.decode()
         sealed.guard_torchs_rendezvous(known)
@@ -57,8 +56,7 @@ def main(argv: list[str]) -> int:
     listen_less(one_machine)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
-            handled = args.signals_to_handle.split(",")
-            args.signals_to_handle = ",".join(name for name in handled if name != "SIGHUP")
+            args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
         else:  # an older one has no such option: then its processes handle it, too
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if args.rdzv_backend == "static" and not args.standalone:
@@ -66,11 +64,7 @@ def main(argv: list[str]) -> int:
     try:
         place = temporary_folder()
     except OSError:
-        print(
-            "error: no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)",
-            file=sys.stderr,
-        )
-        return 2
+        return _error("no folder for temporary files can be written (TMPDIR): mount one (docker run --tmpfs /tmp)", 2)
     with tempfile.TemporaryDirectory(prefix="lockstep_", dir=place, ignore_cleanup_errors=True) as scratch:
         os.environ[SCRATCH], path = scratch, os.path.join(scratch, EXIT_CODE)
         args.log_dir = args.log_dir or scratch  # torchrun's own would stay
@@ -78,15 +72,15 @@ def main(argv: list[str]) -> int:
             if args.rdzv_backend == "c10d" and not args.standalone:
                 _arrange_c10d(args)
             torchrun.run(args)
-            return _said(path) or 0
+            return _reported(path) or 0
         except SignalException as error:
-            code = _said(path)
+            code = _reported(path)
             return 128 + error.sigval if code is None else code
         except ChildFailedError as error:
-            return _failed(error.failures, _said(path))
+            return _failed(error.failures, _reported(path))
         except Exception as error:  # of the agent: the rendezvous, mostly
-            said = _said(path)  # then a process has reported its reason, too
-            return _not_started(error, args) if said is None else said
+            code = _reported(path)  # then a process has printed its reason, too
+            return _not_started(error, args) if code is None else code
         finally:  # torch's handlers would raise an error from whatever is left to do
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -107,7 +101,13 @@ def _arrange_c10d(args: Any) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-def _said(path: str) -> int | None:
+def _error(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _reported(path: str) -> int | None:
+    """Return the exit code that the processes agreed on."""
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read())
@@ -115,20 +115,18 @@ def _said(path: str) -> int | None:
         return None
 
 
-def _failed(failures: dict[int, Any], said: int | None) -> int:
+def _failed(failures: dict[int, Any], reported: int | None) -> int:
     """Name the processes that a signal ended; the others have reported their errors themselves."""
     for rank, failure in sorted(failures.items()):
         who = f"rank {rank} (process {failure.pid})"
         if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
             killed = f"{who} was killed by {signal.Signals(-failure.exitcode).name}"
             todo = "perhaps because memory ran out; start the same command again to resume from the last checkpoint"
-            print(f"error: {killed} (torchrun): {todo}" if said is None else f"note: {killed}", file=sys.stderr)
-        elif said is None and failure.exitcode > 0:
-            print(f"error: {who} ended with exit code {failure.exitcode} (torchrun): see above", file=sys.stderr)
-    if said:
-        return said
+            print(f"error: {killed} (torchrun): {todo}" if reported is None else f"note: {killed}", file=sys.stderr)
+        elif reported is None and failure.exitcode > 0:
+            _error(f"{who} ended with exit code {failure.exitcode} (torchrun): see above", 1)
     codes = [failure.exitcode for failure in failures.values()]
-    return next((128 - code if code < 0 else code for code in codes if code), 1)
+    return reported or next((128 - code if code < 0 else code for code in codes if code), 1)
 
 
 def _not_started(error: BaseException, args: object) -> int:
@@ -139,15 +137,8 @@ def _not_started(error: BaseException, args: object) -> int:
         text = "not all nodes have come in time"
     port = getattr(args, "master_port", "?")
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        print(
-            f"error: port {port} is in use (MASTER_PORT={port}): give another, the same on every node", file=sys.stderr
-        )
-        return 2
-    print(
-        f"error: the processes could not be started: {text} (torchrun): check the address and the nodes",
-        file=sys.stderr,
-    )
-    return 6
+        return _error(f"port {port} is in use (MASTER_PORT={port}): give another, the same on every node", 2)
+    return _error(f"the processes could not be started: {text} (torchrun): check the address and the nodes", 6)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,8 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     person may have meant to start; with `strict` refuse what train.py would adapt to."""
     forgotten = launch.forgotten_launch()
     if strict and cfg.multi_gpu == "dp":
-        raise LockstepError(
-            "train_ddp.py has no DataParallel", "multi_gpu", "use `python train.py --multi-gpu dp`, or drop it"
-        )
+        todo = "use `python train.py --multi-gpu dp`, or drop it"
+        raise LockstepError("train_ddp.py has no DataParallel", "multi_gpu", todo)
     if strict and forgotten:
         raise LockstepError(forgotten, "environment", "or use train.py, which adapts")
     if forgotten:
@@ -53,8 +52,7 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
     if strict or launch.environment().launched:
         return
     gpus = torch.cuda.device_count()
-    several = len(cfg.gpu_ids or range(gpus)) > 1
-    if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and several):
+    if cfg.multi_gpu == "ddp" or (cfg.multi_gpu == "auto" and len(cfg.gpu_ids or range(gpus)) > 1):
         _start_torchrun(cfg, gpus)
     if cfg.multi_gpu == "none" and gpus > 1 and cfg.device != "cpu":
         print(f"note: this run uses one GPU, {gpus - 1} more are visible: --multi-gpu ddp uses them", file=sys.stderr)
@@ -64,12 +62,11 @@ def become_torchrun(cfg: Any, strict: bool) -> None:
 
 def _start_torchrun(cfg: Any, gpus: int) -> None:
     """Become torchrun with one process per GPU (one on the CPU)."""
-    count = (len(cfg.gpu_ids) if gpus else 0) or gpus or 1
     if cfg.gpu_ids and gpus:
         launch.check_gpu_ids(cfg.gpu_ids, gpus)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[g] if visible[0] else str(g) for g in cfg.gpu_ids)
     os.environ[scratch.COMMAND] = status.typed()
-    words = [agent.__file__, "--standalone", f"--nproc_per_node={count}", *sys.argv]
-    print(f"Starting torchrun --standalone --nproc_per_node={count}", flush=True)
-    os.execv(sys.executable, [sys.executable, *words])
+    options = ["--standalone", f"--nproc_per_node={(len(cfg.gpu_ids) or gpus) if gpus else 1}"]
+    print("Starting torchrun", *options, flush=True)
+    os.execv(sys.executable, [sys.executable, agent.__file__, *options, *sys.argv])

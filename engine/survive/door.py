@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine import private
-from engine.comm.world import World, sync_errors
+from engine.comm.world import World
+from engine.comm.world import sync_errors as sync_errors
 from engine.config import Answered
 from engine.errors import LockstepError, amount
 from engine.files import status
@@ -28,8 +29,6 @@ from engine.run import Run
 from engine.survive import blame, terminal
 from engine.survive.signals import StopRequest, cleanup
 from engine.survive.watchdog import Watchdog
-
-__all__ = ["check_all_reduced", "check_outcomes", "exit_code", "guarded", "keep", "sync_errors", "watch"]
 
 
 def guarded(main: Callable[..., int]) -> Callable[..., int]:
@@ -86,22 +85,16 @@ def check_all_reduced(net: nn.Module) -> None:
 def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
     """(all ranks) Read the outcome of the last step, on a GPU of the one before: votes to stop; skipped steps are
     logged with the samples behind them. Raises LockstepError where the training has diverged."""
-    progress, asked, skipped_now = run.progress, False, False
+    progress = run.progress
     for outcome in outcomes:
-        asked = asked or outcome.votes >= 1
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         if outcome.skipped:
-            skipped_now, progress.skipped = True, progress.skipped + 1
+            progress.skipped += 1
             run.record.log.skipped(run, _samples_behind(run, outcome))
-    if skipped_now and (reason := _hopeless(run)):
-        raise LockstepError(
-            f"the training has diverged: {reason}",
-            f"step {progress.step}",
-            _todo(run),
-            exit_code=status.DIVERGED,
-            everywhere=True,
-        )
-    if asked:
+    if any(outcome.skipped for outcome in outcomes) and (reason := _hopeless(run)):
+        what, where = f"the training has diverged: {reason}", f"step {progress.step}"
+        raise LockstepError(what, where, _todo(run), exit_code=status.DIVERGED, everywhere=True)
+    if any(outcome.votes >= 1 for outcome in outcomes):
         run.agree_to_stop()
 
 
@@ -109,11 +102,10 @@ def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
     """(all ranks) Return the samples behind a skipped step, and, of the first few in a row, what is wrong with them."""
     passes, found = [micro for micro, loss in outcome.losses if not torch.isfinite(loss)], dict[int, str]()
     looks = run.progress.skipped_in_a_row <= 3  # of more the samples are not the cause
-    with contextlib.suppress(Exception), phase.during("data loading"):  # nothing that is needed
+    with contextlib.suppress(Exception), phase.during("data loading"):  # the training does not need it
         for micro in passes if looks else ():
             found |= run.train_loader.not_finite(micro)
-    mine = [index for micro in passes for index in micro.indices]
-    ranks = run.world.gather((mine, found))
+    ranks = run.world.gather(([index for micro in passes for index in micro.indices], found))
     samples = {rank: indices for rank, (indices, _) in enumerate(ranks) if indices}
     return Skipped(outcome.step, samples, {k: what for _, one in ranks for k, what in one.items()} if looks else None)
 
