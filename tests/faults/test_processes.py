@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from engine.survive import blame
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
+SLOWLY = pytest.mark.slow
 
 
 def some_real(values, is_real):
@@ -42,54 +44,61 @@ def weights(folder):
     return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+def progress(checkpoint):
+    return torch.load(checkpoint, weights_only=True)["progress"]
+
+
+def records(folder, event):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def wait_until(true, seconds):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)  # polling with a deadline
+
+
 UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., gradient sync at "
+DIED, SILENT = r"rank 1 died without an error message", r"rank 1 gives no sign of life \(process \d+ on .*\)"
+HUNG = r"rank 1 has been in {} for \d+ s; waiting: rank 0 in {}"
+LOADER, ONE_WORKER, SMALL_EVALUATION = "a loader process failed: .* ", "num_workers=1", "eval_batch_size=8"
+IN_TASK = r"\(tests/tasks/faulty.py:\d+ in"
 
 FAILURES = {
-    # fault: (exit code, what the one error line says, further settings)
-    "kill": (
-        6,
-        r"rank 1 died without an error message \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside",
-    ),
-    "leave": (6, r"rank 1 died without an error message"),
-    "exit": (1, r"sys.exit\(0\) in the middle of the training \(tests/tasks/faulty.py:\d+ in misbehave, rank 1"),
-    "raise": (1, r"ZeroDivisionError: an error in the task \(tests/tasks/faulty.py:\d+ in misbehave, rank 1, forward"),
-    "raise in data": (1, r"RuntimeError: the disk is on fire \(tests/tasks/faulty.py:\d+ in datasets, rank 1, prep"),
+    # fault: (exit code, the one error line, further settings)
+    "kill": (6, DIED + r" \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside"),
+    "leave": (6, DIED),
+    "exit": (1, rf"sys.exit\(0\) in the middle of the training {IN_TASK} misbehave, rank 1"),
+    "raise": (1, rf"ZeroDivisionError: an error in the task {IN_TASK} misbehave, rank 1, forward"),
+    "raise in data": (1, rf"RuntimeError: the disk is on fire {IN_TASK} datasets, rank 1, prep"),
     "no model": (2, r"there is no such model \(model.name\): take another"),
-    "raise in validation": (
-        1,
-        r"ZeroDivisionError: an error in the validation \(.* rank 1, validation at step 3\)",
-        "eval_batch_size=8",
-    ),
+    "raise in validation": (1, r"an error in the validation \(.* rank 1, validation at step 3\)", SMALL_EVALUATION),
     "out of memory": (
         1,
-        r"out of memory, 12 samples a .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes the same",
+        r"out of memory, 12 samples .* rank 1, forward at step 2\): global_batch=24 batch_size=6 takes",
     ),
-    "freeze": (
-        6,
-        r"rank 1 gives no sign of life \(process \d+ on .*\); waiting: rank 0 in gradient sync \(step 2, ddp",
-    ),
-    "hang": (6, r"rank 1 has been in forward for \d+ s; waiting: rank 0 in gradient sync \(step 2, ddp.timeout_s=2\)"),
-    "hang in data": (6, r"rank 1 has been in preparing for \d+ s; waiting: rank 0 in all_gather"),
-    "hang in validation": (
-        6,
-        r"rank 1 has been in validation for \d+ s; waiting: rank 0 in all_reduce",
-        "eval_batch_size=8",
-    ),
-    "drift": (
-        6,
-        r"rank 1 differs from rank 0 in parameter layers.0.weight: \w+ instead of \w+ \(step 4\)",
-        "check_every=2",
-    ),
+    "freeze": (6, SILENT + r"; waiting: rank 0 in gradient sync \(step 2, ddp"),
+    "hang": (6, HUNG.format("forward", r"gradient sync \(step 2, ddp.timeout_s=2\)")),
+    "hang in data": (6, HUNG.format("preparing", "all_gather")),
+    "hang in validation": (6, HUNG.format("validation", "all_reduce"), SMALL_EVALUATION),
+    "drift": (6, r"rank 1 differs from rank 0 in .* layers.0.weight: \w+ instead of \w+ \(step 4\)", "check_every=2"),
     "another sum": (6, r"rank (0: .* rank 1 28 bytes, rank 0 \d+|1: .* rank 0 \d+ bytes, rank 1 28) \(a sum over the"),
     "unused": (2, UNUSED + "step 0"),
     "sometimes unused": (2, UNUSED + "step 2"),
     "unused at times": (2, UNUSED + "step 0", "gradient_accumulation_steps=2"),
     "unused on rank 1": (2, UNUSED.replace("rank .", "rank 1") + "step 0"),
     "corrupt sample": (5, r"rank 1: sample 7 cannot be loaded: ValueError: corrupt recording wave_0007.bin \(Waves\)"),
-    "worker killed": (5, r"a loader process failed: .* killed by signal: Killed \(.* rank 1", "num_workers=2"),
-    "worker crashes": (5, r"a loader process failed: .* Segmentation fault \(.* rank 1", "num_workers=1"),
-    "worker hangs": (5, r"timed out after 1.0 seconds \(.* rank 1, data", "num_workers=1", "loader_timeout_s=1"),
-    "worker unpicklable": (5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be", "num_workers=1"),
+    "worker killed": (5, LOADER + r"killed by signal: Killed \(.* rank 1", "num_workers=2"),
+    "worker crashes": (5, LOADER + r"Segmentation fault \(.* rank 1", ONE_WORKER),
+    "worker hangs": (5, r"timed out after 1.0 seconds \(.* rank 1, data", ONE_WORKER, "loader_timeout_s=1"),
+    "worker unpicklable": (5, r"rank 1: sample .* cannot be loaded: .*Unpicklable: cannot be", ONE_WORKER),
 }
 
 
@@ -115,50 +124,49 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [some_real(kind, kind == "kill") for kind in FAILURES])
-def test_one_rank_fails(launch, tmp_path, kind):
+def test_one_rank_fails(launch, folder, kind):
     """All processes end, one line says who and where, the exit code says what, the run's status holds both."""
     code, said, *more = FAILURES[kind]
-    run = tmp_path / "run"
     if kind == "worker killed":
         launch.may_stay.append("torch_")
-    done = launch.launcher(2, *words_of(kind, run, TIMEOUT, "save_every=2", *more))
+    done = launch.launcher(2, *words_of(kind, folder, TIMEOUT, "save_every=2", *more))
     assert done.code == code, done.err
     assert len(done.errors) == 1 and re.search(said, done.errors[0]), done.err
     assert "Traceback" not in done.err + done.out, "the traceback is in error.txt"
     if "Starting training" in done.out:
-        now = status(run)
+        now = status(folder)
         assert (now["state"], now["exit_code"], f"error: {now['reason']}") == ("failed", code, done.errors[0])
         if now["checkpoint"]:
-            assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
+            assert progress(now["checkpoint"])["step"] == now["step"]
         assert "in validation" not in kind or now["step"] == 3, "the training before the evaluation is kept"
     if code == 1 and kind not in ("raise in data", "out of memory", "exit"):
-        assert "ZeroDivisionError" in (run / "error.txt").read_text()
+        assert "ZeroDivisionError" in (folder / "error.txt").read_text()
     if kind in ("freeze", "hang", "hang in validation"):
-        stacks = (run / "stacks.txt").read_text()
+        stacks = (folder / "stacks.txt").read_text()
         assert "==== rank 0" in stacks and done.err.count("warning: rank 1") == 1
         assert ("in misbehave" in stacks) == (kind == "hang"), "a frozen process cannot tell its stack"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "freeze", "raise"])
-def test_rank_0_fails(launch, tmp_path, kind):
+def test_rank_0_fails(launch, folder, kind):
     """The one that keeps the status is the dead one: another writes it, and knows of the last checkpoint."""
-    done = launch.launcher(2, *words_of(kind, tmp_path / "run", TIMEOUT, "fault.rank=0", "save_every=1"))
+    done = launch.launcher(2, *words_of(kind, folder, TIMEOUT, "fault.rank=0", "save_every=1"))
     assert done.code == (1 if kind == "raise" else 6) and len(done.errors) == 1 and "rank 0" in done.errors[0], done.err
-    now = status(tmp_path / "run")
+    now = status(folder)
     assert now["state"] == "failed" and now["step"] in (1, 2)
-    assert torch.load(now["checkpoint"], weights_only=True)["progress"]["step"] == now["step"]
+    assert progress(now["checkpoint"])["step"] == now["step"]
 
 
-def test_rank_0_is_killed_before_the_folder_exists(launch, tmp_path):
+def test_rank_0_is_killed_before_the_folder_exists(launch, folder):
     """There is no status to write, nor to take over from it. Where torchrun ends rank 1 before it has noticed, torchrun
     says it."""
-    done = launch.launcher(2, *words_of("kill in data", tmp_path / "run", "fault.rank=0"))
+    done = launch.launcher(2, *words_of("kill in data", folder, "fault.rank=0"))
     assert done.code in (6, 128 + signal.SIGKILL) and len(done.errors) == 1, done.err
     assert re.match(
         r"error: rank 0 (died without an error message|\(process \d+\) was killed by SIGKILL)", done.errors[0]
     )
-    assert "Traceback" not in done.err and not (tmp_path / "run").exists()
+    assert "Traceback" not in done.err and not folder.exists()
 
 
 def test_whoever_reports_a_rank_0_that_never_had_a_folder():
@@ -170,27 +178,27 @@ def test_whoever_reports_a_rank_0_that_never_had_a_folder():
     assert status.folder is None and status.fields == {}
 
 
-def test_the_same_under_plain_torchrun(launch, tmp_path):
+def test_the_same_under_plain_torchrun(launch, folder):
     """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
-    done = launch.torchrun(2, "train_ddp.py", *words_of("raise", tmp_path / "run"))
+    done = launch.torchrun(2, "train_ddp.py", *words_of("raise", folder))
     assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
     assert (
-        status(tmp_path / "run")["exit_code"] == 1
-        and " --standalone --nproc_per_node=2 train_ddp.py " in (status(tmp_path / "run")["resume_command"])
+        status(folder)["exit_code"] == 1
+        and " --standalone --nproc_per_node=2 train_ddp.py " in (status(folder)["resume_command"])
     )
 
 
-def test_a_single_process_fails_in_the_same_words(launch, tmp_path):
-    done = launch.python("train.py", *words_of("raise", tmp_path / "run", "fault.rank=0"))
+def test_a_single_process_fails_in_the_same_words(launch, folder, tmp_path):
+    done = launch.python("train.py", *words_of("raise", folder, "fault.rank=0"))
     assert done.code == 1 and len(done.err.splitlines()) == 1 and "faulty.py" in done.errors[0], done.err
     debug = launch.python("train.py", *words_of("raise", tmp_path / "other", "fault.rank=0", "--debug"))
     assert "Traceback" in debug.err and debug.errors == [done.errors[0].replace("/run/", "/other/")]
 
 
 @pytest.mark.slow
-def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, tmp_path):
+def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, folder):
     """A loader process ignores SIGTERM, and Python would join it at the end."""
-    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=1", "loader_timeout_s=1")
+    words = words_of("worker hangs", folder, "fault.rank=0", "num_workers=1", "loader_timeout_s=1")
     done = launch.start(sys.executable, "train.py", *words).wait(60)
     assert done.code == 5 and len(done.err.splitlines()) == 1 and "timed out after 1.0 seconds" in done.errors[0], (
         done.err
@@ -198,34 +206,35 @@ def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, tmp_path
 
 
 @pytest.mark.slow
-def test_a_single_process_that_hangs_tells_where(launch, tmp_path):
-    run = launch.start(sys.executable, "train.py", *words_of("hang", tmp_path / "run", TIMEOUT, "fault.rank=0"))
+def test_a_single_process_that_hangs_tells_where(launch, folder):
+    run = launch.start(sys.executable, "train.py", *words_of("hang", folder, TIMEOUT, "fault.rank=0"))
     run.wait_for("warning: forward has taken ")
-    assert "in misbehave" in (tmp_path / "run/stacks.txt").read_text()
+    assert "in misbehave" in (folder / "stacks.txt").read_text()
     run.signal(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
 
 
-def test_links_planted_in_a_run_folder_lead_nowhere(launch, tmp_path):
+def test_links_planted_in_a_run_folder_lead_nowhere(launch, folder, tmp_path):
     """Each file of a run takes the place of the link; what it led to is as it was, or not there as before."""
-    run = tmp_path / "run"
-    run.mkdir()
+    folder.mkdir()
     names = ["error.txt", "status.json", "metrics.jsonl", "config.yaml", "environment.json", "last.pt"]
     for name in names:
-        (run / name).symlink_to(tmp_path / f"of {name}")
+        (folder / name).symlink_to(tmp_path / f"of {name}")
     (tmp_path / "of error.txt").write_text("somebody's own")
-    words = words_of("raise", run, "fault.rank=0", "save_every=1", "log_every=1")
+    words = words_of("raise", folder, "fault.rank=0", "save_every=1", "log_every=1")
     assert launch.python("train.py", *words).code == 1
-    assert [path.name for path in tmp_path.iterdir() if path != run] == ["of error.txt"]
+    assert [path.name for path in tmp_path.iterdir() if path != folder] == ["of error.txt"]
     assert (tmp_path / "of error.txt").read_text() == "somebody's own"
-    assert "ZeroDivisionError" in (run / "error.txt").read_text() and "train" in (run / "metrics.jsonl").read_text()
-    assert os.readlink(run / "last.pt") == "step_2.pt" and status(run)["exit_code"] == 1
+    assert (
+        "ZeroDivisionError" in (folder / "error.txt").read_text() and "train" in (folder / "metrics.jsonl").read_text()
+    )
+    assert os.readlink(folder / "last.pt") == "step_2.pt" and status(folder)["exit_code"] == 1
 
 
 @pytest.mark.parametrize("name", ["logs", "wandb", "trace.json"])
-def test_a_link_that_leads_out_of_a_run_folder_is_refused(launch, tmp_path, name):
+def test_a_link_that_leads_out_of_a_run_folder_is_refused(launch, folder, tmp_path, name):
     """TensorBoard, wandb and the profiler would write where it leads to; a link within the folder is the user's."""
-    run, outside = tmp_path / "run", tmp_path / "outside"
+    run, outside = folder, tmp_path / "outside"
     run.mkdir(), outside.mkdir(), (run / "inside").mkdir()
     (run / name).symlink_to(outside)
     words = ["train.py", FAULTY, "steps=1", f"save_dir={run}"]
@@ -239,11 +248,11 @@ def test_a_link_that_leads_out_of_a_run_folder_is_refused(launch, tmp_path, name
         assert [*(run / "inside").iterdir()]
 
 
-def test_pictures_that_fail_lose_no_training(launch, tmp_path):
-    done = launch.python("train.py", *words_of("raise in pictures", tmp_path / "run", "fault.rank=0"))
+def test_pictures_that_fail_lose_no_training(launch, folder):
+    done = launch.python("train.py", *words_of("raise in pictures", folder, "fault.rank=0"))
     assert done.code == 1 and len(done.errors) == 1 and "an error in the pictures" in done.errors[0]
-    now = status(tmp_path / "run")
-    assert now["step"] == 6 and torch.load(now["checkpoint"], weights_only=True)["progress"]["evaluation_due"] is True
+    now = status(folder)
+    assert now["step"] == 6 and progress(now["checkpoint"])["evaluation_due"] is True
 
 
 # ---- restarts ----
@@ -269,18 +278,18 @@ RESTARTS = [(kind, rank) for kind in ("kill", "leave", "raise", "hang", "worker 
 @pytest.mark.parametrize(
     ("kind", "rank"), [some_real((kind, rank), (kind, rank) == ("kill", 1)) for kind, rank in RESTARTS]
 )
-def test_a_restart_joins_and_ends_in_the_same_weights(launch, tmp_path, straight, kind, rank):
+def test_a_restart_joins_and_ends_in_the_same_weights(launch, folder, tmp_path, straight, kind, rank):
     """Ten restarts, all of which must join: torchrun's own do in one of six, see CONTRIBUTING.md."""
     more = ["save_every=1", TIMEOUT, "ddp.init_timeout_s=30", f"fault.rank={rank}"]
     if kind == "worker killed once":
         more += ["num_workers=1"]
         # Torch's loader opens files to see whether there are descriptors left; its process may be ended meanwhile.
         launch.may_stay += ["tmp", "torch_"]
-    words = words_of(kind, tmp_path / "run", *more, f"fault.once={tmp_path / 'once'}")
+    words = words_of(kind, folder, *more, f"fault.once={tmp_path / 'once'}")
     done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=2"))
     assert "Started again by torchrun: restart 1 of 2" in done.out
-    assert_equal_weights(weights(tmp_path / "run"), straight)
-    assert status(tmp_path / "run")["state"] == "done"
+    assert_equal_weights(weights(folder), straight)
+    assert status(folder)["state"] == "done"
 
 
 @pytest.mark.slow
@@ -304,9 +313,9 @@ def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight
 
 
 @pytest.mark.slow
-def test_a_restart_resumes_from_its_own_checkpoint(launch, tmp_path, straight):
+def test_a_restart_resumes_from_its_own_checkpoint(launch, folder, tmp_path, straight):
     """Not from the other run's, where resume= let it begin."""
-    begun, run = tmp_path / "begun", tmp_path / "run"
+    begun, run = tmp_path / "begun", folder
     more = ["save_every=1", "schedule.horizon=9", f"fault.once={tmp_path / 'once'}"]
     succeed(launch.launcher(2, *words_of("kill", begun, "steps=2", *more)))
     words = words_of("kill", run, f"resume={begun}", *more)
@@ -323,24 +332,24 @@ def two_nodes(launch, *words, **how):
 
 
 @pytest.mark.slow
-def test_a_restart_of_two_nodes(launch, tmp_path, straight):
-    words = words_of("kill", tmp_path / "run", "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}")
+def test_a_restart_of_two_nodes(launch, folder, tmp_path, straight):
+    words = words_of("kill", folder, "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}")
     for node in two_nodes(launch, *words, TORCHRUN_ARGS="--max-restarts=2"):
         succeed(node.wait(120))
-    assert_equal_weights(weights(tmp_path / "run"), straight)
+    assert_equal_weights(weights(folder), straight)
 
 
 @pytest.mark.slow
-def test_a_frozen_process_is_killed_by_another_rank(launch, tmp_path):
+def test_a_frozen_process_is_killed_by_another_rank(launch, folder):
     """Its own torchrun sees nothing wrong, and would wait for ever."""
-    done = [node.wait(60) for node in two_nodes(launch, *words_of("freeze", tmp_path / "run", TIMEOUT))]
+    done = [node.wait(60) for node in two_nodes(launch, *words_of("freeze", folder, TIMEOUT))]
     assert done[0].code == 6 and len(done[0].errors) == 1 and "rank 1 gives no sign of life" in done[0].errors[0]
     assert done[1].code != 0 and "was killed by SIGKILL" in done[1].err, done[1].err
 
 
 @pytest.mark.slow
-def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
-    done = launch.launcher(2, *words_of("term", tmp_path / "run"), TORCHRUN_ARGS="--max-restarts=3")
+def test_a_stop_or_a_bad_config_is_not_restarted(launch, folder):
+    done = launch.launcher(2, *words_of("term", folder), TORCHRUN_ARGS="--max-restarts=3")
     assert done.code == 75 and "Started again" not in done.out
     done = launch.launcher(2, TOY, "dataset.samples=0", TORCHRUN_ARGS="--max-restarts=3")
     assert done.code == 2 and len(done.errors) == 1 and "Started again" not in done.out
@@ -361,10 +370,10 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, tmp_path):
         ("SIGTERM", "everybody"),
     ],
 )
-def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, to):
+def test_a_signal_stops_all_ranks_after_the_same_step(launch, folder, number, to):
     """One checkpoint, exit code 75, and the same command resumes. Everybody is each process by itself, the loader's
     included, as Slurm signals them; the ranks get it from torchrun, too."""
-    words = [TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1"]
+    words = [TOY, f"save_dir={folder}", *LONG, "num_workers=1"]
     run = launch.start_launcher(2, *words)
     run.wait_for("Saved best model")
     number = getattr(signal, number)
@@ -375,9 +384,9 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     done = run.wait(40)
     assert done.code == 75 and not done.errors, done.err
     assert done.err.count("stopping after this step") == (number == signal.SIGINT), "one of the ranks says so"
-    now = status(tmp_path / "run")
+    now = status(folder)
     assert now["state"] == "stopped" and number.name in now["reason"]
-    assert weights(tmp_path / "run") and f"Stopped after step {now['step']} of" in done.out
+    assert weights(folder) and f"Stopped after step {now['step']} of" in done.out
     after = done.out[done.out.index("\nStopped after") :]
     assert len(after.splitlines()) <= 5 and "  resume with  ./train_multigpu.sh 2 " in after
     again = launch.start_launcher(2, *words)
@@ -387,92 +396,91 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, tmp_path, number, 
     assert again.wait(40).code == 75
 
 
-def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch, tmp_path):
+FORKS = """
+import os, signal
+from engine.survive.signals import StopRequest
+stop = StopRequest()
+stop.install_handlers()
+if not (loader := os.fork()):
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(0)
+print(os.waitpid(loader, 0)[1])
+os.kill(os.getpid(), signal.SIGINT)
+print(stop.reason)
+"""
+
+
+def test_a_loader_that_has_just_been_forked_says_nothing_of_a_signal(launch):
     """It holds its rank's handlers until it sets its own."""
-    script = tmp_path / "forks.py"
-    script.write_text(
-        "import os, signal\n"
-        "from engine.survive.signals import StopRequest\n"
-        "stop = StopRequest()\n"
-        "stop.install_handlers()\n"
-        "if not (loader := os.fork()):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os._exit(0)\n"
-        "print(os.waitpid(loader, 0)[1])\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "print(stop.reason)\n"
-    )
-    done = succeed(launch.python(str(script)))
+    done = succeed(launch.python("-c", FORKS))
     assert done.out == "0\nSIGINT\n" and done.err.count("stopping after this step") == 1
 
 
+SLOW = """
+import os, sys, time
+import train
+from engine.errors import console
+from engine.survive.signals import StopRequest
+ready, install, info = sys.argv.pop(), StopRequest.install_handlers, console.info
+def slowly(self):
+    if os.environ["RANK"] == "1":
+        time.sleep(1)  # what is slow
+        open(ready, "w").close()
+    install(self)
+def said(text):
+    info(f"{text} READY {os.path.exists(ready)}" if text.startswith("Starting") else text)
+StopRequest.install_handlers, console.info = slowly, said
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
-def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, tmp_path):
+def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, folder, tmp_path):
     """A rank that was slow to get there died of a signal to the whole run, which then ended with an error."""
-    script = tmp_path / "slow.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "import train\n"
-        "from engine.errors import console\n"
-        "from engine.survive.signals import StopRequest\n"
-        f"ready, install, info = {str(tmp_path / 'ready')!r}, StopRequest.install_handlers, console.info\n"
-        "def slowly(self):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        time.sleep(1)  # what is slow\n"
-        "        open(ready, 'w').close()\n"
-        "    install(self)\n"
-        "def said(text):\n"
-        "    info(f'{text} READY {os.path.exists(ready)}' if text.startswith('Starting') else text)\n"
-        "StopRequest.install_handlers, console.info = slowly, said\n"
-        "sys.exit(train.main(sys.argv[1:]))\n"
-    )
-    done = succeed(launch.torchrun(2, str(script), TOY, "steps=1", f"save_dir={tmp_path / 'run'}"))
-    assert "READY True" in done.out
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [str(tmp_path / "slow.py"), TOY, "steps=1", f"save_dir={folder}", str(tmp_path / "ready")]
+    assert "READY True" in succeed(launch.torchrun(2, *words)).out
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, tmp_path):
+def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, folder):
     """Rank 1 gets it in its first batch of very many: rank 0 must not go through its own to the end."""
-    words = words_of(
-        "term in validation", tmp_path / "run", TIMEOUT, "dataset.val_samples=1000000", "eval_batch_size=1"
-    )
+    words = words_of("term in validation", folder, TIMEOUT, "dataset.val_samples=1000000", "eval_batch_size=1")
     done = launch.launcher(2, *words)
     assert done.code == 75 and not done.errors, done.err
-    now = status(tmp_path / "run")
-    progress = torch.load(now["checkpoint"], weights_only=True)["progress"]
-    assert (now["state"], now["step"], progress["step"]) == ("stopped", 3, 3) and progress["evaluation_due"]
+    now = status(folder)
+    kept = progress(now["checkpoint"])
+    assert (now["state"], now["step"], kept["step"]) == ("stopped", 3, 3) and kept["evaluation_due"]
 
 
 @pytest.mark.slow
-def test_a_time_limit_stops_the_run(launch, tmp_path):
-    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}", "epochs=100000", "max_time=2")
+def test_a_time_limit_stops_the_run(launch, folder):
+    done = launch.python("train.py", TOY, f"save_dir={folder}", "epochs=100000", "max_time=2")
     assert done.code == 75 and "max_time_s is over" in done.out
-    assert status(tmp_path / "run")["exit_code"] == 75
+    assert status(folder)["exit_code"] == 75
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_quits_at_once(launch, tmp_path):
+def test_a_second_ctrl_c_quits_at_once(launch, folder):
     """The first one waits for a step that takes an hour; SIGINT is ignored at the start, as a shell does after `&`."""
-    words = words_of("hang", tmp_path / "run", "fault.rank=0", "fault.step=30", "save_every=5", "log_every=1")
+    words = words_of("hang", folder, "fault.rank=0", "fault.step=30", "save_every=5", "log_every=1")
     run = launch.start(sys.executable, "train.py", *words, "epochs=1000", ignored=(signal.SIGINT,))
     run.wait_for("step 29/")
-    # Step 25's is written beside the training.
-    while torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["step"] < 25:
-        time.sleep(0.02)  # polling; the test's time limit ends it
-    before = weights(tmp_path / "run")
+    wait_until(lambda: progress(folder / "last.pt")["step"] >= 25, 60)  # a thread writes it
+    before = weights(folder)
     run.signal(signal.SIGINT)
     run.wait_for("stopping after this step; Ctrl-C again quits at once")
     run.signal(signal.SIGINT)
     done = run.wait(10)
     assert done.code == 130 and "quitting at once; the last checkpoint is as it was" in done.err
     assert "Traceback" not in done.err
-    assert_equal_weights(weights(tmp_path / "run"), before)
+    assert_equal_weights(weights(folder), before)
 
 
 @pytest.mark.slow
-def test_a_ctrl_c_that_arrives_twice_is_one(launch, tmp_path):
+def test_a_ctrl_c_that_arrives_twice_is_one(launch, folder):
     """A rank gets it from whoever signals all processes, and from torchrun: here both in the middle of one step."""
-    words = words_of("slow", tmp_path / "run", "fault.rank=0", "fault.seconds=2", "log_every=1")
+    words = words_of("slow", folder, "fault.rank=0", "fault.seconds=2", "log_every=1")
     run = launch.start_launcher(2, *words)
     run.wait_for("Starting training")
     rank_0 = launch.rank_pid(0)
@@ -482,38 +490,38 @@ def test_a_ctrl_c_that_arrives_twice_is_one(launch, tmp_path):
     os.kill(rank_0, signal.SIGINT)
     done = run.wait(40)
     assert done.code == 75 and not done.errors and "quitting at once" not in done.err, done.err
-    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("stopped", 3)
+    assert (status(folder)["state"], status(folder)["step"]) == ("stopped", 3)
 
 
-def test_ctrl_c_before_the_first_step_leaves_nothing(launch, tmp_path):
-    words = words_of("hang in data", tmp_path / "run", "fault.rank=0")
+def test_ctrl_c_before_the_first_step_leaves_nothing(launch, folder):
+    words = words_of("hang in data", folder, "fault.rank=0")
     run = launch.start(sys.executable, "train.py", *words)
     run.wait_for("Loading data...")
     run.signal(signal.SIGINT)
     done = run.wait(10)
-    assert done.code == -signal.SIGINT and not done.err and not (tmp_path / "run").exists()
+    assert done.code == -signal.SIGINT and not done.err and not folder.exists()
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, tmp_path):
-    run = launch.start_launcher(2, TOY, f"save_dir={tmp_path / 'run'}", *LONG, "num_workers=1")
+def test_ranks_whose_torchrun_is_killed_stop_by_themselves(launch, folder):
+    run = launch.start_launcher(2, TOY, f"save_dir={folder}", *LONG, "num_workers=1")
     run.wait_for("Saved best model")
     ranks = [launch.rank_pid(rank) for rank in (0, 1)]
     run.signal(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
     wait_until(lambda: not {*ranks} & {*launch.left_behind()}, 15)
-    now = status(tmp_path / "run")
+    now = status(folder)
     assert (now["state"], now["reason"]) == ("stopped", "torchrun is gone")
     assert "Stopped after step" in run.said()
 
 
 @pytest.mark.slow
-def test_loader_processes_die_with_their_rank(launch, tmp_path):
+def test_loader_processes_die_with_their_rank(launch, folder):
     """Even one that hangs, and torch's own watchdog would not notice. Nobody is left to remove the folder of their
     sockets; under the launcher torchrun's agent does."""
     launch.may_stay.append("lockstep_")
-    words = words_of("worker hangs", tmp_path / "run", "fault.rank=0", "num_workers=2", "loader_timeout_s=600")
+    words = words_of("worker hangs", folder, "fault.rank=0", "num_workers=2", "loader_timeout_s=600")
     run = launch.start(sys.executable, "train.py", *words)
     run.wait_for("Starting training")
     wait_until(lambda: len(launch.left_behind()) == 5, 20)  # two for training, two for validation
@@ -522,47 +530,27 @@ def test_loader_processes_die_with_their_rank(launch, tmp_path):
     wait_until(lambda: not launch.left_behind(), 3)
 
 
-def wait_until(true, seconds):
-    import time
-
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)  # polling with a deadline
-
-
 # ---- numbers that are not finite ----
 
 
 @pytest.mark.slow
-def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, tmp_path):
+def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, folder):
     """Weights and BatchNorm's statistics are those of a run that took the other steps alone; step, rank and samples
     are logged."""
-    words = words_of(
-        "nan loss", tmp_path / "run", "fault.step=2", "fault.times=2", "save_every=1", "keep_checkpoints=99"
-    )
+    words = words_of("nan loss", folder, "fault.step=2", "fault.times=2", "save_every=1", "keep_checkpoints=99")
     done = succeed(launch.launcher(2, *words, "log_every=1"))
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    skipped = [line for line in lines if line["event"] == "skipped"]
+    skipped = records(folder, "skipped")
     assert [line["skipped_step"] for line in skipped] == [2, 3]
     assert all(list(line["ranks"]) == ["1"] and len(line["ranks"]["1"]) >= 6 for line in skipped)
     assert "warning: step 2 skipped: the loss is not finite (rank 1, samples " in done.out
     assert "), but each of these samples is: look at the loss" in done.out
-    states = [torch.load(tmp_path / f"run/step_{n}.pt", weights_only=True)["model"] for n in (1, 2)]
+    states = [torch.load(folder / f"step_{n}.pt", weights_only=True)["model"] for n in (1, 2)]
     assert_equal_weights(*states)
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    assert all(value.isfinite().all() for value in weights(folder).values())
     assert any("running_mean" in name for name in states[0])
-    train = {line["step"]: line for line in lines if line["event"] == "train"}
+    train = {line["step"]: line for line in records(folder, "train")}
     assert train[2]["loss"] is None and train[2]["skipped_steps"] == 1, "a skipped step has no loss"
-    assert all(line["loss"] is not None for line in lines if line["event"] == "eval")
-    assert train[4]["loss"] > 0
-
-
-def test_a_run_without_a_step_that_counts_is_no_success(launch, tmp_path):
-    words = words_of("nan loss", tmp_path / "run", "fault.step=1", "fault.times=1000")
-    done = launch.python("train.py", *words, "fault.rank=0", "steps=3")
-    assert done.code == 4 and "has diverged: 3 steps, all there were, had a gradient" in done.errors[0]
-    assert "(step 3): there is no checkpoint yet; lower lr or grad_clip, or fix the samples" in done.errors[0]
+    assert train[4]["loss"] > 0 and all(line["loss"] is not None for line in records(folder, "eval"))
 
 
 BROKEN = """
@@ -575,39 +563,43 @@ class Task(Toy):
         net.layers[0].bias.data[3] = torch.nan
         return net
 """
+UNFIT = "had a gradient that is not finite (step "
+DIVERGES = {
+    # what happens: (settings, why, what to do)
+    "no step counts": ("steps=3", "3 steps, all there were, ", "3): there is no checkpoint yet; lower lr or grad_clip"),
+    "bad weights": ("max_skipped_steps=3 save_every=1", "3 steps in a row ", "3): layers.0.bias is not finite itself"),
+    "two ranks": ("max_skipped_steps=5 epochs=10 save_every=1", "5 steps in a row ", "8): the last checkpoint holds"),
+    "fp16": (
+        "max_skipped_steps=0 amp=fp16 epochs=20 drop_last=true",
+        "the loss scale of fp16 has fallen to 0.0009",
+        "",
+    ),
+}
 
 
-def test_weights_that_are_not_finite_are_named(launch, tmp_path):
-    """No sample is to blame, and a checkpoint of them is of no use."""
-    (tmp_path / "own.py").write_text(BROKEN)
-    words = [str(tmp_path / "own.py"), "save_every=1", "max_skipped_steps=3", f"save_dir={tmp_path / 'run'}"]
-    done = launch.python("train.py", *words)
-    assert done.code == 4 and "had a gradient that is not finite (step 3): layers.0.bias is not" in done.errors[0]
-
-
-@pytest.mark.slow
-def test_a_run_that_only_skips_ends(launch, tmp_path):
-    words = words_of("nan loss", tmp_path / "run", "fault.step=4", "fault.times=1000", "max_skipped_steps=5")
-    done = launch.launcher(2, *words, "epochs=10", "save_every=1")
-    assert done.code == 4 and len(done.errors) == 1
-    assert "the training has diverged: 5 steps in a row had a gradient that is not finite (step 8)" in done.errors[0]
-    assert "(step 8): the last checkpoint holds finite weights; lower lr" in done.errors[0]
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
-    assert status(tmp_path / "run")["exit_code"] == 4
-
-
-def test_a_loss_scale_that_falls_to_nothing_ends_the_run(launch, tmp_path):
-    words = words_of("nan loss", tmp_path / "run", "fault.rank=0", "fault.step=1", "fault.times=1000", "amp=fp16")
-    done = launch.python("train.py", *words, "max_skipped_steps=0", "epochs=20", "drop_last=true")
-    assert done.code == 4 and "the loss scale of fp16 has fallen to 0.0009" in done.errors[0], done.err
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[SLOWLY] * (what == "two ranks")) for what in DIVERGES])
+def test_a_run_that_can_only_skip_ends(launch, folder, tmp_path, what):
+    """It names the weights where no sample is to blame: a checkpoint of those is of no use."""
+    settings, why, todo = DIVERGES[what]
+    two = what == "two ranks"
+    words = words_of("nan loss", folder, f"fault.rank={int(two)}", f"fault.step={4 if two else 1}", "fault.times=1000")
+    if what == "bad weights":
+        (tmp_path / "own.py").write_text(BROKEN)
+        words = [str(tmp_path / "own.py"), f"save_dir={folder}"]
+    words += settings.split()
+    done = launch.launcher(2, *words) if two else launch.python("train.py", *words)
+    (error,) = done.errors
+    assert done.code == status(folder)["exit_code"] == 4, done.err
+    assert f"the training has diverged: {why}{UNFIT * bool(todo)}{todo}" in error
+    assert not two or all(value.isfinite().all() for value in weights(folder).values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["batch_size=1"], ["num_workers=1"], ["cache=host"]], ids=" ".join)
-def test_a_sample_with_nan_is_named(launch, tmp_path, more):
+def test_a_sample_with_nan_is_named(launch, folder, more):
     """Among those of its pass, once an epoch. The second time there is advice; the end counts the steps, those before
     a stop, too."""
-    words = words_of("nan sample", tmp_path / "run", "max_skipped_steps=2", *more)
+    words = words_of("nan sample", folder, "max_skipped_steps=2", *more)
     found, advice = (
         "sample 7 has NaN in x",
         ", again: repair it or leave it out of the dataset, or this step is lost in",
@@ -616,15 +608,13 @@ def test_a_sample_with_nan_is_named(launch, tmp_path, more):
         done = succeed(launch.python("train.py", *words, f"epochs={epochs}"))
         assert [line.partition(" skipped: ")[2] for line in done.out.splitlines() if "warning: step" in line] == begins
         assert f"steps ({count} of them skipped), {61 * epochs} samples" in done.out
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["found"] for line in lines if line["event"] == "skipped"] == [{"7": "NaN in x"}] * 3
+    assert [line["found"] for line in records(folder, "skipped")] == [{"7": "NaN in x"}] * 3
 
 
 @pytest.mark.slow
-def test_each_rank_looks_into_its_own_samples(launch, tmp_path):
-    done = succeed(launch.launcher(2, *words_of("nan sample", tmp_path / "run", "epochs=1", "batch_size=6")))
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    (skipped,) = (line for line in lines if line["event"] == "skipped")
+def test_each_rank_looks_into_its_own_samples(launch, folder):
+    done = succeed(launch.launcher(2, *words_of("nan sample", folder, "epochs=1", "batch_size=6")))
+    (skipped,) = records(folder, "skipped")
     assert [7 in samples for samples in skipped["ranks"].values()] == [True], "of one rank alone"
     assert skipped["found"] == {"7": "NaN in x"} and "skipped: sample 7 has NaN in x\n" in done.out
 
@@ -633,8 +623,8 @@ def test_each_rank_looks_into_its_own_samples(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path):
-    words = words_of("slow", tmp_path / "run", "fault.seconds=0.1", "fault.step=1", "fault.times=1000", "epochs=15")
+def test_a_slow_rank_is_named_with_its_phase(launch, folder):
+    words = words_of("slow", folder, "fault.seconds=0.1", "fault.step=1", "fault.times=1000", "epochs=15")
     done = succeed(launch.launcher(2, *words))
     assert re.search(r"warning: rank 1 takes \d+.\d times as long as the others, in computing", done.out), done.out
     assert "rank 0 takes" not in done.out
@@ -656,46 +646,37 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_a_log_that_cannot_be_written_costs_one_warning(launch, tmp_path):
+def test_a_log_that_cannot_be_written_costs_one_warning(launch, folder):
     """The training ends well, its checkpoints are there."""
-    run = tmp_path / "run"
-    done = succeed(launch.python("-c", A_FULL_LOG, TOY, "log_every=1", f"save_dir={run}"))
+    done = succeed(launch.python("-c", A_FULL_LOG, TOY, "log_every=1", f"save_dir={folder}"))
     assert done.err.count("warning: metrics.jsonl cannot be written") == 1 and "No space left" in done.err
-    assert status(run)["state"] == "done" and weights(run)
+    assert status(folder)["state"] == "done" and weights(folder)
 
 
-def test_tensorboard_on_a_full_disk_costs_a_warning_and_no_traceback(launch, tmp_path):
+def test_tensorboard_on_a_full_disk_costs_a_warning_and_no_traceback(launch, folder):
     """It writes in a thread of its own, whose errors nobody else sees."""
-    run = tmp_path / "run"
-    (run / "logs").mkdir(parents=True)
-    words = ["train.py", TOY, "epochs=5", "log_every=1", "save_every=4", f"save_dir={run}"]
-    done = succeed(launch.on_a_small_disk(run / "logs", "4k", *words))
+    (folder / "logs").mkdir(parents=True)
+    words = ["train.py", TOY, "epochs=5", "log_every=1", "save_every=4", f"save_dir={folder}"]
+    done = succeed(launch.on_a_small_disk(folder / "logs", "4k", *words))
     assert "warning: TensorBoard cannot be written" in done.err and "No space left" in done.err
     assert all(line.startswith("warning: ") for line in done.err.splitlines()), done.err
-    assert len(done.err.splitlines()) == 1 and status(run)["state"] == "done"
+    assert len(done.err.splitlines()) == 1 and status(folder)["state"] == "done"
 
 
-@pytest.mark.parametrize("size", ["4k", "64k"])  # room for nothing; for the loader's semaphores, but for no batch
-def test_no_room_in_dev_shm_is_said_at_once(launch, tmp_path, size):
-    words = ["train.py", TOY, "batch_size=60", "num_workers=2", f"save_dir={tmp_path / 'run'}"]
+FULL = "/dev/shm is full (the loader's processes): give it more (docker run --shm-size=8g)"
+READ_ONLY = "/dev/shm cannot be used: Read-only file system (the loader's processes): mount it so that"
+
+
+@pytest.mark.parametrize(("size", "said"), [("4k", FULL), ("64k", FULL), ("64k,ro", READ_ONLY)])
+def test_a_dev_shm_without_room_is_named_with_the_cure(launch, folder, size, said):
+    """4k has room for nothing; 64k for the loader's semaphores, but for no batch."""
+    words = ["train.py", TOY, "batch_size=60", "num_workers=2", f"save_dir={folder}"]
     done = launch.on_a_small_disk("/dev/shm", size, *words)
     assert done.code == 5 and done.err.splitlines() == done.errors, done.err
-    assert "/dev/shm is full (the loader's processes): give it more (docker run --shm-size=8g)" in done.errors[0]
-
-
-def test_a_dev_shm_that_cannot_be_written_is_named_with_the_cure(launch, tmp_path):
-    words = ["train.py", TOY, "num_workers=1", f"save_dir={tmp_path / 'run'}"]
-    done = launch.on_a_small_disk("/dev/shm", "64k,ro", *words)
-    assert done.code == 5 and done.err.splitlines() == done.errors, done.err
-    said = "error: /dev/shm cannot be used: Read-only file system (the loader's processes): mount it so that"
-    assert done.errors[0].startswith(said) and "num_workers=0" in done.errors[0]
+    assert done.errors[0].startswith(f"error: {said}") and "num_workers=0" in done.errors[0]
 
 
 def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
-    import tempfile
-
-    from engine.contract import LockstepError
-
     monkeypatch.delenv("LOCKSTEP_SCRATCH", raising=False)
     monkeypatch.setattr(scratch, "_scratch", [])
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -708,12 +689,11 @@ def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
 # ---- who can read it ----
 
 
-def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
-    run = tmp_path / "run"
+def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, folder):
     words = ["-c", "import os, sys; os.umask(0o027); import train; sys.exit(train.main(sys.argv[1:]))", TOY]
-    succeed(launch.python(*words, f"save_dir={run}", WANDB_API_KEY="open-sesame", HF_TOKEN="open-sesame"))
-    files = [path for path in run.rglob("*") if not path.is_symlink()]
-    assert len(files) > 6 and {path.stat().st_mode & 0o777 for path in (run, *files) if path.is_dir()} == {0o750}
+    succeed(launch.python(*words, f"save_dir={folder}", WANDB_API_KEY="open-sesame", HF_TOKEN="open-sesame"))
+    files = [path for path in folder.rglob("*") if not path.is_symlink()]
+    assert len(files) > 6 and {path.stat().st_mode & 0o777 for path in (folder, *files) if path.is_dir()} == {0o750}
     assert {path.stat().st_mode & 0o777 for path in files if path.is_file()} == {0o640}
     assert not [path for path in files if path.is_file() and b"open-sesame" in path.read_bytes()]
 
@@ -721,17 +701,17 @@ def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, tmp_path):
 # ---- who can reach it ----
 
 
-def test_a_single_process_needs_no_network(launch, tmp_path):
+def test_a_single_process_needs_no_network(launch, folder):
     """Its group of one makes nothing of gloo's, which would look for an interface."""
-    succeed(launch.python("train.py", TOY, "steps=2", f"save_dir={tmp_path / 'run'}", GLOO_SOCKET_IFNAME="nowhere"))
+    succeed(launch.python("train.py", TOY, "steps=2", f"save_dir={folder}", GLOO_SOCKET_IFNAME="nowhere"))
 
 
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("way", ["launcher", "torchrun"])
-def test_plain_torchrun_listens_on_all_interfaces_and_the_launcher_on_none(launch, tmp_path, way):
+def test_plain_torchrun_listens_on_all_interfaces_and_the_launcher_on_none(launch, folder, way):
     """docs/several-machines.md says so, and advises the launcher; if torch changes it, that page must."""
-    words = [TOY, f"save_dir={tmp_path / 'run'}", *LONG]
+    words = [TOY, f"save_dir={folder}", *LONG]
     plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     run = launch.start_launcher(2, *words) if way == "launcher" else launch.start(*plain, *words)
     run.wait_for("Saved best model")
@@ -750,12 +730,12 @@ def test_plain_torchrun_listens_on_all_interfaces_and_the_launcher_on_none(launc
     assert len(listening) >= 2 and everywhere == [way == "torchrun"] * len(listening), listening
 
 
-def test_ranks_that_join_by_different_backends_are_told(launch, tmp_path):
+def test_ranks_that_join_by_different_backends_are_told(launch, folder):
     """Started by hand: torchrun gives all of them the same words."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         launch.start(
-            sys.executable, "train.py", TOY, f"ddp.backend={backend}", f"save_dir={tmp_path / 'run'}",
+            sys.executable, "train.py", TOY, f"ddp.backend={backend}", f"save_dir={folder}",
             **env, RANK=str(rank), LOCAL_RANK=str(rank),
         )
         for rank, backend in enumerate(("auto", "gloo"))
@@ -765,4 +745,4 @@ def test_ranks_that_join_by_different_backends_are_told(launch, tmp_path):
     assert done[0].errors == [
         "error: rank 1 joins with gloo, rank 0 with shm (ddp.backend): start the same command on all of them"
     ]
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()

@@ -13,10 +13,14 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FAULTY, PATIENCE, TOY, succeed
+
+from engine.files.status import current
+from engine.survive import signals, terminal, watchdog
 
 PYTHON = [sys.executable, "train.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
@@ -70,17 +74,17 @@ def full_pipe():
     return [writer, reader]
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (gone_pipe, "Broken pipe"),
-        (gone_terminal, "Input/output error"),
-        (full_pipe, "Resource temporarily unavailable"),
-        (lambda: [os.open("/dev/full", os.O_WRONLY)], "No space left on device"),
-    ],
-)
-def test_no_print_fails_of_a_stream_that_is_gone(launch, tmp_path, make, why):
-    ends, command = make(), [sys.executable, "-c", SPEAK, str(tmp_path / "lost")]
+GONE = {
+    "Broken pipe": gone_pipe,
+    "Input/output error": gone_terminal,
+    "Resource temporarily unavailable": full_pipe,
+    "No space left on device": lambda: [os.open("/dev/full", os.O_WRONLY)],
+}
+
+
+@pytest.mark.parametrize("why", GONE)
+def test_no_print_fails_of_a_stream_that_is_gone(launch, tmp_path, why):
+    ends, command = GONE[why](), [sys.executable, "-c", SPEAK, str(tmp_path / "lost")]
     environment = launch.environment(PYTHONIOENCODING="utf-8")
     for _ in (1, 2):
         done = subprocess.run(command, cwd=launch.cwd, env=environment, stdout=ends[0], stderr=ends[0])
@@ -111,9 +115,7 @@ def test_closed_descriptors_and_letters_that_are_not_there(launch, tmp_path, she
         assert done.err == "".join(f"{mark} on the way {n}\n✓ at once\n" for n in range(3)), "in their order"
 
 
-@pytest.mark.parametrize("plain", [None, "1"])
-def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain):
-    script = """
+IN_COLOUR = """
 import sys
 from engine.survive import terminal
 terminal.make_safe()
@@ -121,13 +123,27 @@ print("  ✓ Saved\\nwarning: no ✓ within, no error: either")
 print("error: of", 3, file=sys.stderr)
 terminal.write_stderr("error: the last\\n")
 """
-    environment = {"NO_COLOR": plain, "TERM": "xterm"}
-    shown = OnATerminal(launch, [sys.executable, "-c", script], nohup=False, **environment).read()
+
+
+@pytest.mark.parametrize("plain", [None, "1"])
+def test_colours_are_for_terminals_and_not_for_those_who_want_none(launch, plain):
+    shown = OnATerminal(launch, [sys.executable, "-c", IN_COLOUR], NO_COLOR=plain, TERM="xterm").read()
     marks = ["  \x1b[32m✓\x1b[0m Saved", "\x1b[33mwarning:\x1b[0m no ✓ within, no error: either"]
     marks += ["\x1b[1;31merror:\x1b[0m of 3", "\r\x1b[J\x1b[1;31merror:\x1b[0m the last"]
     if plain:
         marks = [re.sub(r"\x1b\[[\d;]*m", "", mark) for mark in marks]
     assert shown.replace("\r\n", "\n") == "".join(f"{mark}\n" for mark in marks)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def words(run):
+    """A short training."""
+    return [TOY, "epochs=2", "log_every=1", f"save_dir={run}"]
 
 
 @pytest.fixture
@@ -142,8 +158,7 @@ def test_whoever_asks_for_words_hears_that_they_were_lost(launch, full):
 
 
 @pytest.mark.slow
-def test_a_tool_whose_output_is_lost_fails(launch, tmp_path, full):
-    run = tmp_path / "run"
+def test_a_tool_whose_output_is_lost_fails(launch, run, full):
     succeed(launch.python(*PYTHON[1:], TOY, "steps=1", f"save_dir={run}"))
     done = launch.python("tools/evaluate.py", str(run), output=full)
     said = "error: stdout cannot be written (No space left on device) (the output of a tool): start it again"
@@ -163,36 +178,28 @@ def assert_trained(run, why):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("closed", "command"), [("2>&-", PYTHON), ("<&- 2>&-", LAUNCHER)], ids=["one", "two"])
-def test_a_training_continues_without_a_stderr(launch, tmp_path, closed, command):
-    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+def test_a_training_continues_without_a_stderr(launch, run, words, closed, command):
     script = f'PYTHONIOENCODING=ascii "$@" {closed}'
     done = succeed(launch("bash", "-c", script, "bash", *command, *words, **ON_CPUS))
     assert_trained(run, "stderr is closed")
     assert "  ? Saved best model: best_model_epoch0.pt" in done.out
 
 
-def first_line(launch, *command):
-    """Return what a process has printed until its reader has had one line and is gone, and the process."""
+@pytest.mark.parametrize("command", [PYTHON, LAUNCHER], ids=["one", "two"])
+def test_a_training_continues_without_a_reader(launch, run, words, command):
     reader, writer = os.pipe()
-    started = launch.start(*command, output=writer, **ON_CPUS)
+    training = launch.start(*command, *words, output=writer, **ON_CPUS)
     os.close(writer)
     with open(reader) as pipe:
-        return pipe.readline(), started
-
-
-@pytest.mark.parametrize("command", [PYTHON, LAUNCHER], ids=["one", "two"])
-def test_a_training_continues_without_a_reader(launch, tmp_path, command):
-    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
-    line, training = first_line(launch, *command, *words)
+        assert pipe.readline()
     done = succeed(training.wait())
     why = "stdout cannot be written (Broken pipe)"
     assert_trained(run, why)
-    assert line and done.err.count(f"warning: {why}: training continues, its log is {run}") == 1
+    assert done.err.count(f"warning: {why}: training continues, its log is {run}") == 1
     assert "rror" not in done.err, "Python's own either"
 
 
-def test_a_training_continues_where_its_output_finds_no_room(launch, tmp_path, full):
-    run, words = tmp_path / "run", [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+def test_a_training_continues_where_its_output_finds_no_room(launch, run, words, full):
     succeed(launch(*PYTHON, *words, output=full))
     assert_trained(run, "stdout cannot be written (No space left on device)")
 
@@ -200,7 +207,7 @@ def test_a_training_continues_where_its_output_finds_no_room(launch, tmp_path, f
 class OnATerminal:
     """A process whose controlling terminal is one of ours, until that is gone."""
 
-    def __init__(self, launch, command, nohup, wide=0, **more):
+    def __init__(self, launch, command, nohup=False, wide=0, **more):
         self.main, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24 * bool(wide), wide, 0, 0))
         ignored = (signal.SIGHUP,) * nohup
@@ -230,19 +237,20 @@ class OnATerminal:
 
 
 @pytest.mark.parametrize("columns", [0, 80])
-def test_a_terminal_without_a_size_has_lines_in_place_of_bars(launch, tmp_path, columns):
-    training = OnATerminal(
-        launch, [*PYTHON, TOY, "steps=12", f"save_dir={tmp_path / 'run'}"], nohup=False, wide=columns
-    )
-    shown = training.read()
+def test_a_terminal_without_a_size_has_lines_in_place_of_bars(launch, run, columns):
+    shown = OnATerminal(launch, [*PYTHON, TOY, "steps=12", f"save_dir={run}"], wide=columns).read()
     assert ("  step 12/12  epoch 2/2  loss " in shown) is (columns == 0) and ("Training:" in shown) is (columns > 0)
 
 
-@pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
-def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, tmp_path, command):
+one_or_two = pytest.mark.parametrize(
+    "command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"]
+)
+
+
+@one_or_two
+def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, run, command):
     """The stop that SIGHUP asks for is made, although the last words find nobody."""
-    run = tmp_path / "run"
-    training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=False)
+    training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"])
     training.wait_for("Epoch 1/")
     training.drop()
     assert training.run.wait().code == 75
@@ -251,56 +259,58 @@ def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, tmp_pat
     assert torch.load(run / "last.pt", weights_only=True)["progress"]["step"] == now["step"]
 
 
-@pytest.mark.parametrize("command", [PYTHON, pytest.param(LAUNCHER, marks=pytest.mark.slow)], ids=["one", "two"])
-def test_under_nohup_the_run_outlives_its_terminal(launch, tmp_path, command):
-    run = tmp_path / "run"
+def wait_while(training, true):
+    deadline = time.monotonic() + 30 * PATIENCE
+    while true():
+        assert training.run.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)  # polling with a deadline
+
+
+@one_or_two
+def test_under_nohup_the_run_outlives_its_terminal(launch, run, command):
     training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=True)
     training.wait_for("Epoch 1/")
     training.drop()
-    deadline = time.monotonic() + 30 * PATIENCE
-    while not warnings(run):
-        assert training.run.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)  # polling with a deadline
+    wait_while(training, lambda: not warnings(run))
     training.run.signal(signal.SIGHUP)
     step = status(run)["step"]
-    while status(run)["step"] <= step:
-        assert training.run.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_while(training, lambda: status(run)["step"] <= step)
     training.run.signal(signal.SIGTERM)
     assert training.run.wait().code == 75
     assert status(run)["reason"].startswith("SIGTERM") and len(warnings(run)) == 1
     assert "cannot be written (Input/output error): training continues" in status(run)["warning"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "ignored"),
-    [({}, True), ({"TORCHELASTIC_RUN_ID": "x", "LOCKSTEP_SCRATCH": "x"}, True), ({"TORCHELASTIC_RUN_ID": "x"}, False)],
-)
-def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, environment, ignored):
-    """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
-    from engine.survive import signals
-
-    for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def handlers():
+    """They are put back."""
     before = {number: signal.getsignal(number) for number in signals.SIGNALS}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        asked = signals.StopRequest()
-        asked.install_handlers()
-        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
-        signal.raise_signal(signal.SIGHUP)
-        assert asked.reason == ("" if ignored else "SIGHUP")
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("names", "ignored"),
+    [([], True), (["TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"], True), (["TORCHELASTIC_RUN_ID"], False)],
+)
+def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, handlers, names, ignored):
+    """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH")
+    }
+    monkeypatch.setattr(os, "environ", kept | dict.fromkeys(names, "x"))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked = signals.StopRequest()
+    asked.install_handlers()
+    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
+    signal.raise_signal(signal.SIGHUP)
+    assert asked.reason == ("" if ignored else "SIGHUP")
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, tmp_path):
+def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, run):
     """The watchdog lives, and records what it cannot say."""
-    run = tmp_path / "run"
     words = [FAULTY, "fault.kind=freeze", "fault.step=5", "log_every=1", "ddp.timeout_s=2", f"save_dir={run}"]
     done = launch("bash", "-c", '"$@" >/dev/full 2>&-', "bash", *TORCHRUN, *words, **ON_CPUS)
     now = status(run)
@@ -309,8 +319,7 @@ def test_a_frozen_rank_is_found_by_a_run_that_has_no_stderr(launch, tmp_path):
     assert warnings(run) == ["stderr is closed: training continues"] and now["warning"] == warnings(run)[0]
 
 
-def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path, full):
-    run = tmp_path / "run"
+def test_a_failure_that_cannot_be_said_is_recorded(launch, run, full):
     words = [FAULTY, "fault.kind=raise", "fault.rank=0", f"save_dir={run}"]
     assert launch(*PYTHON, *words, output=full, errors=full).code == 1
     now = status(run)
@@ -319,11 +328,6 @@ def test_a_failure_that_cannot_be_said_is_recorded(launch, tmp_path, full):
 
 
 def test_a_failure_is_recorded_before_it_is_said(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    from engine.files.status import current
-    from engine.survive import terminal, watchdog
-
     order = []
     monkeypatch.setattr(current, "folder", tmp_path)
     monkeypatch.setattr(current, "fields", {})
