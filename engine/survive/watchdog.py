@@ -41,7 +41,7 @@ class Watchdog:
 
     timeout_s  seconds that a rank may wait for the slowest one. The intervals below follow it where it is short
     beat_s     between two looks, and two heartbeats
-    silent     the last beats of the ranks that sent none during the last diagnosis
+    silent     the last beats of ranks that send none any more, once a wait has taken too long
     """
 
     def __init__(self, world: World, stop: StopRequest, timeout_s: float, phase: Phases = phase, store: Any = None):
@@ -161,20 +161,21 @@ class Watchdog:
             return None
         folder = status.current.folder
         todo = f"see what it was doing in {folder / 'stacks.txt'}" if folder else "start again with a longer one"
-        error = LockstepError(found[1], f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}", todo)
-        return Failure(found[0], str(error), status.DISTRIBUTED)
+        rank, text, self.silent = found
+        error = LockstepError(text, f"step {self.phase.step}, ddp.timeout_s={self.timeout_s:g}", todo)
+        return Failure(rank, str(error), status.DISTRIBUTED)
 
-    def _diagnose(self, since: float) -> tuple[int, str] | None:
-        """Return (the rank to blame, one line about what all ranks do); None if the phase that began at `since` has
-        ended meanwhile, or the store is gone."""
+    def _diagnose(self, since: float) -> tuple[int, str, list[Beat]] | None:
+        """Return (the rank to blame, one line about what all ranks do, the last beats of those that send none any
+        more); None if the phase that began at `since` has ended meanwhile, or the store is gone."""
         before = self.notes.beats()
         for _ in range(3):  # a rank that doesn't beat meanwhile has stopped
             time.sleep(self.beat_s)
             self._beat()
         now = self.notes.beats()
-        self.silent = [beat for rank, beat in now.items() if beat.beats == before.get(rank, beat).beats]
+        silent = [beat for rank, beat in now.items() if beat.beats == before.get(rank, beat).beats]
         ended = self.phase.now[2] != since or self.over.is_set() or self.notes.gone
-        return None if ended else diagnose(before, now, self.world.size)
+        return None if ended else (*diagnose(before, now, self.world.size), silent)
 
     # ---- warnings ----
 
