@@ -114,9 +114,10 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     with pytest.raises(RuntimeError, match=r"^DataLoader worker was killed, or has ended$") as gone:
         source.get(ask([7], False), fetched(error))
     said = str(blame.translate(gone.value, None))
-    assert (
-        said.startswith("a loader process failed: DataLoader worker was killed, or has ended") and "fewer num" in said
+    assert said.startswith(
+        "a loader process failed: DataLoader worker was killed, or has ended (engine/data/samples.py"
     )
+    assert "fewer num_workers" in said
     own = type(error)("Caught it in DataLoader worker process 0.\nOriginal Traceback\nEOFError: short file")
     with pytest.raises(LockstepError, match=r"^sample 7 cannot be loaded: EOFError: short file"):
         source.get(ask([7], False), fetched(own))
@@ -163,9 +164,7 @@ def test_rank_0_is_killed_before_the_folder_exists(launch, folder):
     says it."""
     done = launch.launcher(2, *words_of("kill in data", folder, "fault.rank=0"))
     assert done.code in (6, 128 + signal.SIGKILL) and len(done.errors) == 1, done.err
-    assert re.match(
-        r"error: rank 0 (died without an error message|\(process \d+\) was killed by SIGKILL)", done.errors[0]
-    )
+    assert re.match(r"error: rank 0 (died without an error|\(process \d+\) was killed by SIGKILL)", done.errors[0])
     assert "Traceback" not in done.err and not folder.exists()
 
 
@@ -182,10 +181,8 @@ def test_the_same_under_plain_torchrun(launch, folder):
     """torchrun flattens the exit code and adds its table; what the processes say stays one line."""
     done = launch.torchrun(2, "train_ddp.py", *words_of("raise", folder))
     assert done.code == 1 and len(done.errors) == 1 and "ZeroDivisionError" in done.errors[0]
-    assert (
-        status(folder)["exit_code"] == 1
-        and " --standalone --nproc_per_node=2 train_ddp.py " in (status(folder)["resume_command"])
-    )
+    now = status(folder)
+    assert now["exit_code"] == 1 and " --standalone --nproc_per_node=2 train_ddp.py " in now["resume_command"]
 
 
 def test_a_single_process_fails_in_the_same_words(launch, folder, tmp_path):
@@ -200,9 +197,8 @@ def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, folder):
     """A loader process ignores SIGTERM, and Python would join it at the end."""
     words = words_of("worker hangs", folder, "fault.rank=0", "num_workers=1", "loader_timeout_s=1")
     done = launch.start(sys.executable, "train.py", *words).wait(60)
-    assert done.code == 5 and len(done.err.splitlines()) == 1 and "timed out after 1.0 seconds" in done.errors[0], (
-        done.err
-    )
+    assert done.code == 5 and "timed out after 1.0 seconds" in done.errors[0]
+    assert done.err.splitlines() == done.errors[:1]
 
 
 @pytest.mark.slow
@@ -225,9 +221,7 @@ def test_links_planted_in_a_run_folder_lead_nowhere(launch, folder, tmp_path):
     assert launch.python("train.py", *words).code == 1
     assert [path.name for path in tmp_path.iterdir() if path != folder] == ["of error.txt"]
     assert (tmp_path / "of error.txt").read_text() == "somebody's own"
-    assert (
-        "ZeroDivisionError" in (folder / "error.txt").read_text() and "train" in (folder / "metrics.jsonl").read_text()
-    )
+    assert "ZeroDivisionError" in (folder / "error.txt").read_text() and records(folder, "train")
     assert os.readlink(folder / "last.pt") == "step_2.pt" and status(folder)["exit_code"] == 1
 
 
@@ -296,16 +290,8 @@ def test_a_restart_joins_and_ends_in_the_same_weights(launch, folder, tmp_path, 
 def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight):
     (tmp_path / "here").mkdir()
     words = [FAULTY, "fault.kind=kill", "save_every=1", f"fault.once={tmp_path / 'once'}"]
-    done = succeed(
-        launch.start(
-            str(ROOT / "train_multigpu.sh"),
-            "2",
-            *words,
-            PYTHON=sys.executable,
-            TORCHRUN_ARGS="--max-restarts=1",
-            cwd=tmp_path / "here",
-        ).wait(100)
-    )
+    how = {"PYTHON": sys.executable, "TORCHRUN_ARGS": "--max-restarts=1", "cwd": tmp_path / "here"}
+    done = succeed(launch.start(str(ROOT / "train_multigpu.sh"), "2", *words, **how).wait(100))
     (run,) = (tmp_path / "here" / "checkpoints").iterdir()
     assert f"Resuming checkpoints/{run.name}/" in done.out
     assert_equal_weights(weights(run), straight)
@@ -600,10 +586,8 @@ def test_a_sample_with_nan_is_named(launch, folder, more):
     """Among those of its pass, once an epoch. The second time there is advice; the end counts the steps, those before
     a stop, too."""
     words = words_of("nan sample", folder, "max_skipped_steps=2", *more)
-    found, advice = (
-        "sample 7 has NaN in x",
-        ", again: repair it or leave it out of the dataset, or this step is lost in",
-    )
+    found = "sample 7 has NaN in x"
+    advice = ", again: repair it or leave it out of the dataset, or this step is lost in"
     for epochs, count, begins in ((2, 2, [found, f"{found}{advice} each epoch"]), (3, 3, [found])):
         done = succeed(launch.python("train.py", *words, f"epochs={epochs}"))
         assert [line.partition(" skipped: ")[2] for line in done.out.splitlines() if "warning: step" in line] == begins
