@@ -76,7 +76,7 @@ FAILURES = {
     "kill": (6, DIED + r" \(process \d+, last seen in [a-z_ ]+ at step \d\): killed from outside"),
     "leave": (6, DIED),
     "exit": (1, rf"sys.exit\(0\) in the middle of the training {IN_TASK} misbehave, rank 1"),
-    "raise": (1, rf"ZeroDivisionError: an error in the task {IN_TASK} misbehave, rank 1, forward"),
+    "raise": (1, rf"^error: ZeroDivisionError: an error in the task {IN_TASK} misbehave, rank 1, forward"),
     "raise in data": (1, rf"RuntimeError: the disk is on fire {IN_TASK} datasets, rank 1, prep"),
     "no model": (2, r"there is no such model \(model.name\): take another"),
     "raise in validation": (1, r"an error in the validation \(.* rank 1, validation at step 3\)", SMALL_EVALUATION),
