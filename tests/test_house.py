@@ -92,7 +92,6 @@ def test_few_files_know_the_ranks():
         "comm/ddp.py",
         "survive/blame.py",
         "tools/doctor.py",
-        "tools/running.py",
     }, "where stores listen, torchrun itself; DDP's hooks and errors, and tools with a group"
 
 
