@@ -34,6 +34,9 @@ def kind(found: Any) -> str:
     return "None" if found is None else f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
 
 
+# ---- faults: what was returned instead, empty where it is right -----------------------------------------------------
+
+
 def no(*kinds: type) -> Callable[..., str]:
     return lambda found, *about: "" if isinstance(found, kinds) else kind(found)
 
@@ -44,16 +47,19 @@ def no_number(value: Any) -> str:
 
 def no_metric(value: Any) -> str:
     """A metric is what `float` takes: also a number of NumPy, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return "" if value.numel() == 1 else kind(value)
     try:
-        return "" if (value.numel() == 1 if isinstance(value, Tensor) else [float(value)]) else kind(value)
+        float(value)
     except (TypeError, ValueError):
         return kind(value)
+    return ""
 
 
 def no_loss(loss: Any) -> str:
     if not isinstance(loss, Loss):
         return kind(loss)
-    total, sums = no(Tensor)(loss.total) or no_number(loss.total), no(dict)(loss.sums) or one(loss.sums, no_number)
+    total, sums = no(Tensor)(loss.total) or no_number(loss.total), no(dict)(loss.sums) or first_of(loss.sums, no_number)
     parts = {"total is": total, "weight is": no_number(loss.weight), "sums are": sums}
     return next((f"a Loss whose {part} {fault}" for part, fault in parts.items() if fault), "")
 
@@ -71,7 +77,7 @@ def no_values(values: Any, samples: int) -> str:
     return "tensors that differ in more than their length" if differ else ""
 
 
-def one(named: Mapping[str, Any], fault_of: Callable[..., str], *about: Any) -> str:
+def first_of(named: Mapping[str, Any], fault_of: Callable[..., str], *about: Any) -> str:
     """Return the first fault among values by name."""
     return next((f"{fault} as {name!r}" for name, each in named.items() if (fault := fault_of(each, *about))), "")
 
@@ -85,17 +91,19 @@ def twice(terms: dict[str, Loss]) -> str:
     return min((name for name in names if names.count(name) > 1), default="")
 
 
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
 NAME = "give it another name"
 SUMS = (
     "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over the samples",
     ("{}", no(dict)),
-    ("{}", lambda sums: one(sums, no(Tensor))),
+    ("{}", lambda sums: first_of(sums, no(Tensor))),
 )
 VALUES = (
     "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch",
     ("{}", no(Mapping)),
     ("an empty {}", lambda found, samples: not found and type(found).__name__),
-    ("{}", lambda found, samples: one(found, no_values, samples)),
+    ("{}", lambda found, samples: first_of(found, no_values, samples)),
 )
 RULES: dict[str, tuple[Any, ...]] = {
     "datasets": (
@@ -120,7 +128,7 @@ RULES: dict[str, tuple[Any, ...]] = {
         'return {"name": Loss(total, weight), ...}: scalars; each is divided by its own weight, and all are added up',
         ("{}", no(dict)),
         ("an empty {}", lambda terms: not terms and "dict"),
-        ("{}", lambda terms: one(terms, no_loss)),
+        ("{}", lambda terms: first_of(terms, no_loss)),
         ("the name {!r} twice", twice, f"{NAME}; `loss`, `weight` and `count` are there already"),
     ),
     "score": (*SUMS, ("no `count`, the number of samples", lambda sums: "count" not in sums)),
@@ -132,11 +140,14 @@ RULES: dict[str, tuple[Any, ...]] = {
         ("{}", no(dict)),
         ("no {!r}", lambda found, monitor: next((name for name in ("loss", monitor) if name not in found), "")),
         ("{!r}, which each line of the log has already", lambda found, monitor: taken(found), NAME),
-        ("{}", lambda found, monitor: one(found, no_metric)),
+        ("{}", lambda found, monitor: first_of(found, no_metric)),
     ),
 }
 """By method: what to return instead, and the rules in their order: (words, what returns the fault that replaces {} in
 them, what else to do)."""
+
+
+# ---- and what is called ---------------------------------------------------------------------------------------------
 
 
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
