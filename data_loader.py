@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check_scored
+from engine.checks import check_datasets, check_scored
 from engine.comm.digests import same_bits
 from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
@@ -34,7 +34,7 @@ from engine.contract import RESERVED, Batch, Given, Task
 from engine.data.batches import leaves, map_tensors, tell, tensors
 from engine.data.cache import CachedDataset, cache_datasets
 from engine.data.processes import in_processes, starting_processes
-from engine.data.samples import Asked, Source, ask, check_datasets, named
+from engine.data.samples import Asked, Source, ask, named
 from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError, console
 from engine.launch import processes_sharing
@@ -498,12 +498,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()
-    if not isinstance(datasets, (tuple, list)) or len(datasets) != 2:
-        raise LockstepError(
-            f"the datasets are a {type(datasets).__name__}, not a pair", "the task's `datasets`", "return (train, val)"
-        )
-    train_set, val_set = datasets
-    check_datasets(train_set, train_set if val_set is None else val_set)
+    train_set, val_set = check_datasets(datasets)
     if val_set is None and split == "val":
         what, todo = "the task has no validation data", "score others: --split train, or all"
         raise LockstepError(what, "split val", todo)

@@ -179,10 +179,8 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
 
 
 def evaluate(run: Run, save_due: bool = False) -> None:
-    """(all ranks) Score every sample of the split once, and save; the metrics are the same on every rank.
-
-    The bare module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums meet.
-    """
+    """(all ranks) Score every sample of the split once, and save; the metrics are the same on every rank. The bare
+    module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums are exchanged."""
     state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
     with survive.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.val_loader, "Validation"))
@@ -219,6 +217,7 @@ def main(argv: list[str], strict: bool = False) -> int:
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
             describe.training(run, strict)  # the plan
+            preflight.check_sums(run)  # the loss of a batch is the sum over its samples
             if not args.dry_run:
                 with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
                     train(run)

@@ -1,14 +1,153 @@
-"""What the methods of a task may return."""
+"""What a task's methods may return: the one place that judges it, before anything is added up or saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from engine.contract import LOGGED, Loss, Sums, Task
 from engine.errors import LockstepError, amount
+
+
+def check(method: str, found: Any, *about: Any) -> Any:
+    """Return what the task's `method` has returned. Raises LockstepError where it breaks a rule of `RULES`.
+
+    about  what else these rules need: the number of samples, the monitor
+    """
+    todo, *rules = RULES[method]
+    for words, fault_of, *instead in rules:
+        if fault := fault_of(found, *about):
+            what = f"`{method}` returns {words.format(fault)}"
+            raise LockstepError(what, f"the task's `{method}`", *instead or [todo])
+    return found
+
+
+def kind(found: Any) -> str:
+    """Return e.g. `a Tensor of shape (4,)`, `a dict of Loss, Tensor`."""
+    inner = ", ".join(sorted({type(value).__name__ for value in found.values()})) if isinstance(found, dict) else ""
+    shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
+    return "None" if found is None else f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
+
+
+# ---- faults: what was returned instead, empty where it is right -----------------------------------------------------
+
+
+def no(*kinds: type) -> Callable[..., str]:
+    return lambda found, *about: "" if isinstance(found, kinds) else kind(found)
+
+
+def no_number(value: Any) -> str:
+    return "" if isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0 else kind(value)
+
+
+def no_metric(value: Any) -> str:
+    """A metric is what `float` takes: also a number of NumPy, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return "" if value.numel() == 1 else kind(value)
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return kind(value)
+    return ""
+
+
+def no_loss(loss: Any) -> str:
+    if not isinstance(loss, Loss):
+        return kind(loss)
+    total, sums = no(Tensor)(loss.total) or no_number(loss.total), no(dict)(loss.sums) or first_of(loss.sums, no_number)
+    parts = {"total is": total, "weight is": no_number(loss.weight), "sums are": sums}
+    return next((f"a Loss whose {part} {fault}" for part, fault in parts.items() if fault), "")
+
+
+def no_values(values: Any, samples: int) -> str:
+    """Values of a batch are a tensor or an array (B, ...), or a list of B."""
+    if not isinstance(values, (Tensor, np.ndarray, list, tuple)):
+        return kind(values)
+    if not getattr(values, "ndim", 1):
+        return "a single number"
+    if len(values) != samples:
+        return f"{amount(len(values), 'row')} for {amount(samples, 'sample')}"
+    ragged = isinstance(values, (list, tuple)) and all(isinstance(each, Tensor) for each in values)
+    differ = ragged and len({each.shape[1:] for each in values}) > 1
+    return "tensors that differ in more than their length" if differ else ""
+
+
+def first_of(named: Mapping[str, Any], fault_of: Callable[..., str], *about: Any) -> str:
+    """Return the first fault among values by name."""
+    return next((f"{fault} as {name!r}" for name, each in named.items() if (fault := fault_of(each, *about))), "")
+
+
+def taken(named: Mapping[str, Any], *names: str) -> str:
+    return next((name for name in (*names, *LOGGED) if name in named), "")
+
+
+def twice(terms: dict[str, Loss]) -> str:
+    names = ["loss", "weight", "count", *LOGGED, *terms, *(name for term in terms.values() for name in term.sums)]
+    return min((name for name in names if names.count(name) > 1), default="")
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+NAME = "give it another name"
+SUMS = (
+    "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over the samples",
+    ("{}", no(dict)),
+    ("{}", lambda sums: first_of(sums, no(Tensor))),
+)
+VALUES = (
+    "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch",
+    ("{}", no(Mapping)),
+    ("an empty {}", lambda found, samples: not found and type(found).__name__),
+    ("{}", lambda found, samples: first_of(found, no_values, samples)),
+)
+RULES: dict[str, tuple[Any, ...]] = {
+    "datasets": (
+        "return (train, val)",
+        ("{}, not a pair", no(tuple, list)),
+        ("{} datasets, not a pair", lambda found: len(found) != 2 and str(len(found))),
+    ),
+    "model": ("return the nn.Module", ("{}", no(nn.Module))),
+    "loss": (
+        "return Loss(total, weight): a scalar with a graph, the sum over the batch, and a number to divide it by; "
+        "`sums` are numbers, too",
+        ("{}", no_loss),
+        ("a Loss whose total has no graph", lambda loss: not loss.total.requires_grad),
+        (
+            "a factor of {}, which is for `losses`",
+            lambda loss: loss.factor != 1 and str(loss.factor),
+            "multiply the total",
+        ),
+        ("the sum {!r}, which each step has already", lambda loss: taken(loss.sums, "loss", "weight"), NAME),
+    ),
+    "losses": (
+        'return {"name": Loss(total, weight), ...}: scalars; each is divided by its own weight, and all are added up',
+        ("{}", no(dict)),
+        ("an empty {}", lambda terms: not terms and "dict"),
+        ("{}", lambda terms: first_of(terms, no_loss)),
+        ("the name {!r} twice", twice, f"{NAME}; `loss`, `weight` and `count` are there already"),
+    ),
+    "score": (*SUMS, ("no `count`, the number of samples", lambda sums: "count" not in sums)),
+    "trials": SUMS,
+    "collect": VALUES,
+    "predict": VALUES,
+    "report": (
+        "return one number by each name, `loss` and the monitor among them; in `score`, add up what is of each sample",
+        ("{}", no(dict)),
+        ("no {!r}", lambda found, monitor: next((name for name in ("loss", monitor) if name not in found), "")),
+        ("{!r}, which each line of the log has already", lambda found, monitor: taken(found), NAME),
+        ("{}", lambda found, monitor: first_of(found, no_metric)),
+    ),
+}
+"""By method: what to return instead, and the rules in their order: (words, what returns the fault that replaces {} in
+them, what else to do)."""
+
+
+# ---- and what is called ---------------------------------------------------------------------------------------------
 
 
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
@@ -17,79 +156,14 @@ def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[
     names   of the first loss of the run; None for this one, whose names (all ranks) are compared
     gather  gives every rank's value
     """
-    problem = ""
-    if not isinstance(loss, Loss):
-        problem = f"a {type(loss).__name__}"
-    elif not isinstance(loss.total, Tensor) or loss.total.ndim:
-        problem = "a Loss whose total is no scalar tensor"
-    elif not _scalar(loss.weight):
-        problem = f"a Loss whose weight is {_kind(loss.weight)}"
-    elif odd := _odd_sums(loss):
-        problem = f"a Loss whose sums are {odd}"
-    elif taken := loss.sums.keys() & {"loss", "weight", *LOGGED}:
-        raise LockstepError(
-            f"the sums of the loss have the name {min(taken)!r}, which another number of each step has already",
-            "the task's `loss`",
-            "give them another name",
-        )
-    elif not loss.total.requires_grad:
-        problem = "a Loss whose total has no graph"
-    elif loss.factor != 1.0:
-        what = f"the loss has factor={loss.factor}, which is of one term among several"
-        raise LockstepError(what, "the task's `loss`", "multiply its total, or return it from `losses`")
-    if problem:
-        raise LockstepError(
-            f"the loss is {problem}",
-            "the task's `loss`",
-            "return Loss(total, weight): a scalar with a graph, the sum over the batch, and what to divide it by, "
-            "a number; what is in `sums` are numbers, too",
-        )
-    return same_names([*loss.sums], names, gather, "sums")
-
-
-def check_terms(terms: Any) -> dict[str, Loss]:
-    """Return the terms of a loss. Raises LockstepError where they are none."""
-    where = "the task's `losses`"
-    if not isinstance(terms, dict) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
-        todo = 'return {"name": Loss(total, weight), ...}: each is divided by its own weight, and all are added up'
-        raise LockstepError(f"the losses are {_kind(terms)}", where, todo)
-    for name, term in terms.items():
-        if not isinstance(term.total, Tensor) or term.total.ndim:
-            todo = "give each the sum of its parts over the batch, a scalar"
-            raise LockstepError(f"the total of {name!r} is no scalar tensor", where, todo)
-        if not _scalar(term.weight):
-            todo = "give what to divide its total by, a number"
-            raise LockstepError(f"the weight of {name!r} is {_kind(term.weight)}", where, todo)
-        if odd := _odd_sums(term):
-            raise LockstepError(f"the sums of {name!r} are {odd}", where, "give totals by name, numbers")
-    taken = ["loss", "weight", "count", *LOGGED, *terms, *(name for term in terms.values() for name in term.sums)]
-    if twice := {name for name in taken if taken.count(name) > 1}:
-        todo = "give it another name: `loss`, `weight` and `count`, the samples, are there already, as the terms are"
-        raise LockstepError(f"the name {min(twice)!r} is there twice", where, todo)
-    return terms
-
-
-def _kind(found: Any) -> str:
-    inner = ", ".join(sorted({type(value).__name__ for value in found.values()})) if isinstance(found, dict) else ""
-    shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
-    return f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
-
-
-def _scalar(number: Any) -> bool:
-    return isinstance(number, (int, float)) or getattr(number, "ndim", 1) == 0
-
-
-def _odd_sums(loss: Loss) -> str:
-    if not isinstance(loss.sums, dict):
-        return _kind(loss.sums)
-    return next((f"{_kind(number)} as {name!r}" for name, number in loss.sums.items() if not _scalar(number)), "")
+    return same_names([*check("loss", loss).sums], names, gather, "sums")
 
 
 def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
     """Return the names of a loss's sums, or of its terms; see `check_loss`. Raises LockstepError where they change."""
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
-        if other != first:  # in another order they would be summed with the wrong partners
+        if other != first:  # in a different order they would be summed with the wrong partners
             raise LockstepError(
                 f"the {what} of the loss are {other or 'none'} once and {first or 'none'} another time",
                 "the task's `loss`",
@@ -99,12 +173,56 @@ def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any]
     return found
 
 
+def check_terms(terms: Any) -> dict[str, Loss]:
+    return check("losses", terms)
+
+
+def check_count(sums: Sums, samples: int) -> None:
+    """(all ranks) Raise LockstepError unless the totals of `samples` samples count as many."""
+    if sums["count"].tolist() != samples:
+        raise LockstepError(
+            f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
+            "the task's `score`",
+            "count each sample of the batch once; other numbers, such as tokens, under another name",
+            everywhere=True,
+        )
+
+
+def collects(task: Task) -> bool:
+    """Return whether a task's metrics are made of values of each sample."""
+    return type(task).collect is not Task.collect
+
+
+def reported(task: Task, sums: Sums) -> dict[str, float]:
+    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's."""
+    return {name: float(value) for name, value in check("report", task.report(sums), task.monitor).items()}
+
+
 def built(task: Task) -> nn.Module:
-    """Return the task's `model`. Raises LockstepError where that is none."""
-    model: Any = task.model()
-    if not isinstance(model, nn.Module):
-        raise LockstepError(f"the model is {_kind(model)}", "the task's `model`", "return the nn.Module")
-    return model
+    """Return the task's `model`."""
+    return check("model", task.model())
+
+
+# ---- datasets -------------------------------------------------------------------------------------------------------
+
+NO_SAMPLES: tuple[tuple[Any, str], ...] = (
+    (DataLoader, "give the dataset in it: batches are made here, by a method `collate` of the dataset if it has one"),
+    ((IterableDataset, Iterator), "give one with __len__ and __getitem__ (streams of shards are not read yet)"),
+    (Mapping, "give a list of its samples, or torch.utils.data.StackDataset(**columns)"),
+)
+
+
+def check_datasets(found: Any) -> tuple[Any, Any]:
+    """Return the pair of a task's `datasets`. Raises LockstepError unless both give any sample by its number."""
+    train_set, val_set = check("datasets", found)
+    for name, dataset in (("training", train_set), ("validation", train_set if val_set is None else val_set)):
+        todo = next((todo for kinds, todo in NO_SAMPLES if isinstance(dataset, kinds)), "")
+        gives = any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__"))
+        if todo or not gives or not hasattr(dataset, "__len__"):
+            what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
+            todo = todo or "give a dataset with __len__ and __getitem__; a list of dicts will do"
+            raise LockstepError(what, "the task's `datasets`", todo)
+    return train_set, val_set
 
 
 def check_scored(task: Task, split: str) -> None:
@@ -115,49 +233,15 @@ def check_scored(task: Task, split: str) -> None:
         raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", "task", todo)
 
 
-def check_count(sums: Sums, samples: int) -> None:
-    """Raise LockstepError unless the totals of `samples` samples say that there are so many."""
-    if sums["count"].tolist() != samples:
-        raise LockstepError(
-            f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
-            "the task's `score`",
-            "count each sample of the batch once; other numbers, such as tokens, under another name",
-            everywhere=True,
-        )
+HINTS = (
+    ("KeyError: 'lockstep'", "of a batch that is no dict it is an attribute: batch.lockstep"),
+    ("KeyError: '(index|position|seed|mean_weight)'", r"the loader's own numbers have one name: batch['lockstep'].\1"),
+    ("AttributeError: 'dict' object has no attribute 'lockstep'", "of a dict it is a key: batch['lockstep']"),
+    ("TypeError: .*unexpected keyword argument 'lockstep'", "leave that out: net(**contract.inputs(batch))"),
+)
 
 
-def reported(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's. Raises
-    LockstepError where `report` gives none."""
-    found, where = task.report(sums), "the task's `report`"
-    if not isinstance(found, dict):
-        todo = f"return a number by each name, `loss` and `{task.monitor}` among them"
-        raise LockstepError(f"`report` returns a {type(found).__name__}", where, todo)
-    if not {"loss", task.monitor} <= found.keys():
-        raise LockstepError(f"`report` lacks `loss` or the monitor `{task.monitor}`", where, "return both")
-    if taken := [name for name in LOGGED if name in found]:
-        what, todo = (
-            f"`report` gives {taken[0]!r}, a name that each line of the log has already",
-            "give it another name",
-        )
-        raise LockstepError(what, where, todo)
-    return {name: _number(name, value) for name, value in found.items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    kind = f"of shape {tuple(value.shape)} " if hasattr(value, "shape") else ""
-    raise LockstepError(
-        f"`report` gives a {type(value).__name__} {kind}as {name!r}",
-        "the task's `report`",
-        "give one number by each name; in `score`, add up what is of each sample (`.sum()`)",
-    )
-
-
-def collects(task: Task) -> bool:
-    """Return whether a task's metrics are made of values of each sample."""
-    return type(task).collect is not Task.collect
+def hint(error: BaseException) -> str:
+    """Return what to do where a task looks up the loader's own numbers in the wrong place, or passes them on."""
+    words = f"{type(error).__name__}: {error}"
+    return next((found.expand(todo) for form, todo in HINTS if (found := re.match(form, words, re.DOTALL))), "")

@@ -25,12 +25,11 @@ from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
 
 Batch = Any
-"""What a dataset gives, mostly tensors by name, whose leading axis is the batch; see `Task.datasets`. The loader adds
-its own numbers, a `Given`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
+"""What a dataset gives, mostly tensors by name, whose leading axis is the batch. The loader adds its own numbers, a
+`Given`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
 
 RESERVED = "lockstep"
 """The one name in a batch that is the loader's."""
-
 
 LOGGED = ("event", "step", "epoch", "samples", "time_s")
 """Names of each line of metrics.jsonl, which no metric may have."""
@@ -60,8 +59,7 @@ def inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 PerSample = Mapping[str, Tensor | Sequence[Any]]
-"""Values by name, one for each sample: a tensor (B, ...); or a list of B, of tensors of several lengths, say, or texts.
-"""
+"""Values by name, one for each sample: a tensor (B, ...), or a list of B tensors of any length, texts or others."""
 
 
 class Sums(dict[str, Tensor]):
@@ -98,8 +96,8 @@ class Settings:
 
 
 class Task:
-    """The base of every task: override the first five methods, and `monitor`. Two of them, `score` and `report`, are
-    not needed without validation data.
+    """The base of every task. Override `datasets`, `model`, `loss`, with validation data `score` and `report`, and
+    `monitor`.
 
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
@@ -131,24 +129,13 @@ class Task:
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """Return (train, val); called once, before `model`. `val` may be None: nothing is evaluated then, and the last
-        checkpoint is the one that counts. A dataset has `__len__`, and `__getitem__(i)`, which gives a sample, or
-        `__getitems__(indices)`, which gives a batch (fast: one gather) or a list of samples. A sample is anything:
-        tensors, arrays, numbers and texts in dicts, lists, tuples and dataclasses. Samples of one form become a batch
-        of that form: tensors are stacked; objects and lists of numbers are listed, and stay on the host.
+        """Return (train, val); called once, before `model`. Without validation data val is None: nothing is evaluated
+        then, and the last checkpoint is the one that counts.
 
-        What is random is drawn from seeds, never from a generator that is already there. A dataset may take them:
-        `__getitem__(i, seed)` is given an int in [0, 2**63), `__getitems__(indices, seeds)` a (B,) int64 tensor of
-        them, as `uniform` wants it: functions of (seed, epoch, position), in an evaluation of the index alone. In
-        `prepare` and `loss`, draw from `batch["lockstep"].seed`. For a GPU a thread asks the dataset, never two at
-        once. It may have
-
-        collate(samples)  a method that makes a batch of samples, of any form and class: padded, ragged, packed
-        labels   (N,) int64: what `sampler: balanced` balances
-        weights  (N,) how many of what one term of the loss is a mean of a sample has (unmasked steps, say), where
-                 another term is a mean over samples: divide the first by the batch's `mean_weight`, and both add up
-        prefetch(indices)  a method that begins to read these samples and returns at once: called a batch ahead, but not
-                 with loader processes, and not where all data are held (`cache`)
+        A dataset has `__len__`, and `__getitem__(i)`, which gives a sample, or `__getitems__(indices)`, which gives a
+        batch (fast: one gather) or a list of samples. To draw at random it takes seeds, too: `__getitem__(i, seed)`,
+        `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights` and `prefetch(indices)`: see
+        "Samples and batches of any form" in docs/your-own-data.md.
         """
         raise NotImplementedError
 
@@ -163,9 +150,9 @@ class Task:
     """Set by `model`: where its weights come from, unless they are random."""
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return a training batch as `loss` is to get it, on its device: augmented, say, as `batch | {"x": ...}`. Each
-        sample is changed by itself, at random by its seed in `batch["lockstep"].seed` and nothing else: of data that
-        are held (`cache`) many passes are prepared at once, a row of each tensor for a sample."""
+        """Return a training batch as `loss` gets it, augmented on its device, such as `batch | {"x": ...}`. Each sample
+        is changed by itself, at random by its seed in `batch["lockstep"].seed` and nothing else: of data that are held
+        (`cache`) many passes are prepared at once, a row of each tensor for a sample."""
         return batch
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
@@ -176,11 +163,8 @@ class Task:
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
         """In place of `loss`: return several terms by name, each with a weight of its own (boxes, masked pixels). The
-        loss is the sum of `factor * total / weight`, each divided over the whole global batch.
-
-        A step of one forward pass waits for these weights before its backward pass; one of several (accumulation,
-        virtual workers) makes each forward pass twice, first for the weights alone, and holds all its batches.
-        """
+        loss is the sum of `factor * total / weight`, each divided over the whole global batch. Its price is a wait in
+        each step, or with several passes a second forward pass: see docs/your-own-data.md."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
@@ -189,18 +173,15 @@ class Task:
         raise NotImplementedError
 
     def collect(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return values of each sample of an evaluation batch for metrics that are no sums, such as AUC, mAP, recall@k
-        or those of texts. Called right after `score` of the same batch, which may have kept its output in `self`.
-
-        `report` finds those of all samples in `sums.collected`, in the order of the dataset, on the host of rank 0: a
-        tensor (N, ...) or a list of N. Each process holds its own until all are through, and then rank 0 all of them:
-        at most `collect_limit_mb`.
-        """
+        """Return values of each sample of an evaluation batch for metrics that are no sums, such as AUC, mAP or
+        recall@k. Called right after `score` of the same batch, which may have kept its output in `self`. `report` finds
+        those of all samples in `sums.collected`, in the order of the dataset: a tensor (N, ...) or a list of N, at most
+        `collect_limit_mb`."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names. Where the
-        task has `collect`, rank 0 alone calls it, and tells the others."""
+        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names. With
+        `collect`, only rank 0 calls it."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
@@ -208,12 +189,9 @@ class Task:
         raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Return the optimizer, any of torch whose step needs no closure, or None for that of `optim.name`. Called once
-        what `optim.freeze` names is frozen; its groups hold all weights that are trained.
-
-        The schedule sets the rate of a group to that of the step times the group's own `lr` / `optim.lr`. Clipping,
-        skipped steps, averages, `optim.zero` and resuming are the engine's. Of several make a `ChainedOptimizer`.
-        """
+        """Return an optimizer (of several a `ChainedOptimizer`), or None for that of `optim.name`. Called once what
+        `optim.freeze` names is frozen; its groups hold all weights that are trained. The schedule sets the rate of a
+        group to that of the step times the group's own `lr` / `optim.lr`."""
         return None
 
     def saved(self, name: str) -> bool:
@@ -227,24 +205,19 @@ class Task:
         return {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
-        """Called in place of `datasets`, where the data are not needed: `model` and inference work after it.
-
-        known  what `metadata` gave when the checkpoint was written
-        """
+        """Called in place of `datasets`, with what `metadata` gave when the checkpoint was written: `model` and
+        inference work after it."""
 
     def full_dataset(self) -> Any:
         """Return, after `load_metadata`, all samples of the data that the config names, as one dataset to score."""
         raise LockstepError("this task only knows its own two splits", "split all", "give it a method `full_dataset`")
 
     num_trials: int = 0
-    """Number of trials that an evaluation makes beside the split."""
+    """Number of trials that an evaluation makes in addition to scoring the split."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
-        """Run trials of the model, in simulation say, for what recorded data cannot show; returns totals for `report`.
-
-        which    the numbers of the trials to make, a share of range(num_trials); all shares together are all of them
-        stopped  asked now and then: whether to return at once, with anything, because the evaluation will not count
-        """
+        """Run those of `range(num_trials)` that are in `which`, in simulation for example; return totals for `report`.
+        When `stopped()` is true, return at once: the evaluation will not count."""
         return Sums()
 
     def summary(self) -> str:
@@ -297,12 +270,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
 
 under_way: tuple[Any, Any] | None = None
-"""The `Run` and the `Micro` of the forward pass that a training is in; None beside its steps, where a batch stands for
-itself. A task knows neither."""
-
+"""The `Run` and the `Micro` of the forward pass that a training is in; None outside of its steps."""
 
 stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""What `gather_batch` returns there, where parts of a batch stand for ranks; see engine/preflight/adds_up.py."""
+"""What `gather_batch` does outside of them, where parts of a batch stand for ranks; see engine/preflight/adds_up.py."""
 
 
 @contextmanager
@@ -322,14 +293,19 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
 
-    Beside a training step, as in `score`, these are `tensor` itself and 0 to B - 1. Two all-reduces of (N, ...), one
-    of them in the backward pass. Raises LockstepError where a step has several forward passes: none of them sees all.
+    Outside of a training step, as in `score`, these are `tensor` itself and 0 to B - 1. Two all-reduces of (N, ...),
+    one of them in the backward pass. Raises LockstepError where a step has several forward passes: none sees all.
     """
     if under_way is None:
         return stand_in(tensor) if stand_in else (tensor, torch.arange(len(tensor), device=tensor.device))
     run, micro = under_way
-    if run.plan.accumulation > 1:
-        raise _in_parts(run)
+    if (plan := run.plan).accumulation > 1:
+        what = (
+            f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"
+        )
+        once = f"give one pass a step: no accumulation, batch_size={-(-plan.global_batch // plan.processes)}, "
+        todo = once + ("virtual_workers=0" if plan.workers else "or more processes")
+        raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
     check_rows(tensor, len(micro.indices))
     first = run.progress.position
     rows = slice(micro.slots.start - first, micro.slots.stop - first, micro.slots.step)
@@ -365,21 +341,9 @@ class _Gather(torch.autograd.Function):
         return torch.zeros_like(mine) if filler else mine, None, None, None, None
 
 
-def _in_parts(run: Any) -> LockstepError:
-    error = LockstepError(
-        f"gather_batch in a step of {run.plan.accumulation} forward passes, none of which sees the whole global batch",
-        "the task's `loss`",
-        f"give one pass a step: no accumulation, batch_size={-(-run.plan.global_batch // run.plan.processes)}, "
-        + ("virtual_workers=0" if run.plan.workers else "or more processes"),
-        everywhere=True,
-    )
-    return error
-
-
 def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return (total, weight, sums) of the loss that is the sum of `factor * total / weight` over `terms`, each divided
-    by its own weight in the whole global batch; beside a training step, in this one. A term without any weight there
-    counts as zero. See engine/terms.py."""
+    """Return (total, weight, sums) of the sum of `factor * total / weight` over `terms`, each divided by its weight in
+    the whole global batch; outside of a training step, in this one. A term without any weight there is zero."""
     here = next(iter(terms.values())).total.device
     if under_way is None:
         weights, samples, size = weights_of(terms, here), 1, 1

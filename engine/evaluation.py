@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.checks import check_count, collects, reported
+from engine.checks import check, check_count, collects, reported
 from engine.contract import Batch, Sums
 from engine.data.batches import given_of
 from engine.metrics import Collection, EvalSums, Slow, means
@@ -111,9 +111,10 @@ def _scored(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
         phase("validation")
         seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
         with run.precision.autocast():
-            scored.add(task.score(model, batch))
+            scored.add(check("score", task.score(model, batch)))
             if collection:
-                collection.add(task.collect(model, batch), len(given_of(batch).index))
+                samples = len(given_of(batch).index)
+                collection.add(check("collect", task.collect(model, batch), samples), samples)
         phase("loading validation data")
     phase("validation")
     tried = _trials(run, model)
@@ -148,7 +149,7 @@ def _trials(run: Run, model: nn.Module) -> EvalSums:
             found = task.trials(model, which, lambda: bool(run.stop.reason))
         if run.stop.reason:  # then they may be anything
             break
-        tried.add(found)
+        tried.add(check("trials", found))
     return tried
 
 

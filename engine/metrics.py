@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.comm.world import World
 from engine.contract import Sums
-from engine.errors import LockstepError, amount
+from engine.errors import LockstepError
 from engine.phases import phase
 
 
@@ -194,17 +194,11 @@ class EvalSums:
             totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
         return totals
 
-    def _forms_of(self, found: Any) -> list[str]:
-        """Return e.g. ["confusion int (7, 7)", "loss float"]. Raises LockstepError unless these are tensors by name."""
-        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-            raise LockstepError(
-                f"`{self.source}` returns no Sums of tensors",
-                f"the task's `{self.source}`",
-                "return Sums(loss=..., count=torch.tensor(len(batch)), ...)",
-            )
+    def _forms_of(self, sums: Sums) -> list[str]:
+        """Return e.g. ["confusion int (7, 7)", "loss float"]."""
         return sorted(
             f"{name} {'float' if value.is_floating_point() else 'int'} {tuple(value.shape) or ''}".strip()
-            for name, value in found.items()
+            for name, value in sums.items()
         )
 
     def _differs(self, found: list[str], first: list[str]) -> LockstepError:
@@ -246,9 +240,9 @@ class Collection:
         self.forms: dict[str, str] = {}
         self.samples = self.bytes = 0
 
-    def add(self, found: Any, samples: int) -> None:
-        """Add what the task returned for a batch. Copies tensors to the host, which waits for them."""
-        part = packed(self.source, found, samples)
+    def add(self, found: Mapping[str, Any], samples: int) -> None:
+        """Add the values of a batch. Copies tensors to the host, which waits for them."""
+        part = packed(found)
         forms = {name: _form(values) for name, values in part.items()}
         if self.parts and forms != self.forms:
             raise _wrong(self.source, f"gives {forms}, and before {self.forms}")
@@ -309,19 +303,8 @@ class Joined:
         self.done += size
 
 
-def packed(source: str, found: Any, samples: int) -> dict[str, Packed]:
-    """Return what the task's method `source` has returned for a batch as it is kept. Raises LockstepError unless it is
-    one value for each sample, by name."""
-    if not isinstance(found, Mapping) or not found:
-        raise _wrong(source, "returns nothing" if found is None else f"returns a {type(found).__name__}")
-    for name, values in found.items():
-        single = isinstance(values, (Tensor, np.ndarray)) and not values.ndim
-        if single or not isinstance(values, (Tensor, np.ndarray, list, tuple)):
-            raise _wrong(source, f"returns {'a single number' if single else f'a {type(values).__name__}'} as {name!r}")
-        if len(values) != samples:
-            raise _wrong(source, f"returns {amount(len(values), 'row')} of {name!r} for {amount(samples, 'sample')}")
-        if _all_tensors(values) and len({value.shape[1:] for value in values}) > 1:
-            raise _wrong(source, f"returns tensors as {name!r} that differ in more than their length")
+def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
+    """Return the values of a batch as they are kept."""
     return {name: _packed(values) for name, values in found.items()}
 
 

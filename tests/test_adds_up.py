@@ -11,7 +11,7 @@ from conftest import ROOT, succeed
 
 import tasks
 import train
-from engine import config, errors, launch
+from engine import config, errors, launch, preflight
 from engine.contract import LockstepError
 from engine.files import status
 from engine.preflight import adds_up
@@ -208,7 +208,7 @@ RIGHT = {
         "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
         "def score(self, model, batch):\n"
         "  return super().score(model, batch) | {'x': torch.rand((), generator=self.draw)}",
-        "warning: whether `score` adds up is not known: `x` of the same 5 samples is another the second time, by ",
+        "warning: whether `score` adds up is not known: `x` of the same 5 samples is different the second time, by ",
     ),
 }
 
@@ -314,11 +314,11 @@ WRONG = {
         "def loss(self, net, batch):\n"
         "  x = batch['x'] + 0.1 * torch.randn(batch['x'].shape, generator=self.draw)\n"
         "  return Loss(self._errors(net, batch | {'x': x}).sum(), len(x))",
-        r"the loss of the same 5 samples is another the second time, by .*draw from batch\['lockstep'\].seed",
+        r"the loss of the same 5 samples is different the second time, by .*draw from batch\['lockstep'\].seed",
     ),
     "a factor": (
         "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(factor=100.0)",
-        r"the loss has factor=100.0, which is of one term among several \(the task's `loss`\): multiply its total",
+        r"`loss` returns a factor of 100.0, which is for `losses` \(the task's `loss`\): multiply the total",
     ),
     "a mean in the score": (
         "def score(self, model, batch):\n"
@@ -343,6 +343,7 @@ def start():
         def begin(*words):
             run = train.build(config.parse([*words, "allocator=system", "device=cpu"], tasks.load), world)
             describe.training(run, strict=False)
+            preflight.check_sums(run)
             return run
 
         yield begin

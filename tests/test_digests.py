@@ -49,7 +49,8 @@ def test_numbers_of_several_pieces_that_change_places_count(monkeypatch):
 def ranks(mine, theirs):
     """What rank 0 of two GPUs sees, whose own model is `mine`."""
     gathered = []
-    run = SimpleNamespace(model=mine, buffers=lambda of_norms: {}, progress=SimpleNamespace(step=7), fresh=None)
+    workers, record = SimpleNamespace(buffers=lambda of_norms: {}), SimpleNamespace(fresh=None)
+    run = SimpleNamespace(model=mine, workers=workers, progress=SimpleNamespace(step=7), record=record)
     other = SimpleNamespace(**vars(run) | {"model": theirs})
 
     def world(gather):

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from conftest import ROOT, launching, succeed
 from torch.utils.data import DistributedSampler
 
-from engine.checks import check_count, reported
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
 from engine.metrics import Collection, EvalSums
@@ -172,15 +171,13 @@ def test_bf16_is_added_up_in_float64():
         ({"n0": torch.tensor(2)}, {}, "gives count int once and count int, n0 int another time"),
         ({"loss": torch.ones(8)}, {"loss": torch.ones(4)}, "gives count int, loss float (4,) once and count int, loss"),
         ({"loss": torch.tensor(0.0)}, {"loss": torch.tensor(0)}, "gives count int, loss int once and count int, loss"),
-        ({}, None, "returns no Sums of tensors"),
-        ({}, {"loss": 1.0}, "returns no Sums of tensors"),
     ],
 )
 def test_parts_of_another_form_are_not_added_up(first, then, said):
     sums = EvalSums()
     sums.add(Sums(first, count=torch.tensor(3)))
     with pytest.raises(LockstepError, match="^" + re.escape(f"`score` {said}")):
-        sums.add(then if then is None else Sums(then, count=torch.tensor(3)))
+        sums.add(Sums(then, count=torch.tensor(3)))
 
 
 NAMES = """
@@ -201,36 +198,6 @@ def test_parts_of_another_form_on_another_rank(launch, tmp_path):
     done = launch.torchrun(3, "train.py", str(tmp_path / "own.py"), *words)
     said = "`score` gives count int, n1 int, total float, weight int once and count int, n0 int, total "
     assert done.code and len(done.errors) == 1 and said in done.errors[0], done.err
-
-
-def test_the_count_is_that_of_the_samples():
-    check_count(Sums(count=torch.tensor(20)), 20)
-    for count in (torch.tensor(160), torch.ones(20)):
-        with pytest.raises(LockstepError, match=r"^the `count` of `score` is .* for 20 samples \(the task's `score`\)"):
-            check_count(Sums(count=count), 20)
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (None, "`report` returns a NoneType"),
-        ({"loss": 1.0}, "`report` lacks `loss` or the monitor `auc`"),
-        ({"loss": 1.0, "auc": None}, "`report` gives a NoneType as 'auc'"),
-        ({"loss": 1.0, "auc": 1, "text": "x"}, "`report` gives a str as 'text'"),
-        ({"loss": torch.ones(8), "auc": 1}, "`report` gives a Tensor of shape (8,) as 'loss'"),
-        ({"loss": np.ones(8), "auc": 1}, "`report` gives a ndarray of shape (8,) as 'loss'"),
-        *(
-            (
-                {"loss": 1.0, "auc": 1, name: 0.5},
-                f"`report` gives {name!r}, a name that each line of the log has already",
-            )
-            for name in ("event", "step", "epoch", "samples", "time_s")
-        ),
-    ],
-)
-def test_a_report_is_numbers_by_name(found, said):
-    with pytest.raises(LockstepError, match="^" + re.escape(f"{said} (the task's `report`): ")):
-        reported(SimpleNamespace(report=lambda sums: found, monitor="auc"), Sums())
 
 
 UP_AND_DOWN = """

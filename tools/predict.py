@@ -42,10 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
 from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, precision, speed
-from engine.checks import built
+from engine.checks import built, check, check_datasets
 from engine.comm.world import World
 from engine.data.batches import given_of
-from engine.data.samples import check_datasets
 from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
@@ -241,7 +240,7 @@ def _load_with(args: config.Args, world: World, split: str) -> tuple[LoadedModel
             found.append(task.datasets()[split == "val"])
         if found[0] is None:
             raise LockstepError("the task has no validation data", "--split", "give train, or all")
-        check_datasets(found[0], found[0])
+        check_datasets((found[0], None))
 
     return load_model(args, world, read), found[0]
 
@@ -254,7 +253,7 @@ def _said(trained: LoadedModel, dataset: Any) -> Iterator[dict[str, Packed]]:
         with torch.inference_mode(), trained.precision.autocast():
             said = trained.task.predict(trained.model, batch)
         index = given_of(batch).index
-        yield {"index": index.cpu(), **packed("predict", said, len(index))}
+        yield {"index": index.cpu(), **packed(check("predict", said, len(index)))}
 
 
 def _asker(trained: LoadedModel) -> Ask:

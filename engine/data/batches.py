@@ -186,17 +186,3 @@ def check(batch: Batch, where: str) -> None:
         what = f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
         todo = f"give a dict, a tuple, or a class with room for an attribute `{RESERVED}`"
         raise LockstepError(what, where, todo) from None
-
-
-def hint(error: BaseException) -> str:
-    """Return what to do where a task seems to look in vain for the loader's own numbers, or to pass them on."""
-    names, words = [field.name for field in dataclasses.fields(Given)], str(error)
-    if isinstance(error, KeyError) and error.args[:1] == (RESERVED,):
-        return f"of a batch that is no dict it is an attribute: batch.{RESERVED}"
-    if isinstance(error, KeyError) and error.args and error.args[0] in names:
-        return f"the loader's own numbers have one name: batch[{RESERVED!r}].{error.args[0]}"
-    if isinstance(error, AttributeError) and words == f"'dict' object has no attribute {RESERVED!r}":
-        return f"of a dict it is a key: batch[{RESERVED!r}]"
-    if isinstance(error, TypeError) and f"unexpected keyword argument {RESERVED!r}" in words:
-        return "leave the loader's own numbers out: net(**contract.inputs(batch))"
-    return ""

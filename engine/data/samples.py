@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import Subset
 
 from engine.data import batches
 from engine.errors import console
@@ -29,26 +29,6 @@ class Asked(NamedTuple):
 def ask(indices: list[int], seeded: bool) -> Asked:
     """Return a question for samples outside of any epoch: their seeds are functions of their numbers alone."""
     return Asked(indices, data_seeds(0, 0, torch.tensor(indices)) if seeded else None)
-
-
-def check_datasets(train_set: Any, val_set: Any) -> None:
-    """Raise unless they can be asked for any sample by its number."""
-    for name, dataset in (("training", train_set), ("validation", val_set)):
-        gives = any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__"))
-        todo = "give a dataset with __len__ and __getitem__; a list of dicts will do"
-        if isinstance(dataset, DataLoader):
-            todo = "give the dataset in it: batches are made here, by a method `collate` of the dataset if it has one"
-        elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__next__"):
-            todo = (
-                "give one with __len__ and __getitem__: which samples a step sees depends on their numbers alone "
-                "(streams of shards are not read yet)"
-            )
-        elif isinstance(dataset, Mapping):
-            todo = "give a list of its samples, or torch.utils.data.StackDataset(**columns)"
-        elif gives and hasattr(dataset, "__len__"):
-            continue
-        what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
-        raise LockstepError(what, "the task's `datasets`", todo)
 
 
 def _takes(method: Any, name: str) -> bool:

@@ -42,6 +42,11 @@ DRAWS, SURE = (8, 16, 32, 64), 6
 """How often a loss that draws from a generator is computed until its mean tells; standard errors that count."""
 
 TODO = "(check_sums=false skips this check)"
+NO_SUM = (
+    "return a sum over the samples (over tokens, or with class weights: the sum, and their number, or weights, as the "
+    "Loss's weight; a norm of weights: times the samples; each compared with all: `gather_batch`; padding must not "
+    "count)"
+)
 
 
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -66,59 +71,18 @@ def of_score(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
 def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]) -> str:
     """Return a line that says how well the `sums` of a batch add up, or why that is not known. Raises LockstepError
     where they do not. Leaves weights, buffers, random numbers, and what modules and the task keep as they were."""
+    modes = [(module, module.training) for module in run.model.modules()]
     with phase.during("preflight"), kept_generators(run.world.device), contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # or each number of samples would be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        state = _State(run)
-        begin = state.weights_now()
-        modes = [(each, each.training) for each in run.model.modules()]
+        trial = _Trial(run, loader, sums)
         try:
-            return _Check(run, loader, sums, state, begin).line()
+            return _line(trial)
         finally:
             contract.stand_in = None
-            state.put_back(begin)
+            trial.put_back(trial.begin)
             for module, training in modes:
                 module.training = training
-
-
-class _State:
-    """What a loss may change: weights, buffers and numbers of the model, and of modules that the task keeps, such as a
-    teacher whose weights are an average."""
-
-    def __init__(self, run: Run):
-        model = {id(module) for module in run.model.modules()}
-        held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and id(each) not in model]
-        weights: list[Tensor] = [p for name, p in run.model.named_parameters() if name not in run.record.left_out]
-        self.weights = [*weights, *(p for each in held for p in each.parameters())]
-        self.buffers: list[Buffers] = [run.workers.buffers, *map(Buffers, held)]
-        for each in self.buffers:
-            each.keep()
-        modules = nn.ModuleList([run.model, *held]).modules()
-        self.numbers = [
-            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN and name != "training"})
-            for each in modules
-        ]
-
-    def weights_now(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.weights]
-
-    @torch.no_grad()
-    def put_back(self, weights: list[Tensor]) -> None:
-        """Give all the values that they had, and the weights these."""
-        if weights:
-            torch._foreach_copy_(self.weights, weights)
-        for buffers in self.buffers:
-            buffers.restore()
-        for attributes, numbers in self.numbers:
-            attributes |= numbers
-
-    @torch.no_grad()
-    def shake(self, device: torch.device, seed: int, share: float, zeros: float = 0.0) -> None:
-        """Move the weights that are trained by a share of their size; those of zeros by `zeros`."""
-        seed_generators(device, "weights", seed)
-        for p in self.weights:
-            if p.requires_grad and p.is_floating_point() and p.numel():
-                p.add_(torch.randn_like(p) * (share * p.square().mean().sqrt() or zeros))
 
 
 class _Gap(NamedTuple):
@@ -145,70 +109,66 @@ def _gap(name: str, whole: Tensor, one: Tensor, two: Tensor) -> _Gap:
     return _Gap(name, float(whole[at]), (float(one[at]), float(two[at])), float(gaps[at]), scale, exact)
 
 
-class _Check:
-    """Compute a few samples together and in two parts, and judge.
+class _Trial:
+    """Compute sums of a few samples, together and in two parts.
 
+    begin     the weights of the model, and of modules that the task keeps, such as a teacher that is an average
     weights   those that all is computed with
     low       fewer digits than those of float32 may be in the arithmetic
     gathered  what `gather_batch` was given for all samples
     """
 
-    def __init__(self, run: Run, loader: Any, sums: Callable[..., dict[str, Any]], state: _State, begin: list[Tensor]):
-        self.run, self.loader, self.sums, self.state, self.begin = run, loader, sums, state, begin
+    def __init__(self, run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]):
+        self.run, self.loader, self.sums, self.device = run, loader, sums, run.world.device
         self.method = "score" if sums is of_score else "loss" if type(run.task).losses is Task.losses else "losses"
         self.name = "`score`" if sums is of_score else "the loss"
-        few = run.world.device.type == "cpu" or loader.loader is not None
-        self.samples = 1
+        model = {*run.model.modules()}
+        held = [each for each in vars(run.task).values() if isinstance(each, nn.Module) and each not in model]
+        trained = [p for name, p in run.model.named_parameters() if name not in run.record.left_out]
+        self.parameters: list[Tensor] = [*trained, *(p for each in held for p in each.parameters())]
+        self.begin = self.weights = [p.detach().clone() for p in self.parameters]
+        self.buffers = [Buffers(each) for each in (run.model, *held)]
+        for buffers in self.buffers:
+            buffers.keep()
+        self.numbers = [
+            (vars(each), {name: n for name, n in vars(each).items() if type(n) in PLAIN and name != "training"})
+            for each in nn.ModuleList([run.model, *held]).modules()
+        ]
+        few = self.device.type == "cpu" or loader.loader is not None
+        self.samples, self.low, self.gathered = 1, False, list[Tensor]()
         with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
             self.samples = len(given_of(loader.example(FEW if few else MANY, least=2)).index)
         self.first = max(1, self.samples * 5 // 8)
-        self.gathered: list[Tensor] = []
+        self.cuts = (0, self.samples), (0, self.first), (self.first, self.samples)
 
-    def line(self) -> str:
-        """Compute in eval mode and float32, with shaken weights or as they are; or else as in training, if nothing in
-        the model depends on the cut then."""
-        why = "" if self.samples > 1 else "a pass of 1 sample cannot be cut"
-        for shaken, mixed in ((True, False), (False, False), (False, True)) if self.samples > 1 else ():
-            training = mixed and self.method != "score"
-            self.run.model.train(training)
-            self.state.put_back(self.begin)
-            if shaken:
-                self.state.shake(self.run.world.device, 0, 0.1, zeros=0.02)
-            self.weights = self.state.weights_now() if shaken else self.begin
-            try:
-                with _precision(self.run, mixed):
-                    self.low = self._is_low(mixed)
-                    whole = self.compute(0, self.samples)
-                    if training and cut_dependent(self.run.model, accumulation=2):
-                        break
-                    gaps = self._gaps(whole)
-                    bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
-                    if not bad:
-                        return self.judged(gaps, whole)
-                    why = why or self._told(bad)
-            except getattr(torch, "AcceleratorError", MemoryError):
-                raise  # the device computes nothing any more
-            except Exception as error:
-                if isinstance(error, LockstepError) and (mixed or TODO in str(error)):
-                    raise
-                why = why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (in eval mode)"
-        return f"whether {self.name} adds up is not known: {why}"
+    @torch.no_grad()
+    def put_back(self, weights: list[Tensor]) -> None:
+        """Give buffers and numbers the values that they had, and the weights these."""
+        if weights:
+            torch._foreach_copy_(self.parameters, weights)
+        for buffers in self.buffers:
+            buffers.restore()
+        for attributes, numbers in self.numbers:
+            attributes |= numbers
 
-    def _is_low(self, mixed: bool) -> bool:
-        kinds = {p.dtype for p in self.run.model.parameters()} & {torch.bfloat16, torch.float16}
-        return bool(kinds) or (mixed and self.run.precision.enabled)
-
-    def _gaps(self, whole: Values, seed: int = 0) -> list[_Gap]:
-        parts = self.compute(0, self.first, seed), self.compute(self.first, self.samples, seed)
-        return [_gap(name, values, *(part[name] for part in parts)) for name, values in whole.items()]
+    @torch.no_grad()
+    def shake(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
+        """Compute with these weights, of which those that are trained are moved by a share of their size; zeros by
+        `zeros`."""
+        self.put_back(weights)
+        seed_generators(self.device, "weights", seed)
+        for p in self.parameters:
+            if p.requires_grad and p.is_floating_point() and p.numel():
+                p.add_(torch.randn_like(p) * (share * p.square().mean().sqrt() or zeros))
+        self.weights = [p.detach().clone() for p in self.parameters]
 
     def compute(self, begin: int, end: int, seed: int = 0) -> Values:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is what it keeps."""
-        self.state.put_back(self.weights)  # each time the same
-        seed_generators(self.run.world.device, "adds up", seed)
+        self.put_back(self.weights)  # each time the same
+        seed_generators(self.device, "adds up", seed)
         task: Task = object.__new__(type(self.run.task))  # `copy.copy` calls a class's own `__new__`
-        whole, calls = end - begin == self.samples, iter(range(sys.maxsize))
         vars(task).update({name: _copied(value) for name, value in vars(self.run.task).items()})
+        whole, calls = end - begin == self.samples, iter(range(sys.maxsize))
 
         def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
             """Stand for the other ranks: the parts find each other's rows as the whole batch gave them."""
@@ -226,94 +186,130 @@ class _Check:
         found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
 
-    def judged(self, gaps: list[_Gap], whole: Values) -> str:
-        """Return the line, or raise LockstepError: not for what moves as far with weights that differ in the fourth
-        digit, as a loss of almost nothing and a count of near-ties do, or with other random numbers."""
-        close, cut = 5e-2 if self.low else 1e-4, f"{self.samples} samples = {self.first} + {self.samples - self.first}"
-        wrong = [gap for gap in gaps if not gap.relative <= (0.0 if gap.exact and not self.low else close)]
-        digits = f"{max(gap.relative for gap in wrong or gaps):.0e}".replace("e-0", "e-")
-        if not wrong:
-            nothing = [gap.name for gap in gaps if gap.name.startswith("the loss") and not gap.whole and not gap.scale]
-            if self.name in nothing:
-                return f"whether {self.name} adds up is not known: it is 0 of these {self.samples} samples"
-            unknown = "".join(f"; {name} is 0 of these" for name in nothing)
-            return f"{self.name} adds up: {cut}{', each compared with all' * bool(self.gathered)}, to {digits}{unknown}"
-        again = self.compute(0, self.samples)
-        draws = self._next_numbers() != self._next_numbers(fresh=True)
-        if moved := self.run.workers.buffers.changed():
-            return (
-                f"whether {self.name} adds up is not known: a forward pass changes the buffer {moved[0]} in eval mode"
-            )
-        for gap in wrong:
-            if (other := _distance(again[gap.name], whole[gap.name])) > close * gap.scale:
-                what = f"{gap.name} of the same {self.samples} samples is another the second time, by {other:.2g}"
-                if self.run.cfg.random_samples == "warn" or self.sums is of_score:
-                    return f"whether {self.name} adds up is not known: {what}"
-                todo = "draw from batch['lockstep'].seed, and keep nothing that changes it"
-                raise LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
-        if found := (self._beyond_draws if draws else self._beyond_rounding)(wrong, whole):
-            worst = max(found, key=lambda gap: gap.relative)
-            todo = f"{_cure(worst, draws)} {TODO}"
-            raise LockstepError(self._told(worst), f"the task's `{self.method}`", todo)
-        why = "it draws from a generator, and not from batch['lockstep'].seed: another cut, other numbers"
-        return f"{self.name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
+    def has_drawn(self) -> bool:
+        """Return whether the last computation has drawn from a generator."""
 
-    def _told(self, gap: _Gap) -> str:
-        ones = "{:.4g} and {:.4g}".format(*gap.parts)
+        def numbers() -> list[float]:
+            drawn = torch.rand(()), torch.rand((), device=self.device), random.random(), np.random.rand()
+            return [float(number) for number in drawn]
+
+        now = numbers()
+        seed_generators(self.device, "adds up", 0)
+        return now != numbers()
+
+    def told(self, gap: _Gap) -> str:
+        parts = "{:.4g} and {:.4g}".format(*gap.parts)
         first, rest = self.first, self.samples - self.first
-        return f"{gap.name} of {self.samples} samples is {gap.whole:.4g}, of {first} and {rest} of them {ones}"
+        return f"{gap.name} of {self.samples} samples is {gap.whole:.4g}, of {first} and {rest} of them {parts}"
 
-    def _beyond_rounding(self, wrong: list[_Gap], whole: Values) -> list[_Gap]:
-        """Return the gaps that are larger than what weights move that differ in the fourth digit."""
-        floor, others, weights = 0.2 if self.low else 0.0, list[Values](), self.weights
-        for seed in range(1, 5):
-            self.state.put_back(weights)
-            self.state.shake(self.run.world.device, seed, 1e-4)
-            self.weights = self.state.weights_now()
-            others.append(self.compute(0, self.samples))
-        moves = {gap.name: max(_distance(each[gap.name], whole[gap.name]) for each in others) for gap in wrong}
-        return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
+    def error(self, what: str, todo: str) -> LockstepError:
+        return LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
 
-    def _beyond_draws(self, wrong: list[_Gap], whole: Values) -> list[_Gap]:
-        """Return the gaps of means over many draws that are larger than what draws explain: those of noise vanish."""
-        cuts = ((0, self.samples), (0, self.first), (self.first, self.samples))
-        draws: list[list[Values]] = []
-        found: list[_Gap] = []
-        for seed in range(1, DRAWS[-1] + 1):
-            draws.append([self.compute(*cut, seed) for cut in cuts])
-            if seed not in DRAWS:
-                continue
-            found, open_ = [], False
-            for name in (gap.name for gap in wrong):
-                sums = [torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)]
-                gap = _gap(name, *(each.mean(0) for each in sums))
-                error = float((sums[0] - sums[1] - sums[2]).std(0).max()) / math.sqrt(seed)
-                if gap.size > max(SURE * error, (0.2 if self.low else 0.05) * gap.scale):
-                    found.append(gap)
-                open_ = open_ or gap.size + SURE * error > 0.5 * gap.scale
-            if found or not open_:
-                break
-        return found
 
-    def _next_numbers(self, fresh: bool = False) -> list[float]:
-        """Return a number of each generator, `fresh` as they are before anything is drawn."""
-        device = self.run.world.device
-        if fresh:
-            seed_generators(device, "adds up", 0)
-        return [torch.rand(()).item(), torch.rand((), device=device).item(), random.random(), float(np.random.rand())]
+def _line(trial: _Trial) -> str:
+    """Compute in eval mode and float32, with shaken weights or as they are; or else as in training, if nothing in
+    the model depends on the cut then."""
+    run, why = trial.run, "" if trial.samples > 1 else "a pass of 1 sample cannot be cut"
+    half = bool({p.dtype for p in run.model.parameters()} & {torch.bfloat16, torch.float16})
+    for shaken, mixed in ((True, False), (False, False), (False, True)) if trial.samples > 1 else ():
+        training = mixed and trial.method != "score"
+        run.model.train(training)
+        trial.weights, trial.low = trial.begin, half or (mixed and run.precision.enabled)
+        if shaken:
+            trial.shake(trial.begin, 0, 0.1, zeros=0.02)
+        try:
+            with run.precision.autocast() if mixed else _float32():
+                whole = trial.compute(*trial.cuts[0])
+                if training and cut_dependent(run.model, accumulation=2):
+                    break
+                parts = [trial.compute(*cut) for cut in trial.cuts[1:]]
+                gaps = [_gap(name, values, *(part[name] for part in parts)) for name, values in whole.items()]
+                bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
+                if not bad:
+                    return _judged(trial, gaps, whole)
+                why = why or trial.told(bad)
+        except getattr(torch, "AcceleratorError", MemoryError):
+            raise  # the device computes nothing any more
+        except Exception as error:
+            if isinstance(error, LockstepError) and (mixed or TODO in str(error)):
+                raise
+            why = why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (in eval mode)"
+    return f"whether {trial.name} adds up is not known: {why}"
+
+
+def _judged(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
+    """Return the line, or raise LockstepError: not for what moves as far with weights that differ in the fourth
+    digit, as a loss of almost nothing and a count of near-ties do, or with other random numbers."""
+    name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
+    wrong = [gap for gap in gaps if not gap.relative <= (0.0 if gap.exact and not trial.low else close)]
+    digits = f"{max(gap.relative for gap in wrong or gaps):.0e}".replace("e-0", "e-")
+    cut, unknown = (
+        f"{samples} samples = {trial.first} + {samples - trial.first}",
+        f"whether {name} adds up is not known: ",
+    )
+    if not wrong:
+        nothing = [gap.name for gap in gaps if gap.name.startswith("the loss") and not gap.whole and not gap.scale]
+        if name in nothing:
+            return f"{unknown}it is 0 of these {samples} samples"
+        zeros = "".join(f"; {each} is 0 of these" for each in nothing)
+        return f"{name} adds up: {cut}{', each compared with all' * bool(trial.gathered)}, to {digits}{zeros}"
+    again = trial.compute(0, samples)
+    draws = trial.has_drawn()
+    if moved := trial.buffers[0].changed():
+        return f"{unknown}a forward pass changes the buffer {moved[0]} in eval mode"
+    for gap in wrong:
+        if (other := _distance(again[gap.name], whole[gap.name])) > close * gap.scale:
+            what = f"{gap.name} of the same {samples} samples is different the second time, by {other:.2g}"
+            if trial.run.cfg.random_samples == "warn" or trial.method == "score":
+                return unknown + what
+            raise trial.error(what, "draw from batch['lockstep'].seed, and keep nothing that changes it")
+    if found := (_beyond_draws if draws else _beyond_rounding)(trial, wrong, whole):
+        worst = max(found, key=lambda gap: gap.relative)
+        slack = (0.2 if draws else 1e-3) * worst.size
+        mean = min(worst.parts) - slack <= worst.whole <= max(worst.parts) + slack
+        raise trial.error(trial.told(worst), "a mean? return the sum" if mean else NO_SUM)
+    why = "it draws from a generator, and not from batch['lockstep'].seed: another cut, other numbers"
+    return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
+
+
+def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+    """Return the gaps that are larger than what weights move that differ in the fourth digit."""
+    floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[Values]()
+    for seed in range(1, 5):
+        trial.shake(weights, seed, 1e-4)
+        others.append(trial.compute(0, trial.samples))
+    moves = {gap.name: max(_distance(each[gap.name], whole[gap.name]) for each in others) for gap in wrong}
+    return [gap for gap in wrong if gap.size > max(floor * gap.scale, 5 * moves[gap.name])]
+
+
+def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
+    """Return the gaps of means over many draws that are larger than what draws explain: those of noise vanish."""
+    draws, found = list[list[Values]](), list[_Gap]()
+    for count in DRAWS:
+        draws += [[trial.compute(*cut, seed) for cut in trial.cuts] for seed in range(len(draws) + 1, count + 1)]
+        found, unsure = [], False
+        for name in (gap.name for gap in wrong):
+            sums = [torch.stack([draw[n][name].double().flatten() for draw in draws]) for n in range(3)]
+            gap = _gap(name, *(each.mean(0) for each in sums))
+            error = SURE * float((sums[0] - sums[1] - sums[2]).std(0).max()) / math.sqrt(count)
+            if gap.size > max(error, (0.2 if trial.low else 0.05) * gap.scale):
+                found.append(gap)
+            unsure = unsure or gap.size + error > 0.5 * gap.scale
+        if found or not unsure:
+            break
+    return found
 
 
 @contextlib.contextmanager
-def _precision(run: Run, mixed: bool) -> Iterator[None]:
-    """Compute as in training if `mixed`, else in float32 to the last digit, on GPUs, too."""
-    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    if not mixed:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+def _float32() -> Iterator[None]:
+    """Compute in float32 to the last digit, on GPUs, too."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    kept = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
     try:
-        with run.precision.autocast() if mixed else contextlib.nullcontext():
-            yield
+        yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept
+        matmul.allow_tf32, cudnn.allow_tf32 = kept
 
 
 def _copied(value: Any) -> Any:
@@ -331,14 +327,3 @@ def _copied(value: Any) -> Any:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
-
-
-def _cure(gap: _Gap, draws: bool) -> str:
-    slack = (0.2 if draws else 1e-3) * gap.size
-    if min(gap.parts) - slack <= gap.whole <= max(gap.parts) + slack:
-        return "a mean? return the sum"
-    return (
-        "return a sum over the samples (over tokens, or with class weights: the sum, and their number, or weights, as "
-        "the Loss's weight; a norm of weights: times the samples; each compared with all: `gather_batch`; padding must "
-        "not count)"
-    )

@@ -1,4 +1,4 @@
-"""Compare, after the first step, what a new process would restore with what runs: the first kill would tell it later.
+"""After the first step, compare what a new process would restore with what runs.
 
 No weight is copied, and no code of the task runs a second time: what a checkpoint would hold is given, as it is, to a
 copy of the optimizer that has taken no step.
@@ -21,12 +21,10 @@ from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
 from engine.optim.make import load_state, parts, unsplit
-from engine.run import Run, forms
+from engine.run import forms
 
 if TYPE_CHECKING:
     from engine.run import Run
-
-ANYWAY = "; check_resume=false trains all the same"
 
 RENEWED = {"state", "param_groups", "defaults", "optimizers", "grad_scale", "found_inf", "kept_lists"}
 """Attributes of an optimizer that a checkpoint holds, or that each step makes anew."""
@@ -46,18 +44,14 @@ def check(run: Run) -> None:
         run.record.fresh = None
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-
 def _check_model(run: Run, before: dict[str, str]) -> None:
     now = forms(run.task, run.model)
-    if changed := next((name for name in now | before if now.get(name) != before.get(name)), ""):
-        was, became = (forms.get(changed, "not there") for forms in (before, now))
-        raise LockstepError(
-            f"no checkpoint of this model can be loaded: {changed} is {was} at first, and {became} after a step",
-            "the task's `model`",
-            "give it that form in `__init__`, or register it with persistent=False",
-        )
+    for name in now | before:
+        was, became = (forms.get(name, "not there") for forms in (before, now))
+        if was != became:
+            what = f"no checkpoint of this model can be loaded: {name} is {was} at first, and {became} after a step"
+            todo = "give it that form in `__init__`, or register it with persistent=False"
+            raise LockstepError(what, "the task's `model`", todo)
     _check_plain(dict(run.model.state_dict()), "the extra state of a module")
 
 
@@ -70,8 +64,7 @@ def _check_plain(held: Any, where: str) -> None:
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"
-        todo = "keep tensors, numbers and texts, in dicts, lists and tuples"
-        raise LockstepError(what, where, todo) from error
+        raise LockstepError(what, where, "keep tensors, numbers and texts, in dicts, lists and tuples") from error
 
 
 def _pass_on(error: Exception) -> None:
@@ -81,12 +74,9 @@ def _pass_on(error: Exception) -> None:
         raise error
 
 
-# ---- the optimizer --------------------------------------------------------------------------------------------------
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    kind, where = type(optimizer).__name__, "the task's `optimizer`"
-    state = optimizer.state_dict()
+    """Compare the optimizer with one that has loaded its state."""
+    kind, state = type(optimizer).__name__, optimizer.state_dict()
     _check_plain(state, f"what {kind} keeps")
     shared = _shared(state)
     twice = {id(value) for value in shared.values()}  # copies in a checkpoint: one each
@@ -98,25 +88,27 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     except Exception as error:
         _pass_on(error)
         what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
-        raise LockstepError(what, where, "mend its load_state_dict" + ANYWAY) from error
+        raise _error(what, "mend its load_state_dict") from error
     then = dict(batches.leaves(restored))
     for name, value in batches.leaves(state):
-        if not _same(value, then.pop(name, None)):
-            what = f"{kind} does not get {name} back as it was saved"
-            raise LockstepError(what, where, "mend its load_state_dict" + ANYWAY)
+        if not _same(value, then.get(name)):
+            raise _error(f"{kind} does not get {name} back as it was saved", "mend its load_state_dict")
     if lost := sorted(shared.keys() - _shared(restored).keys()):
         what = f"{kind} keeps one tensor as {' and '.join(lost[:2])} of its state: a checkpoint makes two of it"
-        raise LockstepError(what, where, "keep one for each" + ANYWAY)
+        raise _error(what, "keep one for each")
     for each, other in zip([optimizer, *parts(optimizer)], [twin, *parts(twin)], strict=True):
         for name in sorted(vars(each).keys() - RENEWED):
             for changed in _changed(name, vars(each)[name], vars(other).get(name)):
                 what = f"{type(each).__name__} has changed its {changed}, which no checkpoint holds"
-                todo = "keep it in self.state[p], or in a param_group: these are restored"
-                raise LockstepError(what, where, todo + ANYWAY)
+                raise _error(what, "keep it in self.state[p], or in a param_group: these are restored")
+
+
+def _error(what: str, todo: str) -> LockstepError:
+    return LockstepError(what, "the task's `optimizer`", f"{todo}; check_resume=false trains all the same")
 
 
 def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state that are there under another name, too."""
+    """Return the tensors of an optimizer's state that are there under several names."""
     places: dict[Any, dict[str, Tensor]] = {}
     for name, value in batches.leaves(state.get("state", {})):
         if isinstance(value, Tensor) and value.numel():
@@ -126,13 +118,15 @@ def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
     """Yield the places of numbers, tensors and generators that differ, or were not there."""
-    parts, others = batches.parts_of(now), batches.parts_of(then) or {}
-    for key, part in (parts or {}).items():  # a parameter may be a key, whose text would be long
-        yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
-    counts = isinstance(now, int | float | list | Tensor) and not isinstance(now, bool | nn.Parameter)
-    if counts and parts is None and not _same(now, then):
+    inner, others = batches.parts_of(now), batches.parts_of(then) or {}
+    if inner is not None:
+        for key, part in inner.items():  # a parameter may be a key, whose text would be long
+            yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))
+    elif isinstance(now, int | float | list | Tensor) and not (
+        isinstance(now, bool | nn.Parameter) or _same(now, then)
+    ):
         yield name
 
 

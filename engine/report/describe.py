@@ -11,13 +11,12 @@ from engine import private
 from engine.comm.ddp import MIB
 from engine.comm.sealed import meeting
 from engine.comm.tree import block, spans
-from engine.comm.world import World, on_rank0, sync_errors
+from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.errors import amount, console, set_up
 from engine.launch import environment, memory_restarts, restart_settings
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
-from engine.preflight import adds_up
 from engine.report import log
 from engine.run import Run
 
@@ -144,13 +143,8 @@ def check_wandb(cfg: Any, world: World) -> None:
 
 
 def training(run: Run, strict: bool) -> None:
-    """(all ranks) Print the plan of a training, warn of what is likely a mistake in it, and check that its loss adds
-    up: all ranks compute the same samples, because a task may have collectives of its own."""
+    """(rank 0) Print the plan of a training, and warn of what is likely a mistake in it."""
     print_plan(run)
-    if run.cfg.check_sums:
-        with sync_errors(run.world):
-            line = adds_up.check(run, run.train_loader, adds_up.of_loss)
-        console.info(f"{line}\n")
     if run.plan.global_batch > run.plan.num_samples:
         have = f"a step may take {run.plan.global_batch} samples, and there are {run.plan.num_samples}"
         console.info(f"warning: {have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")

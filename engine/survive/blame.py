@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from engine import launch
+from engine.checks import hint
 from engine.comm import sealed
 from engine.comm.world import World
 from engine.contract import RESERVED
-from engine.data import batches
 from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
@@ -107,7 +107,7 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        todo = batches.hint(error) or _advice(error)
+        todo = hint(error) or _advice(error)
         todo = todo or (f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback")
     return LockstepError(what, where, todo, exit_code=code)
 

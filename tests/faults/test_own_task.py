@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FAULTY, ROOT, TOY, succeed
-from torch.utils.data import ChainDataset, DataLoader
 
 import data_loader
 from engine import contract
@@ -23,58 +22,24 @@ class Task(Toy):
 """
 
 MISTAKES = {
-    "columns": (
-        "def datasets(self):\n  d = {'x': torch.randn(40, 8), 'y': torch.randn(40, 4)}; return d, d",
-        "the training set is a dict, which gives no sample by its number (the task's `datasets`): give a list of its",
-    ),
-    "a stream": (
-        "def datasets(self):\n  return type('Stream', (IterableDataset,), {'__iter__': iter})(), super().datasets()[1]",
-        "the training set is a Stream, which gives no sample by its number (the task's `datasets`): give one with",
-    ),
-    "one dataset": ("def datasets(self):\n  return super().datasets()[0]", "the datasets are a Waves, not a pair"),
     "a bare loss": (
         "def loss(self, net, batch):\n  return super().loss(net, batch).total",
-        "the loss is a Tensor (the task's `loss`): return Loss(total, weight)",
-    ),
-    "a loss per sample": (
-        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum(1), len(batch['x']))",
-        "the loss is a Loss whose total is no scalar tensor",
-    ),
-    "a loss without graph": (
-        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum().detach(), 1)",
-        "the loss is a Loss whose total has no graph",
-    ),
-    "no count": (
-        "def score(self, model, batch):\n  return Sums(total=torch.tensor(1.0))",
-        "the Sums of `score` lack `count`",
+        "`loss` returns a Tensor of shape () (the task's `loss`): return Loss(total, weight)",
     ),
     "a number for a sum": (
         "def score(self, model, batch):\n  return Sums(total=1.0, count=torch.tensor(3), weight=torch.tensor(1))",
-        "`score` returns no Sums of tensors",
-    ),
-    "no monitor": ("monitor = 'f1'", "`report` lacks `loss` or the monitor `f1`"),
-    "the log's own name": (
-        "def report(self, sums):\n  return super().report(sums) | {'step': 0}",
-        "`report` gives 'step', a name that each line of the log has already (the task's `report`): give it another",
+        "`score` returns a float as 'total' (the task's `score`): return Sums(",
     ),
     "the log's own name in a sum": (
         "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(sums=Sums(epoch=torch.tensor(1.0)))",
-        "the sums of the loss have the name 'epoch', which another number of each step has already",
+        "`loss` returns the sum 'epoch', which each step has already (the task's `loss`): give it another name",
     ),
     "a method's old name": (
         "def known(self):\n  return {'classes': ['a']}",
         "has `known`, which is called `metadata` now (task): rename it: nothing asks for it",
     ),
     "an attribute's old name": ("free = ('dataset.',)", "has `free`, which is called `resumable_keys` now (task)"),
-    "another count": (
-        "def score(self, model, batch):\n  return super().score(model, batch) | {'count': torch.tensor(1)}",
-        "the `count` of `score` is ",
-    ),
     "a typo in the report": ("def report(self, sums):\n  return {'loss': sums['totl']}", "KeyError: 'totl' ("),
-    "a text in the report": (
-        "def report(self, sums):\n  return {'loss': 0.0, 'name': 'x'}",
-        "`report` gives a str as 'name' (the task's `report`): give one number",
-    ),
     "nothing to train": ("def model(self):\n  return Net(4, 0.0).requires_grad_(False)", "no parameter to train"),
     "an error in the evaluation": (
         "def score(self, model, batch):\n  return batch['nothing']",
@@ -156,28 +121,6 @@ def test_a_batch_larger_than_the_data_and_a_task_mistyped_are_said(launch, tmp_p
     assert "warning: a step" not in succeed(launch.python("train.py", TOY, "--dry-run", "batch_size=61")).out
     done = launch.python("train.py", "hra")
     assert done.errors[0].startswith("error: no task 'hra' (task): did you mean har? choose one of har, robot,")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "said"),
-    [
-        (
-            DataLoader(Waves({})),
-            "DataLoader, which gives no sample by its number (the task's `datasets`): give the dat",
-        ),
-        (None, "NoneType, which gives no sample by its number (the task's `datasets`): give a dataset with"),
-        (ChainDataset([]), "ChainDataset, which gives no sample by its number (the task's `datasets`): give one"),
-        (
-            (n for n in ()),
-            "generator, which gives no sample by its number (the task's `datasets`): give one with",
-        ),
-    ],
-    ids=["a loader", "none", "a stream", "a generator"],
-)
-def test_what_is_no_dataset_is_said(dataset, said):
-    for name, pair in (("training", (dataset, Waves({}))), ("validation", (Waves({}), dataset))):
-        with pytest.raises(LockstepError, match="^" + re.escape(f"the {name} set is a {said}")):
-            data_loader.check_datasets(*pair)
 
 
 def test_numbers_for_other_samples_are_refused():
