@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 from engine.checks import check_count, reported
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
-from engine.metrics import Collection, EvalSums
+from engine.metrics import Gathered
 from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import _matrix, of_run
@@ -64,13 +64,13 @@ def test_what_is_collected_meets_in_the_order_of_the_dataset(results, ranks, siz
 
 def test_what_is_collected_stays_as_it_was_given():
     """A task may fill the same tensors, an array among them, for each batch."""
-    collection, kept, array = Collection(1.0), torch.empty(4, 2), np.empty(2)
+    collection, kept, array = Gathered("collect", 1.0), torch.empty(4, 2), np.empty(2)
     for number in range(3):
         kept.fill_(number)
         array.fill(number)
         batch = {"whole": kept[:2], "array": array, "each": [*kept[:2]], "some": [kept[:1, 0], kept[:, 0]]}
-        collection.add(batch, 2)
-    found = collection.total(World(0, 0, 1, torch.device("cpu")))
+        collection.collect(batch, 2)
+    found = collection.joined(World(0, 0, 1, torch.device("cpu")))
     assert found["whole"][:, 0].tolist() == found["array"].tolist() == [0, 0, 1, 1, 2, 2]
     for name in ("each", "some"):
         assert [values.tolist()[0] for values in found[name]] == [0, 0, 1, 1, 2, 2]
@@ -150,34 +150,42 @@ def test_class_weights_are_the_guides():
 
 def test_floats_are_added_up_in_the_order_of_the_parts():
     """1 + 1e16 - 1e16 is 0, or 1 from behind."""
-    sums = EvalSums()
+    sums = Gathered("score")
     for number in (1.0, 1e16, -1e16):
         sums.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
-    totals = sums.total(World(0, 0, 1, torch.device("cpu")))
+    totals = sums.summed(World(0, 0, 1, torch.device("cpu")))
     assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
 
 
 def test_bf16_is_added_up_in_float64():
     """In bf16 256 + 1 is 256."""
-    sums = EvalSums()
+    sums = Gathered("score")
     for _ in range(300):
         sums.add(Sums(total=torch.ones((), dtype=torch.bfloat16), count=torch.tensor(1)))
-    assert sums.total(World(0, 0, 1, torch.device("cpu"))) == {"total": 300.0, "count": 300}
+    assert sums.summed(World(0, 0, 1, torch.device("cpu"))) == {"total": 300.0, "count": 300}
 
 
 @pytest.mark.parametrize(
     ("first", "then", "said"),
     [
-        ({}, {"n1": torch.tensor(2)}, "gives count int, n1 int once and count int another time"),
-        ({"n0": torch.tensor(2)}, {}, "gives count int once and count int, n0 int another time"),
-        ({"loss": torch.ones(8)}, {"loss": torch.ones(4)}, "gives count int, loss float (4,) once and count int, loss"),
-        ({"loss": torch.tensor(0.0)}, {"loss": torch.tensor(0)}, "gives count int, loss int once and count int, loss"),
+        ({}, {"n1": torch.tensor(2)}, "gives count int64, n1 int64 once and count int64 another time"),
+        ({"n0": torch.tensor(2)}, {}, "gives count int64 once and count int64, n0 int64 another time"),
+        (
+            {"loss": torch.ones(8)},
+            {"loss": torch.ones(4)},
+            "gives count int64, loss float64 (4) once and count int64, loss",
+        ),
+        (
+            {"loss": torch.tensor(0.0)},
+            {"loss": torch.tensor(0)},
+            "gives count int64, loss int64 once and count int64, loss float64 another",
+        ),
         ({}, None, "returns no Sums of tensors"),
         ({}, {"loss": 1.0}, "returns no Sums of tensors"),
     ],
 )
 def test_parts_of_another_form_are_not_added_up(first, then, said):
-    sums = EvalSums()
+    sums = Gathered("score")
     sums.add(Sums(first, count=torch.tensor(3)))
     with pytest.raises(LockstepError, match="^" + re.escape(f"`score` {said}")):
         sums.add(then if then is None else Sums(then, count=torch.tensor(3)))
@@ -199,7 +207,7 @@ def test_parts_of_another_form_on_another_rank(launch, tmp_path):
     (tmp_path / "own.py").write_text(NAMES)
     words = ["eval_batch_size=8", "steps=1", "check_sums=false", f"save_dir={tmp_path / 'run'}"]
     done = launch.torchrun(3, "train.py", str(tmp_path / "own.py"), *words)
-    said = "`score` gives count int, n1 int, total float, weight int once and count int, n0 int, total "
+    said = "`score` gives count int64, n1 int64, total float64, weight int64 once and count int64, n0 int64, total "
     assert done.code and len(done.errors) == 1 and said in done.errors[0], done.err
 
 

@@ -18,11 +18,11 @@ from engine.comm import digests
 from engine.comm.buffers import check_buffers
 from engine.comm.digests import code
 from engine.comm.world import World, on_rank0
-from engine.contract import Batch, Sums, Task
+from engine.contract import Batch, Task
 from engine.data.batches import given_of
 from engine.errors import LockstepError, console
 from engine.files import status
-from engine.metrics import Collection, EvalSums
+from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
 from engine.preflight import adds_up, resumable
@@ -121,7 +121,7 @@ def sanity_check(run: Run) -> None:
 def _rehearse(run: Run) -> float:
     """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the
     task, and not what may come of so few samples, such as a division by zero."""
-    loader, scored = run.val_loader, EvalSums()
+    loader, scored = run.val_loader, Gathered("score")
     few = run.world.device.type == "cpu" and loader.loader is None
     batch = loader.example(FEW) if few else next(iter(loader))
     samples = len(given_of(batch).index)
@@ -137,7 +137,7 @@ def _rehearse(run: Run) -> float:
     if "count" not in sums:
         todo = "add the number of samples of the batch, as a tensor"
         raise LockstepError("the Sums of `score` lack `count`", "the task's `score`", todo)
-    totals = Sums({**scored.whole, **scored.parts[0]})
+    totals = scored.summed(World(0, 0, 1, run.world.device))
     check_count(totals, samples)
     totals.collected = collected
     try:
@@ -157,10 +157,10 @@ def _rehearse(run: Run) -> float:
 
 def _collected(run: Run, batch: Batch) -> dict[str, Any]:
     """(rank 0) Return what the task collects of a batch. Raises LockstepError if as much of all samples is too much."""
-    collection = Collection(run.task.collect_limit_mb)
-    collection.add(run.task.collect(run.model, batch), len(given_of(batch).index))
-    collection.check(collection.bytes / collection.samples * len(run.val_loader.dataset))
-    return collection.total(World(0, 0, 1, run.world.device))
+    collection = Gathered("collect", run.task.collect_limit_mb)
+    collection.collect(run.task.collect(run.model, batch), len(given_of(batch).index))
+    collection.check_bytes(collection.bytes / collection.samples * len(run.val_loader.dataset))
+    return collection.joined(World(0, 0, 1, run.world.device))
 
 
 def _counted(run: Run, score: Callable[[], Any]) -> tuple[Any, float]:
