@@ -71,6 +71,16 @@ def test_what_is_collected_stays_as_it_was_given():
         assert [values.tolist()[0] for values in found[name]] == [0, 0, 1, 1, 2, 2]
 
 
+def test_ranks_may_not_hold_too_much_together(monkeypatch):
+    """Of tensors of several lengths also these, 8 bytes each."""
+    held = Gathered("collect", limit_mb=2e-3)
+    held.collect({"a": torch.zeros(100), "b": [torch.zeros(1)] * 100}, 100)
+    monkeypatch.setattr(World, "gather", lambda self, mine: [mine, mine])
+    with pytest.raises(LockstepError, match=r"returns 0\.0032 MB, and rank 0 may hold 0\.002") as caught:
+        held.joined(ALONE)
+    assert caught.value.everywhere
+
+
 def test_the_metric_that_is_no_sum_is_scikit_learns(results):
     sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
     found = results[3][196]

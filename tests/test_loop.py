@@ -156,6 +156,20 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
     assert [found(rank) for rank in range(3)] == [named and Straggler(*named)] * 3
 
 
+def test_a_straggler_is_found_in_the_seconds_since_the_last_verdict(monkeypatch):
+    watch = Stragglers(World(0, 0, 3, torch.device("cpu")), 1)
+    for others, mine, found in (
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, None),  # too few seconds
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, Straggler(0, 2.0, "computing")),
+        ([[0.0, 1.0], [0.0, 1.0]], 1.0, None),
+        ([[4.0, 1.0], [0.0, 1.0]], 1.0, Straggler(1, 3.0, "data loading")),
+        ([[0.0, 4.0], [0.0, 3.0]], 3.0, None),  # not clearly
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, None),
+    ):
+        monkeypatch.setattr(World, "sum", lambda self, times, others=others: times[1:].copy_(torch.tensor(others)))
+        assert watch.find({"forward": mine}) == found
+
+
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run, outcomes = steps("fault.kind=nan loss", "fault.step=1", "fault.times=99", "check_resume=false")
@@ -378,24 +392,6 @@ def test_the_average_is_what_is_scored(steps):
     with torch.no_grad():
         scored = [run.task.report(run.task.score(model, batch))["loss"] for model in (run.ema.module, run.model)]
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
-
-
-def test_the_speed_of_training_is_without_the_time_of_an_evaluation(monkeypatch, steps):
-    """Evaluations of a day, by the clock that the speed is divided by: the next log point knows nothing of them."""
-    run, outcomes = steps("epochs=1")
-
-    def a_day(run, batches):
-        run.meter.since -= 24 * 3600.0
-        return evaluate_split(run, batches)
-
-    monkeypatch.setattr(train, "evaluate_split", a_day)
-    monkeypatch.setattr(train, "save", lambda run, state, best: None)
-    next(outcomes)
-    training_metrics(run, {})
-    train.evaluate(run)
-    next(outcomes)
-    metrics = training_metrics(run, {})
-    assert metrics["samples_per_s"] > 12 / 3600, "the twelve samples of one step, within the hour"
 
 
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
