@@ -394,6 +394,20 @@ def test_the_average_is_what_is_scored(steps):
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 
+def test_an_evaluation_that_is_stopped_amid_its_trials_is_none(monkeypatch, steps):
+    """Though every batch was scored; and a stop after the last batch, of a task without trials, comes too late."""
+    run, _ = steps()
+    batch = run.task.datasets()[1].__getitems__(range(23))
+
+    def batches():
+        yield batch
+        run.stop.request("asked")
+
+    assert evaluate_split(run, batches()) and not run.stopped
+    monkeypatch.setattr(type(run.task), "num_trials", 10)
+    assert evaluate_split(run, []) is None and run.stopped == "asked"
+
+
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
     """The steps after it have dropout again, and the random numbers that they would have had."""
     weights = []
