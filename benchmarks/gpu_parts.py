@@ -67,14 +67,14 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     """Take steps, and then score batches, in which torch reports calls that wait for the device; returns (our lines
     that made them, the number of steps, whether one made on purpose was seen). The mode is `warn`, because `error`
     would end at the first. The first ones are left out: they copy class weights, and read the optimizer's counters."""
-    from engine.metrics import EvalSums
+    from engine.metrics import Gathered
     from engine.phases import Phases
     from tools.probe import endless
 
     run = built(words, strict)
 
     def scoring() -> Iterator[None]:
-        sums, model = EvalSums(), run.evaluated_model.eval()
+        sums, model = Gathered("score"), run.evaluated_model.eval()
         while True:
             for batch in run.val_loader:
                 with torch.no_grad(), run.precision.autocast():

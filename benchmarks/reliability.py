@@ -38,7 +38,6 @@ import tasks
 import train
 from engine import checkpoint, config, launch
 from engine.comm.world import World, on_rank0
-from engine.evaluation import find_slow
 from engine.files.checkpoints import Checkpoints, CheckpointWriter
 from engine.metrics import Meter, Outcome
 from engine.phases import Phases, phase
@@ -115,7 +114,7 @@ class Ways:
         run, run.meter = self.run, self.no_meter
         for due in itertools.islice(endless(run), self.steps):
             if due.log:
-                find_slow(run, phase.take())
+                run.stragglers.find(phase.take())
                 run.meter.restart_clock()
 
     def observed(self) -> None:

@@ -1,8 +1,7 @@
-"""Score a split, and watch how long ranks take."""
+"""Score a split; the metrics of a log line."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from engine.checks import check, check_count, collects, reported
 from engine.contract import Batch, Sums
 from engine.data.batches import given_of
-from engine.metrics import Collection, EvalSums, Slow, means
+from engine.metrics import Gathered, loading_s, means
 from engine.phases import phase
 from engine.seeds import seed_generators
 
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def log_metrics(run: Run) -> None:
-    """(all ranks) Bring the numbers since the last log point to the host, look for a slow rank; (rank 0) log them."""
+    """(all ranks) Bring the numbers since the last log point to the host, look for a straggler; (rank 0) log them."""
     seconds = phase.take()
-    run.record.log.slow(run, find_slow(run, seconds))
+    run.record.log.slow(run, run.stragglers.find(seconds))
     run.record.log.train(run, training_metrics(run, seconds))
 
 
@@ -48,98 +47,56 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-SLOW_S = 3.0
-"""Seconds of a rank, or of one of its virtual workers, needed to judge it."""
-
-
-def loading_s(seconds: dict[str, float]) -> float:
-    """Return the seconds, of those in all phases, that a rank waited for its batches."""
-    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
-
-
-def find_slow(run: Run, seconds: dict[str, float], ratio: float = 1.5) -> Slow | None:
-    """(all ranks) Return the rank that was clearly slower than the others since the last report, or None."""
-    world = run.world
-    if world.size == 1:
-        return None
-    # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
-    computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
-    if run.gpu_clock:
-        with world.host_sync():
-            computed = run.gpu_clock.take()
-    workers = len(run.workers.block)  # a rank may run more virtual workers than another
-    times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
-    times[world.rank] = torch.tensor([loading_s(seconds), computed]) / workers
-    world.sum(times)
-    run.times = times if run.times is None else run.times + times
-    rows = run.times.tolist()
-    slowest = max(range(world.size), key=lambda rank: sum(rows[rank]))
-    if sum(rows[slowest]) < SLOW_S:
-        return None
-    run.times = None
-    others = [rows[rank] for rank in range(world.size) if rank != slowest]
-    usual = statistics.median(sum(row) for row in others)
-    if sum(rows[slowest]) < ratio * usual:
-        return None
-    data, computing = (rows[slowest][k] - statistics.median(row[k] for row in others) for k in (0, 1))
-    return Slow(slowest, sum(rows[slowest]) / usual, "data loading" if data > computing else "computing")
-
-
 @torch.no_grad()
 def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
     """(all ranks) Score every sample of the split once; the metrics are the same on every rank. Returns None if the run
     is to stop before that is done.
 
-    The bare module runs, so ranks may have more or fewer batches, or none: only the sums meet. Batches are the same on
-    any number of ranks, and so are the metrics, to the last bit where every process computes alike. Buffers that this
-    changes are put back: the training goes on as if nothing had been scored, as it does once it is resumed.
+    The bare module runs, so ranks may have more or fewer batches, or none: only sums are exchanged. Batches are the
+    same on any number of ranks, and so are the metrics, to the last bit where every process computes alike. Buffers
+    that this changes are put back: the training goes on as if nothing had been scored, as it does once it is resumed.
     """
-    with run.evaluated_buffers.unchanged():
-        return _scored(run, batches)
-
-
-def _scored(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
     world, task = run.world, run.task
-    model = run.evaluated_model.eval()
-    scored, broken_off = EvalSums(), 0.0
-    collection = Collection(task.collect_limit_mb) if collects(task) else None
-    phase("loading validation data")
-    for number, batch in enumerate(batches):
-        if run.stop.reason:
-            broken_off = 1.0
-            break
-        phase("validation")
-        seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
-        with run.precision.autocast():
-            scored.add(check("score", task.score(model, batch)))
-            if collection:
-                samples = len(given_of(batch).index)
-                collection.add(check("collect", task.collect(model, batch), samples), samples)
+    scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
+    with run.evaluated_buffers.unchanged():
+        model, broken_off = run.evaluated_model.eval(), 0.0
         phase("loading validation data")
-    phase("validation")
-    tried = _trials(run, model)
-    if task.num_trials:
-        broken_off = max(broken_off, float(bool(run.stop.reason)))  # then they may be only some of the trials
-    vote = torch.tensor(broken_off)
-    world.sum(vote)
-    if vote:
-        run.agree_to_stop()
-        return None
-    sums = scored.total(world)
-    check_count(sums, len(run.val_loader.dataset))
-    if task.num_trials:
-        sums = Sums(sums | tried.total(world))
-    if collection:
-        sums.collected = collection.total(world)
-        metrics = world.broadcast(reported(task, sums) if world.main else {})
-    else:
-        metrics = reported(task, sums)
-    return metrics | {"count": int(sums["count"])}, sums
+        for number, batch in enumerate(batches):
+            if run.stop.reason:
+                broken_off = 1.0
+                break
+            phase("validation")
+            seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
+            with run.precision.autocast():
+                scored.add(check("score", task.score(model, batch)))
+                if collects(task):
+                    samples = len(given_of(batch).index)
+                    collected.collect(check("collect", task.collect(model, batch), samples), samples)
+            phase("loading validation data")
+        phase("validation")
+        tried = _trials(run, model)
+        if task.num_trials and run.stop.reason:  # they may be only some of the trials
+            broken_off = 1.0
+        vote = torch.tensor(broken_off)
+        world.sum(vote)
+        if vote:
+            run.agree_to_stop()
+            return None
+        sums = scored.summed(world)
+        check_count(sums, len(run.val_loader.dataset))
+        if task.num_trials:
+            sums = Sums(sums | tried.summed(world))
+        if collects(task):
+            sums.collected = collected.joined(world)
+            metrics = world.broadcast(reported(task, sums) if world.main else {})
+        else:
+            metrics = reported(task, sums)
+        return metrics | {"count": int(sums["count"])}, sums
 
 
-def _trials(run: Run, model: nn.Module) -> EvalSums:
+def _trials(run: Run, model: nn.Module) -> Gathered:
     """Make this rank's share of the task's trials; only some of them where the run is to stop."""
-    tried, task = EvalSums("trials"), run.task
+    tried, task = Gathered("trials"), run.task
     for first in range(run.world.rank * TRIALS_AT_ONCE, task.num_trials, run.world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
         if run.stop.reason:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +120,62 @@ class GpuClock:
         return passes * self.begin.elapsed_time(self.end) / 1e3
 
 
+class Straggler(NamedTuple):
+    """A rank that all others wait for: its time over the others' median, and the phase that takes longer."""
+
+    rank: int
+    ratio: float
+    phase: str
+
+
+class Stragglers:
+    """Watch how long the ranks take.
+
+    workers  virtual workers of this rank: one rank may run more of them than the others do
+    times    (ranks, 2) seconds of data loading and of computing for one worker, since a rank was last judged
+    """
+
+    ENOUGH_S, RATIO = 3.0, 1.5  # seconds needed to judge, and how many times the others' median is too many
+
+    def __init__(self, world: World, workers: int):
+        self.world, self.workers = world, workers
+        self.times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
+        self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
+        if self.gpu_clock:
+            phase.listeners.append(self.gpu_clock)
+
+    def find(self, seconds: dict[str, float]) -> Straggler | None:
+        """(all ranks) Add the seconds of the phases since the last call; return the rank that is clearly slower than
+        the others, or None."""
+        world = self.world
+        if world.size == 1:
+            return None
+        # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
+        computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
+        if self.gpu_clock:
+            with world.host_sync():
+                computed = self.gpu_clock.take()
+        times = torch.zeros(world.size, 2)
+        times[world.rank] = torch.tensor([loading_s(seconds), computed]) / self.workers
+        world.sum(times)
+        self.times += times
+        rows = self.times.tolist()
+        slowest = rows.pop(rank := max(range(world.size), key=lambda rank: sum(rows[rank])))
+        if sum(slowest) < self.ENOUGH_S:
+            return None
+        self.times = torch.zeros(world.size, 2)
+        usual = statistics.median(map(sum, rows))
+        if sum(slowest) < self.RATIO * usual:
+            return None
+        data, computing = (mine - statistics.median(theirs) for mine, *theirs in zip(slowest, *rows, strict=True))
+        return Straggler(rank, sum(slowest) / usual, "data loading" if data > computing else "computing")
+
+
+def loading_s(seconds: dict[str, float]) -> float:
+    """Return the seconds, of those in all phases, that a rank waited for its batches."""
+    return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
+
+
 class Skipped(NamedTuple):
     """A step that was not taken, because the gradient was not finite."""
 
@@ -125,16 +184,8 @@ class Skipped(NamedTuple):
     found: dict[int, str] | None  # what is not finite in which of them; None if they were not fetched again
 
 
-class Slow(NamedTuple):
-    """A rank that all others wait for: how many times the others' median it takes, and in what."""
-
-    rank: int
-    ratio: float
-    phase: str
-
-
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Turn training totals into means: the loss over its weight, all others over `count`; of nothing, nothing."""
+    """Turn training totals into means: the loss over its weight, all others over `count`; empty in, empty out."""
     if not totals:
         return {}
     rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
@@ -144,163 +195,148 @@ def means(totals: dict[str, float]) -> dict[str, float]:
     }
 
 
-class EvalSums:
-    """Sum this rank's parts of an evaluation: its n-th part is number `rank + n * size` of all.
-
-    Whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until all ranks
-    are through, and then added in the order of the parts, whichever rank had them.
-
-    source  the method of the task that gives them, for errors
-    forms   of a part: its names, types and shapes, which all have in common
-    """
-
-    def __init__(self, source: str = "score") -> None:
-        self.whole, self.parts = Sums(), list[Sums]()
-        self.source, self.forms = source, list[str]()
-
-    def add(self, sums: Sums) -> None:
-        forms = self._forms_of(sums)
-        if self.parts and forms != self.forms:
-            raise self._differs(forms, self.forms)
-        self.forms = forms
-        # In float64: mixed precision gives bf16, in which a sum soon grows no more.
-        floats = Sums({name: value.double() for name, value in sums.items() if value.is_floating_point()})
-        self.whole += Sums({name: value for name, value in sums.items() if name not in floats})
-        self.parts.append(floats)
-
-    def total(self, world: World) -> Sums:
-        """(all ranks) Return the totals over all ranks, on every rank. A rank without parts takes the names of rank 0,
-        which has the first part, and no fewer than any other. Raises LockstepError where parts differ in form."""
-        first, *others = world.gather((self.forms, len(self.parts)))
-        for forms, parts in others:
-            if parts and forms != first[0]:
-                error = self._differs(forms, first[0])
-                error.everywhere = True
-                raise error
-        (wholes, floats), rounds = world.broadcast(((_shapes(self.whole), _shapes(*self.parts[:1])), len(self.parts)))
-        totals = Sums()
-        for name, (shape, dtype) in wholes.items():
-            mine = self.whole.get(name, torch.zeros(shape, dtype=dtype))
-            totals[name] = mine.to(world.device, copy=True)  # a task may have made it on the CPU
-            world.sum(totals[name])
-        for name, (shape, dtype) in floats.items():
-            rows = torch.zeros(rounds, world.size, *shape, dtype=dtype, device=world.device)
-            for row, part in zip(rows, self.parts, strict=False):
-                row[world.rank] = part[name]
-            world.sum(rows)  # exact: beside each number stand zeros
-            with world.host_sync():
-                parts = rows.flatten(0, 1).cpu()
-            # One by one: a sum over an axis depends on its length, and there may be rows of nothing.
-            totals[name] = functools.reduce(torch.add, parts, torch.zeros(shape, dtype=dtype)).to(world.device)
-        return totals
-
-    def _forms_of(self, sums: Sums) -> list[str]:
-        """Return e.g. ["confusion int (7, 7)", "loss float"]."""
-        return sorted(
-            f"{name} {'float' if value.is_floating_point() else 'int'} {tuple(value.shape) or ''}".strip()
-            for name, value in sums.items()
-        )
-
-    def _differs(self, found: list[str], first: list[str]) -> LockstepError:
-        once, before = (", ".join(forms) or "nothing" for forms in (found, first))
-        return LockstepError(
-            f"`{self.source}` gives {once} once and {before} another time",
-            f"the task's `{self.source}`",
-            "give totals of the same names and shapes for every batch, zeros where there is nothing to count",
-        )
+# ---- an evaluation --------------------------------------------------------------------------------------------------
 
 
-def _shapes(*parts: Sums) -> dict[str, Any]:
-    return {name: (tuple(value.shape), value.dtype) for part in parts for name, value in part.items()}
-
-
-class Ragged(NamedTuple):
+@dataclass(frozen=True)
+class Ragged:
     """A tensor for each sample, of several lengths, end to end."""
 
     whole: Tensor
     lengths: list[int]
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.whole.split(self.lengths))
+
 
 Packed = Tensor | Ragged | list[Any]
 """The values of a batch, on the host."""
 
+Forms = dict[str, tuple[Any, ...]]
+"""Type and shape, by name: (float32, N, 3) of a tensor, (float32, n, 3) of a Ragged, (list,) of a list."""
 
-class Collection:
-    """This rank's parts of an evaluation: its n-th is number `rank + n * size` of all. They stay on the host until all
-    ranks are through, and then go to rank 0, one of each rank at a time, which is the order of the dataset.
 
-    bytes   of what this rank holds. Rank 0 ends with all of it, of all ranks together at most `limit_mb`; until then it
-            also has what is left of its own
-    source  the method of the task that returns it, for errors
+class Gathered:
+    """What a method of the task has returned for this rank's batches; its n-th part is number `rank + n * size` of all.
+
+    Of sums, whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until
+    all ranks are through, and then added in the order of the parts, whichever rank had them.
+    Values of each sample stay on the host until all ranks are through, and then go to rank 0, one part of each rank at
+    a time, which is the order of the dataset. Until then rank 0 also holds what is left of its own.
+
+    source    the method, for errors
+    limit_mb  of values on rank 0
+    forms     of a part, which all have in common
+    bytes     of the values of `samples` on this rank
     """
 
-    def __init__(self, limit_mb: float, source: str = "collect"):
-        self.limit_mb, self.source = limit_mb, source
-        self.parts: list[dict[str, Packed]] = []
-        self.forms: dict[str, str] = {}
+    def __init__(self, source: str, limit_mb: float = math.inf):
+        self.source, self.limit_mb = source, limit_mb
+        self.whole, self.parts, self.forms = Sums(), list[dict[str, Any]](), Forms()
         self.samples = self.bytes = 0
 
-    def add(self, found: Mapping[str, Any], samples: int) -> None:
-        """Add the values of a batch. Copies tensors to the host, which waits for them."""
-        part = packed(found)
-        forms = {name: _form(values) for name, values in part.items()}
-        if self.parts and forms != self.forms:
-            raise _wrong(self.source, f"gives {forms}, and before {self.forms}")
-        self.parts.append(part)
-        self.forms = forms
+    def add(self, sums: Any) -> None:
+        """Add the sums of a batch."""
+        # In 64 bits: mixed precision gives bf16, in which a sum soon grows no more.
+        wide = {name: value.double() if value.is_floating_point() else value.long() for name, value in sums.items()}
+        floats = {name: value for name, value in wide.items() if value.is_floating_point()}
+        self._keep(floats, {name: (value.dtype, *value.shape) for name, value in wide.items()})
+        self.whole += Sums({name: value for name, value in wide.items() if name not in floats})
+
+    def collect(self, found: Any, samples: int) -> None:
+        """Keep the values of a batch. Copies tensors to the host, which waits for them."""
+        part, forms = packed(found), Forms()
+        for name, values in part.items():
+            if isinstance(values, list):
+                forms[name] = (list,)
+                self.bytes += sum(map(sys.getsizeof, values))
+            else:
+                tensor, first = (values, "N") if isinstance(values, Tensor) else (values.whole, "n")
+                forms[name] = (tensor.dtype, first, *tensor.shape[1:])
+                self.bytes += tensor.nbytes + 8 * len(values) * (first == "n")
+        self._keep(part, forms)
         self.samples += samples
-        self.bytes += sum(map(_bytes, part.values()))
-        self.check(self.bytes)
+        self.check_bytes(self.bytes)
 
-    def check(self, count: float, everywhere: bool = False) -> None:
-        """Raise LockstepError where so many bytes are too many."""
-        if count > self.limit_mb * 1e6:
-            raise LockstepError(
-                f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}",
-                f"the task's `{self.source}`",
-                "return less of each sample, or give the task a higher `collect_limit_mb`",
-                everywhere=everywhere,
-            )
+    def summed(self, world: World) -> Sums:
+        """(all ranks) Return the totals over all ranks, on every rank."""
+        rounds, *_ = self._agree(world)
+        totals = Sums()
+        for name, (dtype, *shape) in self.forms.items():
+            zeros = torch.zeros(shape, dtype=dtype)
+            if not dtype.is_floating_point:
+                totals[name] = self.whole.get(name, zeros).to(world.device, copy=True)  # it may be on the CPU
+                world.sum(totals[name])
+                continue
+            rows = torch.zeros(rounds, world.size, *shape, dtype=dtype, device=world.device)
+            for row, part in zip(rows, self.parts, strict=False):
+                row[world.rank] = part[name]
+            world.sum(rows)  # exact: each number is added to zeros
+            with world.host_sync():
+                ordered = rows.flatten(0, 1).cpu()
+            # One by one: a sum over an axis depends on its length, and there may be rows of nothing.
+            totals[name] = functools.reduce(torch.add, ordered, zeros).to(world.device)
+        return totals
 
-    def total(self, world: World) -> dict[str, Any]:
+    def joined(self, world: World) -> dict[str, Any]:
         """(all ranks) Return on rank 0 the values of all samples in their order: a tensor (N, ...) or a list of N. On
         the others nothing."""
-        everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
-        forms, rounds = everyone[0][:2]  # rank 0 has the first part, and no fewer than any other
-        for theirs, parts, _, _ in everyone:
-            if parts and theirs != forms:
-                error = _wrong(self.source, f"gives {theirs} on one rank, and {forms} on another")
-                error.everywhere = True
-                raise error
-        self.check(sum(count for *_, count in everyone), everywhere=True)
-        joined = Joined(sum(samples for _, _, samples, _ in everyone))
-        for number in range(rounds):
-            mine = self.parts[number] if number < len(self.parts) else {}
-            self.parts[number : number + 1] = [{}]  # sent, and no longer held
+        rounds, samples, count = self._agree(world)
+        self.check_bytes(count, everywhere=True)
+        done, values = 0, dict[str, Any]()
+        for name, (kind, *shape) in self.forms.items() if world.main else ():
+            values[name] = torch.empty(samples, *shape[1:], dtype=kind) if shape[:1] == ["N"] else []
+        for _ in range(rounds):
+            mine = self.parts.pop(0) if self.parts else {}  # sent, and no longer held
             for part in world.gather_on_main(mine):
-                joined.add(part)
-        return joined.values
+                for name, some in part.items():
+                    if isinstance(some, Tensor):
+                        values[name][done : done + len(some)] = some
+                    else:
+                        values[name].extend(some)
+                done += len(next(iter(part.values()), ()))
+        return values
+
+    def check_bytes(self, count: float, everywhere: bool = False) -> None:
+        """Raise LockstepError where so many bytes are too many."""
+        if count > self.limit_mb * 1e6:
+            what = f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
+            todo = "return less of each sample, or give the task a higher `collect_limit_mb`"
+            raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
+
+    def _keep(self, part: dict[str, Any], forms: Forms) -> None:
+        if not self.parts:
+            self.forms = forms
+        self._check_forms(forms)
+        self.parts.append(part)
+
+    def _agree(self, world: World) -> tuple[int, int, int]:
+        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the first part, and no fewer
+        than any other: their number is returned, and the samples and bytes of all ranks."""
+        everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
+        self.forms = everyone[0][0]
+        for forms, parts, *_ in everyone:
+            self._check_forms(forms if parts else self.forms, everywhere=True)
+        return everyone[0][1], sum(held[2] for held in everyone), sum(held[3] for held in everyone)
+
+    def _check_forms(self, forms: Forms, everywhere: bool = False) -> None:
+        if forms != self.forms:
+            once, before = (", ".join(map(_words, sorted(each.items()))) or "nothing" for each in (forms, self.forms))
+            what = f"`{self.source}` gives {once} once and {before} another time"
+            todo = (
+                "give the same names, types and shapes for every batch; sums are zeros where there is nothing to count"
+            )
+            raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
 
-class Joined:
-    """Put the parts of `count` samples end to end; a tensor is allocated once."""
-
-    def __init__(self, count: int):
-        self.count, self.done = count, 0
-        self.values: dict[str, Any] = {}
-
-    def add(self, part: dict[str, Packed]) -> None:
-        size = 0
-        for name, values in part.items():
-            if isinstance(values, Tensor):
-                size = len(values)
-                whole = self.values.setdefault(name, values.new_empty(self.count, *values.shape[1:]))
-                whole[self.done : self.done + size] = values
-            else:
-                values = [*values.whole.split(values.lengths)] if isinstance(values, Ragged) else values
-                size = len(values)
-                self.values.setdefault(name, []).extend(values)
-        self.done += size
+def _words(item: tuple[str, tuple[Any, ...]]) -> str:
+    """Return e.g. "loss float64 (4)"."""
+    name, (kind, *shape) = item
+    words = f"{name} list" if kind is list else f"{name} {kind}".replace("torch.", "")
+    return words + (f" ({', '.join(map(str, shape))})" if shape else "")
 
 
 def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
@@ -310,13 +346,11 @@ def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
 
 def _packed(values: Any) -> Packed:
     """Tensors are copied: a view would keep all it is a part of."""
-    if _all_tensors(values) and not values[0].ndim:
+    if _all_tensors(values):
+        if values[0].ndim:
+            return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
         values = torch.stack([*values])
-    if isinstance(values, (Tensor, np.ndarray)):
-        return _on_host(torch.as_tensor(values))
-    if not _all_tensors(values):
-        return [*values]
-    return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
+    return _on_host(torch.as_tensor(values)) if isinstance(values, (Tensor, np.ndarray)) else [*values]
 
 
 def _on_host(values: Tensor) -> Tensor:
@@ -325,24 +359,8 @@ def _on_host(values: Tensor) -> Tensor:
     return values.detach().to("cpu", dtype, copy=True)
 
 
+# ---- what a task may return -----------------------------------------------------------------------------------------
+
+
 def _all_tensors(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and len(values) > 0 and all(isinstance(v, Tensor) for v in values)
-
-
-def _form(values: Packed) -> str:
-    if isinstance(values, list):
-        return "a list"
-    tensor = values.whole if isinstance(values, Ragged) else values
-    shape = ", ".join(map(str, ["n" if isinstance(values, Ragged) else "N", *tensor.shape[1:]]))
-    return f"({shape}) {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _bytes(values: Packed) -> int:
-    if isinstance(values, list):
-        return sum(map(sys.getsizeof, values))
-    return values.whole.nbytes + 8 * len(values.lengths) if isinstance(values, Ragged) else values.nbytes
-
-
-def _wrong(source: str, what: str) -> LockstepError:
-    todo = "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch"
-    return LockstepError(f"`{source}` {what}", f"the task's `{source}`", todo)

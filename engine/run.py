@@ -22,7 +22,7 @@ from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
-from engine.metrics import GpuClock, Meter, Outcome, Skipped, Slow
+from engine.metrics import Meter, Outcome, Skipped, Straggler, Stragglers
 from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -81,7 +81,7 @@ class Silent:
 
     def train(self, run: Run, metrics: dict[str, float]) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
-    def slow(self, run: Run, slow: Slow | None) -> None: ...
+    def slow(self, run: Run, slow: Straggler | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
     def changed(self, run: Run, changes: list[str]) -> None: ...
     def sync(self) -> None: ...
@@ -159,17 +159,13 @@ class Run:
         if self.plan.workers:
             unused = self.cfg.ddp.find_unused_parameters
             self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
+        self.stragglers = Stragglers(self.world, len(self.workers.block))
         if self.cfg.check_resume:
             self.record.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
-        self.times: Tensor | None = None  # (ranks, 2) seconds of data loading and of computing, see `find_slow`
-        self.gpu_clock: GpuClock | None = None
         if self.world.size > 1:
             split_backward(self.model)
-            if self.world.device.type == "cuda":
-                self.gpu_clock = GpuClock()
-                phase.listeners.append(self.gpu_clock)
 
     # ---- a step ----
 

@@ -206,13 +206,13 @@ def test_rows_that_are_not_the_samples_are_refused(launch, tmp_path):
 
 
 def test_batches_that_do_not_fit_together_and_too_many_are_said():
-    held = metrics.Collection(limit_mb=1e-3)
-    held.add({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
+    held = metrics.Gathered("collect", limit_mb=1e-3)
+    held.collect({"a": torch.zeros(2, 3), "b": [torch.zeros(1), torch.zeros(5)]}, 2)
     for other in ({"a": torch.zeros(2, 4)}, {"a": torch.zeros(2, 3, dtype=torch.float64)}, {"a": ["text", "text"]}):
         with pytest.raises(LockstepError, match="`collect` gives"):
-            held.add({"b": [torch.zeros(0), torch.zeros(2)]} | other, 2)
+            held.collect({"b": [torch.zeros(0), torch.zeros(2)]} | other, 2)
     with pytest.raises(LockstepError, match="rank 0 may hold 0"):
-        held.add({"a": torch.zeros(200, 3), "b": [torch.zeros(1)] * 200}, 200)
+        held.collect({"a": torch.zeros(200, 3), "b": [torch.zeros(1)] * 200}, 200)
 
 
 def test_numpy_can_take_what_was_bf16():

@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, launching, succeed
-from torch.utils.data import DistributedSampler
 
 from engine.comm.world import World
 from engine.contract import LockstepError, Sums
-from engine.metrics import Collection, EvalSums
+from engine.metrics import Gathered
 from tasks._classification import Classification, LossSettings, class_weights, precision_recall_f1
 from tasks.har import SHIPPED
 from tools.evaluate import _matrix, of_run
 
 SIZES = [1, 2, 7, 61, 196]
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -37,42 +38,46 @@ def results(once):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("size", SIZES)
-def test_any_number_of_ranks_reports_the_same(results, ranks, size):
-    one, many = results[1][size], results[ranks][size]
-    assert many["metrics"]["count"] == one["metrics"]["count"] == size
-    assert torch.equal(many["sums"]["confusion"], one["sums"]["confusion"])
-    assert many["metrics"] == one["metrics"], "bit for bit, the loss too"
-    assert many["sums"]["drawn"] == one["sums"]["drawn"], "seeded by the batch, whichever rank has it"
-    assert many["sums"]["tried"].tolist() == one["sums"]["tried"].tolist() == [1] * 33, "each trial once"
-    assert many["sums"]["luck"] == one["sums"]["luck"], "seeded by the trial"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_collected_meets_in_the_order_of_the_dataset(results, ranks, size):
-    """A tensor, texts, and tensors of several lengths, on any number of ranks, some of them without a batch."""
-    found, one = results[ranks][size]["collected"], results[1][size]["collected"]
+def test_any_number_of_ranks_reports_the_same(results, ranks, size):
+    """Sums, trials, and in the order of the dataset a tensor, texts, and tensors of several lengths; with ranks that
+    have no batch."""
+    one, many = results[1][size], results[ranks][size]
+    assert many["metrics"] == one["metrics"] and many["metrics"]["count"] == size, "bit for bit, the loss too"
+    assert torch.equal(many["sums"]["confusion"], one["sums"]["confusion"])
+    assert many["sums"]["drawn"] == one["sums"]["drawn"], "seeded by the batch, whichever rank has it"
+    assert many["sums"]["tried"].tolist() == [1] * 33, "each trial once"
+    assert many["sums"]["luck"] == one["sums"]["luck"], "seeded by the trial"
+    found, scores = many["collected"], one["collected"]["score"]
     assert found["text"] == [f"sample {n}" for n in range(size)]
-    assert found["score"].shape == (size, 7) and torch.equal(found["score"], one["score"])
+    assert scores.shape == (size, 7) and torch.equal(found["score"], scores)
     assert [len(some) for some in found["some"]] == [n % 4 for n in range(size)]
-    assert all(torch.equal(some, score[: len(some)]) for some, score in zip(found["some"], found["score"], strict=True))
+    assert all(torch.equal(some, score[: len(some)]) for some, score in zip(found["some"], scores, strict=True))
 
 
 def test_what_is_collected_stays_as_it_was_given():
     """A task may fill the same tensors, an array among them, for each batch."""
-    collection, kept, array = Collection(1.0), torch.empty(4, 2), np.empty(2)
+    collection, kept, array = Gathered("collect", 1.0), torch.empty(4, 2), np.empty(2)
     for number in range(3):
         kept.fill_(number)
         array.fill(number)
         batch = {"whole": kept[:2], "array": array, "each": [*kept[:2]], "some": [kept[:1, 0], kept[:, 0]]}
-        collection.add(batch, 2)
-    found = collection.total(World(0, 0, 1, torch.device("cpu")))
+        collection.collect(batch, 2)
+    found = collection.joined(ALONE)
     assert found["whole"][:, 0].tolist() == found["array"].tolist() == [0, 0, 1, 1, 2, 2]
     for name in ("each", "some"):
         assert [values.tolist()[0] for values in found[name]] == [0, 0, 1, 1, 2, 2]
+
+
+def test_ranks_may_not_hold_too_much_together(monkeypatch):
+    """Of tensors of several lengths also these, 8 bytes each."""
+    held = Gathered("collect", limit_mb=2e-3)
+    held.collect({"a": torch.zeros(100), "b": [torch.zeros(1)] * 100}, 100)
+    monkeypatch.setattr(World, "gather", lambda self, mine: [mine, mine])
+    with pytest.raises(LockstepError, match=r"returns 0\.0032 MB, and rank 0 may hold 0\.002") as caught:
+        held.joined(ALONE)
+    assert caught.value.everywhere
 
 
 def test_the_metric_that_is_no_sum_is_scikit_learns(results):
@@ -82,21 +87,13 @@ def test_the_metric_that_is_no_sum_is_scikit_learns(results):
     assert found["metrics"]["auc"] == pytest.approx(theirs, rel=1e-12) and 0.2 < theirs < 0.8
 
 
-def test_torchs_own_sampler_would_fail_that_check():
-    """196 samples on 3 ranks, the guide's case: two are scored twice."""
-    shards = [list(DistributedSampler(range(196), 3, rank, shuffle=False)) for rank in range(3)]
-    assert sum(map(len, shards)) == 198
-
-
 def test_metrics_agree_with_scikit_learn():
     sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
     rng = np.random.default_rng(0)
     truth, guess = rng.choice(5, 300, p=[0.6, 0.2, 0.1, 0.07, 0.03]), rng.choice(5, 300)
     matrix = sklearn.confusion_matrix(truth, guess)
-    for ours, theirs in zip(
-        precision_recall_f1(matrix), sklearn.precision_recall_fscore_support(truth, guess), strict=False
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    theirs = sklearn.precision_recall_fscore_support(truth, guess)[:3]
+    np.testing.assert_allclose(precision_recall_f1(matrix)[:3], theirs, rtol=1e-12)
     task = Classification(SimpleNamespace())
     task.classes, truth[truth == 3] = list("abcdef"), 0  # d is predicted only, f does not occur at all
     matrix = torch.tensor(sklearn.confusion_matrix(truth, guess, labels=range(6)))
@@ -129,10 +126,8 @@ def test_the_loss_is_torchs_whatever_its_settings(kind):
     trained = [task.loss(net, batch) for batch in batches]
     with torch.no_grad():
         scored = functools.reduce(Sums.__add__, [task.score(net, batch) for batch in batches])
-    assert (sum(loss.total for loss in trained) / sum(loss.weight for loss in trained)).item() == pytest.approx(
-        truth, 1e-5
-    )
-    assert task.report(scored)["loss"] == pytest.approx(truth, 1e-5)
+    mean = sum(loss.total for loss in trained) / sum(loss.weight for loss in trained)
+    assert [mean.item(), task.report(scored)["loss"]] == pytest.approx([truth, truth], 1e-5)
 
 
 def test_class_weights_are_the_guides():
@@ -147,34 +142,28 @@ def test_class_weights_are_the_guides():
     assert (effective * [1000, 10, 0]).sum() == pytest.approx(1010)
 
 
-def test_floats_are_added_up_in_the_order_of_the_parts():
-    """1 + 1e16 - 1e16 is 0, or 1 from behind."""
-    sums = EvalSums()
-    for number in (1.0, 1e16, -1e16):
-        sums.add(Sums(total=torch.tensor(number, dtype=torch.float64), count=torch.tensor(1)))
-    totals = sums.total(World(0, 0, 1, torch.device("cpu")))
-    assert totals == {"total": 0.0, "count": 3} and totals["count"].dtype == torch.int64
+@pytest.mark.parametrize(("dtype", "values", "total"), [
+    (torch.float64, [1.0, 1e16, -1e16], 0.0),  # 1 from behind
+    (torch.bfloat16, [1.0] * 300, 300.0),  # in bf16 256 + 1 is 256
+    (torch.uint8, [200, 100], 300),
+])  # fmt: skip
+def test_sums_are_added_up_in_64_bits_in_the_order_of_the_parts(dtype, values, total):
+    sums = Gathered("score")
+    for value in values:
+        sums.add(Sums(total=torch.tensor(value, dtype=dtype), count=torch.tensor(1)))
+    totals = sums.summed(ALONE)
+    assert totals == {"total": total, "count": len(values)} and totals["count"].dtype == torch.int64
+    assert len(sums.parts) == len(values) and not any("count" in part for part in sums.parts), "of floats alone"
 
 
-def test_bf16_is_added_up_in_float64():
-    """In bf16 256 + 1 is 256."""
-    sums = EvalSums()
-    for _ in range(300):
-        sums.add(Sums(total=torch.ones((), dtype=torch.bfloat16), count=torch.tensor(1)))
-    assert sums.total(World(0, 0, 1, torch.device("cpu"))) == {"total": 300.0, "count": 300}
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "said"),
-    [
-        ({}, {"n1": torch.tensor(2)}, "gives count int, n1 int once and count int another time"),
-        ({"n0": torch.tensor(2)}, {}, "gives count int once and count int, n0 int another time"),
-        ({"loss": torch.ones(8)}, {"loss": torch.ones(4)}, "gives count int, loss float (4,) once and count int, loss"),
-        ({"loss": torch.tensor(0.0)}, {"loss": torch.tensor(0)}, "gives count int, loss int once and count int, loss"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "said"), [
+    ({}, {"n1": torch.tensor(2)}, "gives count int64, n1 int64 once and count int64 another time"),
+    ({"n0": torch.tensor(2)}, {}, "gives count int64 once and count int64, n0 int64 another time"),
+    ({"a": torch.ones(8)}, {"a": torch.ones(4)}, "gives a float64 (4), count int64 once and a float64 (8), count "),
+    ({"a": torch.tensor(0.0)}, {"a": torch.tensor(0)}, "gives a int64, count int64 once and a float64, count "),
+])  # fmt: skip
 def test_parts_of_another_form_are_not_added_up(first, then, said):
-    sums = EvalSums()
+    sums = Gathered("score")
     sums.add(Sums(first, count=torch.tensor(3)))
     with pytest.raises(LockstepError, match="^" + re.escape(f"`score` {said}")):
         sums.add(Sums(then, count=torch.tensor(3)))
@@ -196,7 +185,7 @@ def test_parts_of_another_form_on_another_rank(launch, tmp_path):
     (tmp_path / "own.py").write_text(NAMES)
     words = ["eval_batch_size=8", "steps=1", "check_sums=false", f"save_dir={tmp_path / 'run'}"]
     done = launch.torchrun(3, "train.py", str(tmp_path / "own.py"), *words)
-    said = "`score` gives count int, n1 int, total float, weight int once and count int, n0 int, total "
+    said = "`score` gives count int64, n1 int64, total float64, weight int64 once and count int64, n0 int64, total "
     assert done.code and len(done.errors) == 1 and said in done.errors[0], done.err
 
 
@@ -231,14 +220,12 @@ def test_the_best_is_the_best(launch, tmp_path, higher, best, epoch):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A small run on sensor windows, of which an evaluation takes several batches, the last one short. A perceptron:
-    what it makes of a sample differs in the last bits with the number of samples beside it. Three processes could
-    not train on its global batch, and score it all the same."""
+    """A small run on sensor windows, of which an evaluation takes several batches, the last one short. A perceptron,
+    whose last bits depend on the number of samples in a batch. Three processes could not train on its global batch."""
     folder = tmp_path_factory.mktemp("har") / "run"
-    words = "--mode flatten dataset.stride=512 model.width=8 batch_size=16 steps=6 optim.ema_decay=0.5".split()
-    words.append("global_batch=16")
+    words = "--mode flatten dataset.stride=512 model.width=8 batch_size=16 global_batch=16 steps=6 optim.ema_decay=0.5"
     with launching() as launch:
-        succeed(launch.python("train.py", "har", *words, f"save_dir={folder}"))
+        succeed(launch.python("train.py", "har", *words.split(), f"save_dir={folder}"))
     return folder
 
 
@@ -294,9 +281,8 @@ def test_a_checkpoint_that_does_not_know_its_classes(launch, run, tmp_path):
     del state["known"]
     torch.save(state, tmp_path / "old.pt")
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
-    assert evaluate(launch, 1, tmp_path / "old.pt") | {"checkpoint": ""} == evaluate(launch, 1, run / "last.pt") | {
-        "checkpoint": ""
-    }
+    old, new = (evaluate(launch, 1, path) for path in (tmp_path / "old.pt", run / "last.pt"))
+    assert old | {"checkpoint": new["checkpoint"]} == new
     done = launch.python("tools/evaluate.py", str(tmp_path / "old.pt"), "--split=all")
     assert done.code == 3 and "does not hold the names of its classes" in done.err
 

@@ -23,7 +23,7 @@ import tasks
 from engine import config
 from engine.comm.world import World
 from engine.contract import LockstepError
-from engine.metrics import Slow
+from engine.metrics import Straggler
 from engine.report import log
 from engine.run import Progress
 from tools.evaluate import of_run
@@ -212,8 +212,16 @@ def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path):
     opened = log.Log(tmp_path, job)
     said = []
     opened.say = said.append
-    computing, loading = (Slow(1, 2.0, phase) for phase in ("computing", "data loading"))
-    for found in (None, computing, computing._replace(ratio=1.9), None, computing, loading, Slow(2, 4.0, "computing")):
+    computing, loading = (Straggler(1, 2.0, phase) for phase in ("computing", "data loading"))
+    for found in (
+        None,
+        computing,
+        computing._replace(ratio=1.9),
+        None,
+        computing,
+        loading,
+        Straggler(2, 4.0, "computing"),
+    ):
         opened.slow(job, found)
     assert [re.sub(r"\d\.\d", "N", line) for line in said] == [
         f"  warning: rank {rank} takes N times as long as the others, in {phase}"

@@ -24,9 +24,9 @@ from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss
 from engine.data import batches
-from engine.evaluation import evaluate_split, find_slow, training_metrics
+from engine.evaluation import evaluate_split, training_metrics
 from engine.files import status
-from engine.metrics import Slow, means
+from engine.metrics import Straggler, Stragglers, means
 from engine.plan import make_plan
 from engine.report import describe
 from engine.run import Run, Silent
@@ -125,7 +125,8 @@ def test_the_search_for_a_slow_rank_and_the_vote_to_break_off_are_no_work_for_a_
     run, sent = steps()[0], []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **how: sent.append(tensor.device.type))
     run.world = World(0, 0, 2, torch.device("meta"))
-    assert find_slow(run, {"forward": 1.0, "data loading": 0.5}) is None and run.times.tolist() == [[0.5, 1.0], [0, 0]]
+    watch = Stragglers(run.world, 1)
+    assert watch.find({"forward": 1.0, "data loading": 0.5}) is None and watch.times.tolist() == [[0.5, 1.0], [0, 0]]
     run.stop.request("SIGTERM")
     monkeypatch.setattr(type(run), "agree_to_stop", lambda self: None)
     assert evaluate_split(run, [None]) is None and sent == ["cpu", "cpu"]
@@ -144,15 +145,29 @@ def test_a_rank_is_not_slow_because_it_runs_more_virtual_workers(monkeypatch, st
     run, rows = steps()[0], []
 
     def found(rank):
-        run.world, run.times = World(rank, 0, 3, torch.device("cpu")), None
-        run.workers = VirtualWorkers(workers, run.world, run.model) if workers else Plain(run.world, run.model, "same")
-        return find_slow(run, {"forward": computed[rank]})
+        world = World(rank, 0, 3, torch.device("cpu"))
+        workers_of = VirtualWorkers(workers, world, run.model) if workers else Plain(world, run.model, "same")
+        return Stragglers(world, len(workers_of.block)).find({"forward": computed[rank]})
 
     monkeypatch.setattr(World, "sum", lambda self, times: (rows.append(times.clone()), times.zero_()))
     for rank in range(3):
         found(rank)
     monkeypatch.setattr(World, "sum", lambda self, times: times.copy_(sum(rows)))
-    assert [found(rank) for rank in range(3)] == [named and Slow(*named)] * 3
+    assert [found(rank) for rank in range(3)] == [named and Straggler(*named)] * 3
+
+
+def test_a_straggler_is_found_in_the_seconds_since_the_last_verdict(monkeypatch):
+    watch = Stragglers(World(0, 0, 3, torch.device("cpu")), 1)
+    for others, mine, found in (
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, None),  # too few seconds
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, Straggler(0, 2.0, "computing")),
+        ([[0.0, 1.0], [0.0, 1.0]], 1.0, None),
+        ([[4.0, 1.0], [0.0, 1.0]], 1.0, Straggler(1, 3.0, "data loading")),
+        ([[0.0, 4.0], [0.0, 3.0]], 3.0, None),  # not clearly
+        ([[0.0, 1.0], [0.0, 1.0]], 2.0, None),
+    ):
+        monkeypatch.setattr(World, "sum", lambda self, times, others=others: times[1:].copy_(torch.tensor(others)))
+        assert watch.find({"forward": mine}) == found
 
 
 def test_on_a_gpu_a_run_that_is_asked_to_stop_knows_of_its_last_step(monkeypatch, steps):
@@ -379,22 +394,18 @@ def test_the_average_is_what_is_scored(steps):
     assert metrics == {"loss": scored[0], "count": 23} and scored[0] != scored[1]
 
 
-def test_the_speed_of_training_is_without_the_time_of_an_evaluation(monkeypatch, steps):
-    """Evaluations of a day, by the clock that the speed is divided by: the next log point knows nothing of them."""
-    run, outcomes = steps("epochs=1")
+def test_an_evaluation_that_is_stopped_amid_its_trials_is_none(monkeypatch, steps):
+    """Though every batch was scored; and a stop after the last batch, of a task without trials, comes too late."""
+    run, _ = steps()
+    batch = run.task.datasets()[1].__getitems__(range(23))
 
-    def a_day(run, batches):
-        run.meter.since -= 24 * 3600.0
-        return evaluate_split(run, batches)
+    def batches():
+        yield batch
+        run.stop.request("asked")
 
-    monkeypatch.setattr(train, "evaluate_split", a_day)
-    monkeypatch.setattr(train, "save", lambda run, state, best: None)
-    next(outcomes)
-    training_metrics(run, {})
-    train.evaluate(run)
-    next(outcomes)
-    metrics = training_metrics(run, {})
-    assert metrics["samples_per_s"] > 12 / 3600, "the twelve samples of one step, within the hour"
+    assert evaluate_split(run, batches()) and not run.stopped
+    monkeypatch.setattr(type(run.task), "num_trials", 10)
+    assert evaluate_split(run, []) is None and run.stopped == "asked"
 
 
 def test_an_evaluation_amid_an_epoch_changes_nothing(steps):

@@ -19,10 +19,10 @@ def small():
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
 
 
-def take(model, divisor, grad_clip=0.0, lr=0.1):
+def take(model, divisor, grad_clip=0.0, scaler=None):
     optimizer = optim.make_optimizer(model, Optim())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return optim.step(optimizer, scaler, lr, torch.tensor(divisor, dtype=torch.float64), grad_clip), optimizer
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    return optim.step(optimizer, scaler, 0.1, torch.tensor(divisor, dtype=torch.float64), grad_clip), optimizer
 
 
 def with_gradients(scale, dtype=torch.float64):
@@ -40,57 +40,40 @@ def test_norms_and_biases_do_not_decay():
 
 
 @pytest.mark.parametrize("grad_clip", [0.0, 0.5])
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_the_divisor_turns_sums_into_means_before_clipping(grad_clip, dtype, near):
-    """float32: in the optimizer's kernel, which leaves the gradient as it has used it."""
-    summed, mean = with_gradients(100.0, dtype), with_gradients(1.0, dtype)
-    (norm_a, _), _ = take(summed, 100.0, grad_clip)
+@pytest.mark.parametrize(("dtype", "near", "scale"), [
+    (torch.float64, 1e-12, 0), (torch.float32, 1e-5, 0), (torch.float32, 1e-5, 1024),
+])  # fmt: skip
+def test_the_divisor_turns_sums_into_means_before_clipping(grad_clip, dtype, near, scale):
+    """float32: in the optimizer's kernel, which leaves the gradient as it has used it. fp16's come with a scale, and
+    are divided by it and by the divisor once."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
+    scaler.scale(torch.zeros(()))  # which makes the scale
+    summed, mean = with_gradients(100.0 * (scale or 1), dtype), with_gradients(1.0, dtype)
+    (norm_a, skipped), _ = take(summed, 100.0, grad_clip, scaler)
     (norm_b, _), _ = take(mean, 1.0, grad_clip)
-    assert norm_a.item() == pytest.approx(norm_b.item(), rel=near)
+    assert norm_a.item() == pytest.approx(norm_b.item(), rel=near) and not skipped
     expected = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0).parameters()])
     assert norm_b.item() == pytest.approx(expected.item(), rel=near), "the norm before clipping is reported"
     for a, b in zip(summed.parameters(), mean.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e3 * near, atol=near)
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e3 * near, atol=near)
+        torch.testing.assert_close(a, b, rtol=1e1 * near, atol=near)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e1 * near, atol=near)
     if grad_clip:
         clipped = torch.nn.utils.get_total_norm([p.grad for p in mean.parameters()])
         assert clipped.item() == pytest.approx(grad_clip, rel=1e-5)
 
 
-def test_a_scaled_step_is_the_same_step():
-    """fp16's: gradients come with a scale, and are divided by it and by the divisor once."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))  # which makes the scale
-    summed, mean = with_gradients(1024 * 100.0, torch.float32), with_gradients(1.0, torch.float32)
-    optimizer = optim.make_optimizer(summed, Optim())
-    norm, skipped = optim.step(optimizer, scaler, 0.1, torch.tensor(100.0), 0.5)
-    (expected, _), _ = take(mean, 1.0, 0.5)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-5) and not skipped
-    for a, b in zip(summed.parameters(), mean.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_step_that_is_not_finite_changes_nothing(bad, dtype):
-    model = with_gradients(1.0, dtype)
+@pytest.mark.parametrize(("bad", "scale", "divisor"), [(math.nan, 1.0, 1.0), (math.inf, 1.0, 1.0), (0.0, 0.0, 0.0)])
+def test_a_step_that_is_not_finite_changes_nothing(bad, scale, divisor, dtype):
+    """Nor does a global batch without weight."""
+    model = with_gradients(scale, dtype)
     before = copy.deepcopy(model.state_dict())
     next(model.parameters()).grad[0, 0] = bad
-    (_, skipped), optimizer = take(model, 1.0, grad_clip=1.0)
+    (_, skipped), optimizer = take(model, divisor, grad_clip=1.0)
     assert skipped.item() == 1.0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(state["step"] == 0 for state in optimizer.state.values())
     assert not any(state[name].any() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_global_batch_without_weight_is_skipped(dtype):
-    model = with_gradients(0.0, dtype)
-    before = copy.deepcopy(model.state_dict())
-    (_, skipped), _ = take(model, 0.0)
-    assert skipped.item() == 1.0
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
@@ -115,47 +98,28 @@ def test_learning_rates_scale_as_asked():
     assert plan.scaled_lr(1e-3, "none", 128, 32) == 1e-3
 
 
-def test_the_average_is_torchs_own():
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    ours, theirs = (optim.make_ema(model, Optim(ema_decay=0.9)) for _ in range(2))
-    for n in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p))
-        model(torch.randn(8, 4) + n)
-        optim.update_ema(ours, model, 0.9, torch.tensor(0.0))
-        theirs.update_parameters(model)
-        for name, value in theirs.state_dict().items():
-            if value.is_floating_point() or name == "n_averaged":
-                assert torch.equal(ours.state_dict()[name], value), name
-        assert ours.module[1].num_batches_tracked == model[1].num_batches_tracked, "a counter has no average"
-
-
-def test_a_mask_of_infinities_has_no_average():
-    model = nn.Linear(4, 3)
-    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    ours = optim.make_ema(model, Optim(ema_decay=0.9))
-    for _ in range(3):
-        optim.update_ema(ours, model, 0.9, torch.tensor(0.0))
-    assert torch.equal(ours.module.mask, model.mask)
-
-
-def test_a_skipped_step_is_none_for_the_average_either():
-    """Not for the first one, which copies, either."""
+def test_the_average_is_torchs_own_but_of_skipped_steps():
+    """Not the first one, which copies, either. A counter has no average, nor has a mask of infinities."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double())
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).double())
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     ours, theirs = (optim.make_ema(model, Optim(ema_decay=0.9)) for _ in range(2))
-    for skipped in (1.0, 0.0, 0.0, 1.0, 0.0):
+    for skipped in (1.0, 0.0, 0.0, 1.0, 0.0, 0.0):
         before = copy.deepcopy(ours.state_dict())
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(1.0)
+                p.add_(torch.randn_like(p))
+        model[:2](torch.randn(8, 4) + 1)
         optim.update_ema(ours, model, 0.9, torch.tensor(skipped))
-        if skipped:
-            assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
-        else:
+        if not skipped:
             theirs.update_parameters(model)
-            assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+        for name, value in ours.state_dict().items():
+            if name.endswith("num_batches_tracked"):
+                assert value == model[1].num_batches_tracked
+            elif name.endswith("mask"):
+                assert torch.equal(value, model.mask)
+            else:
+                assert torch.equal(value, (before if skipped else theirs.state_dict())[name]), name
 
 
 def test_the_optimizer_is_torchs_bit_for_bit():
@@ -172,7 +136,7 @@ def test_the_optimizer_is_torchs_bit_for_bit():
         for model in (ours, theirs):
             torch.manual_seed(n)
             for k, p in enumerate(model.parameters()):
-                p.grad = None if (k == 1 and n < 3) or (k == 2 and n in (5, 8)) else torch.randn_like(p)
+                p.grad = None if (k == 1 and n < 2) or (k == 2 and n in (2, 5, 8)) else torch.randn_like(p)
         a.step()
         b.step()
         if n == 6:

@@ -21,11 +21,7 @@ MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "sh
 COMMON = ["seed=3", "log_every=1", "global_batch=12", "schedule.warmup_steps=2", "optim.ema_decay=0.9"]
 COMMON += ["optim.grad_clip=0.1", "optim.weight_decay=0.1", "check_every=1"]
 
-TASKS = {
-    "toy": [TOY],
-    "nan": [FAULTY, "fault.kind=nan sample"],
-    "video": ["video", *SMALL["video"]],
-}
+TASKS = {"toy": [TOY], "nan": [FAULTY, "fault.kind=nan sample"], "video": ["video", *SMALL["video"]]}
 
 STRAIGHT = {"toy": ["steps=8"], "nan": ["steps=8"], "video": ["steps=3", "memory_format=channels_last"]}
 """The kernels of a video's network do not lie in the usual order."""
@@ -37,21 +33,21 @@ CUTS = {"2x3x2": (2, 3), "3x4": (3, 4)}
 @pytest.fixture(scope="module")
 def folder(once):
     """A run per cut, task and kind, all in float64: <cut>/<task>_<zero>, and <task> on one process."""
+
+    def train_all(folder):
+        with launching() as launch:
+            tasks = {name: [*words, *STRAIGHT[name], *COMMON] for name, words in TASKS.items()}
+            straight = [[*words, f"save_dir={folder / name}"] for name, words in tasks.items()]
+            succeed(launch.python(MANY, json.dumps(straight)))
+            for cut, (processes, batch) in CUTS.items():
+                runs = [
+                    [*words, f"batch_size={batch}", f"optim.zero={zero}", f"save_dir={folder / cut / name}_{zero}"]
+                    for name, words in tasks.items()
+                    for zero in ("true", "false")
+                ]
+                succeed(launch.torchrun(processes, MANY, json.dumps(runs)))
+
     return once("zero", train_all)
-
-
-def train_all(folder):
-    with launching() as launch:
-        tasks = {name: [*words, *STRAIGHT[name], *COMMON] for name, words in TASKS.items()}
-        straight = [[*words, f"save_dir={folder / name}"] for name, words in tasks.items()]
-        succeed(launch.python(MANY, json.dumps(straight)))
-        for cut, (processes, batch) in CUTS.items():
-            runs = [
-                [*words, f"batch_size={batch}", f"optim.zero={zero}", f"save_dir={folder / cut / name}_{zero}"]
-                for name, words in tasks.items()
-                for zero in ("true", "false")
-            ]
-            succeed(launch.torchrun(processes, MANY, json.dumps(runs)))
 
 
 def assert_equal_but_for_zero(ours, theirs):
@@ -68,12 +64,12 @@ def assert_near(ours, theirs):
     for part in ("model", "ema"):
         for name, value in b[part].items():
             torch.testing.assert_close(a[part][name], value, rtol=1e-9, atol=1e-11)
-    states = a["optimizer"]["state"], b["optimizer"]["state"]
-    assert states[0].keys() == states[1].keys()
-    for ours, theirs in zip(*(states[n].values() for n in (0, 1)), strict=True):
-        assert ours["step"] == theirs["step"]
-        torch.testing.assert_close(ours["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-12)
-        torch.testing.assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"], rtol=1e-6, atol=1e-12)
+    one, two = a["optimizer"]["state"], b["optimizer"]["state"]
+    assert one.keys() == two.keys()
+    for number, state in two.items():
+        assert one[number]["step"] == state["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(one[number][name], state[name], rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -81,12 +77,12 @@ def assert_near(ours, theirs):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_same_bits_with_and_without(folder, task, cut):
     """Accumulation, clipping, average, short last steps, warm-up, weight decay on some; a step that is skipped."""
-    assert_equal_but_for_zero(folder / cut / f"{task}_true", folder / cut / f"{task}_false")
-    assert_near(folder / cut / f"{task}_true", folder / task)
-    skipped = [line for line in logged(folder / cut / f"{task}_true") if line["event"] == "skipped"]
-    counters = {state["step"].item() for state in load(folder / cut / f"{task}_true")["optimizer"]["state"].values()}
-    steps = load(folder / task)["progress"]["step"]
-    assert len(skipped) == (task == "nan") and counters == {steps - len(skipped)}
+    ours, theirs = (folder / cut / f"{task}_{zero}" for zero in ("true", "false"))
+    assert_equal_but_for_zero(ours, theirs)
+    assert_near(ours, folder / task)
+    skipped = len([line for line in logged(ours) if line["event"] == "skipped"])
+    counters = {state["step"].item() for state in load(ours)["optimizer"]["state"].values()}
+    assert skipped == (task == "nan") and counters == {load(folder / task)["progress"]["step"] - skipped}
 
 
 LAST, USUAL = "memory_format=channels_last", "memory_format=contiguous"

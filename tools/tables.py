@@ -62,7 +62,7 @@ def _columns(name: str, values: Packed) -> Iterable[tuple[str, list[Any]]]:
     if isinstance(values, list):
         yield name, [value if isinstance(value, (str, int, float)) else json.dumps(value) for value in values]
     elif isinstance(values, Ragged):
-        yield name, [json.dumps(each.tolist()) for each in values.whole.split(values.lengths)]
+        yield name, [json.dumps(each.tolist()) for each in values]
     else:
         shape = values.shape[1:]
         if shape.numel() > COLUMNS:

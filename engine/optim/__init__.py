@@ -10,7 +10,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.config import Optim
 from engine.optim.make import make_optimizer as make_optimizer
-from engine.optim.make import skips_itself
 from engine.phases import phase
 
 
@@ -70,7 +69,7 @@ def step(
     skipped = (grad_norm - grad_norm != 0).float()  # NaN where it is not finite; a third of what `isfinite` takes
     if grad_clip:
         divisor = divisor * ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
-    in_kernel = skips_itself(optimizer)
+    in_kernel = getattr(optimizer, "skips_itself", False)  # see `make.skips_itself`
     # A fused kernel itself divides by grad_scale, in float32 and in the pass it makes anyway, and leaves weights and
     # state alone where found_inf is 1: GradScaler's own way.
     divides = in_kernel and divisor.dtype == torch.float32

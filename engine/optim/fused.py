@@ -11,7 +11,7 @@ from torch import Tensor
 class Lists(NamedTuple):
     """The arguments of the kernel for a group all of whose parameters have a gradient; counters: each once."""
 
-    state: Any  # the optimizer's, from which they were made; another once a checkpoint is loaded
+    state: Any  # the optimizer's, from which they were made; a new one once a checkpoint is loaded
     params: list[Tensor]
     first: list[Tensor]
     second: list[Tensor]
@@ -32,11 +32,15 @@ class AdamW(torch.optim.AdamW):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # The kernel leaves everything alone where found_inf is 1; so do the counters.
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
+        kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
         for number, group in enumerate(self.param_groups):
             grads = [grad for p in group["params"] if (grad := p.grad) is not None]
             if not grads:
                 continue
-            lists = self._lists(number, group, len(grads))
+            # torch's search for a group's lists takes a third of the kernel's time where a model is small.
+            lists, whole = kept.get(number), len(grads) == len(group["params"])
+            if lists is None or lists.state is not self.state or not whole or len(lists.params) != len(grads):
+                lists = kept[number] = self._lists(group, whole)
             torch._foreach_add_(lists.counters, [taken] * len(lists.counters))  # of one tensor it would read it: a sync
             torch._fused_adamw_(
                 lists.params, grads, lists.first, lists.second, [], lists.counts,
@@ -45,13 +49,8 @@ class AdamW(torch.optim.AdamW):
                 grad_scale=getattr(self, "grad_scale", None), found_inf=found_inf,
             )  # fmt: skip
 
-    def _lists(self, number: int, group: dict[str, Any], with_gradient: int) -> Lists:
-        """Return the lists of a group. Kept from step to step while all of its parameters have a gradient: torch's
-        search for them takes a third of the kernel's time where a model is small."""
-        kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
-        whole = with_gradient == len(group["params"])
-        if whole and (known := kept.get(number)) and known.state is self.state and len(known.params) == with_gradient:
-            return known
+    def _lists(self, group: dict[str, Any], whole: bool) -> Lists:
+        """Return the lists of a group, `whole` where all of its parameters have a gradient."""
         states = len(self.state)
         params, _, first, second, *_ = found = [list[Tensor]() for _ in range(6)]
         self._init_group(group, *found)
@@ -64,8 +63,7 @@ class AdamW(torch.optim.AdamW):
             self._share_counters()
         counts = [self.state[p]["step"] for p in params]
         counters = [*{id(count): count for count in counts}.values()]
-        lists = kept[number] = Lists(self.state, params, first, second, counts, counters)
-        return lists
+        return Lists(self.state, params, first, second, counts, counters)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for its profiler
 
@@ -74,7 +72,7 @@ class AdamW(torch.optim.AdamW):
         self._share_counters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with a counter for each parameter: another optimizer would advance a shared one for each."""
+        """Return the state with a counter for each parameter: torch's own would advance a shared one for each."""
         whole = super().state_dict()
         states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
         return whole | {"state": states}

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,9 @@ from engine.errors import LockstepError, amount
 from engine.optim.fused import SGD, AdamW
 from engine.optim.zero import Zero, parameters_of
 
-if TYPE_CHECKING:
-    pass
-
-Groups = list[dict[str, Any]]
 Named = dict[str, Tensor]
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def make_optimizer(
@@ -33,35 +33,28 @@ def make_optimizer(
 
     A group whose own `lr` is not `optim.lr` keeps the quotient as its `lr_scale`, its share of the schedule's rate.
     """
-    _freeze(model, cfg.freeze)
+    for pattern in cfg.freeze:
+        for name in _matching(model, pattern, "optim.freeze"):
+            model.get_parameter(name).requires_grad_(False)
     trained: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise LockstepError("the model has no parameter to train", "the task's `model`", "unfreeze some")
-    bags = {
-        path: module for path, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    }
-    if sparse := next((path for path, module in bags.items() if module.sparse and module.weight.requires_grad), ""):
-        raise LockstepError(f"{sparse} gives sparse gradients", "the task's `model`", "make it sparse=False")
-    if imaginary := next((name for name, p in trained.items() if p.is_complex()), ""):
-        todo = "keep its real and imaginary parts in a real one, and use torch.view_as_complex in `forward`"
-        raise LockstepError(f"the weight {imaginary} is complex", "the task's `model`", todo)
-    own = task.optimizer(model) if task else None
-    optimizer = _shipped(model, trained, cfg) if own is None else _checked(own, model, trained, cfg)
+    _check_trained(model, trained)
+    optimizer = task.optimizer(model) if task else None
+    if optimizer is None:
+        optimizer = _shipped(model, trained, cfg)
+    else:
+        _check_own(optimizer, model, trained, cfg)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p.requires_grad]
     for group in optimizer.param_groups:
         if (scale := float(group["lr"]) / cfg.lr) != 1:
             group["lr_scale"] = scale
-    if not cfg.zero or world is None or world.size == 1:
-        return optimizer
-    if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
-        raise LockstepError(
-            f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {' and '.join(sorted(types))}",
-            "optim.zero",
-            "drop it, or give all of them one type",
-        )
-    return Zero(optimizer, world)
-
-
-# ---- patterns of names ----------------------------------------------------------------------------------------------
+    if cfg.zero and world is not None and world.size > 1:
+        if len(types := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
+            found = " and ".join(sorted(types))
+            what = f"ZeroRedundancyOptimizer takes parameters of one type, and the model has {found}"
+            raise LockstepError(what, "optim.zero", "drop it, or give all of them one type")
+        optimizer = Zero(optimizer, world)
+    return _marked(optimizer)
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
@@ -74,11 +67,43 @@ def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
     return found
 
 
-def _freeze(model: nn.Module, patterns: list[str]) -> None:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        for name in _matching(model, pattern, "optim.freeze"):
-            parameters[name].requires_grad_(False)
+def _check_trained(model: nn.Module, trained: Named) -> None:
+    """Raise LockstepError where a model has no weight to train, or one that no optimizer here takes."""
+    where = "the task's `model`"
+    if not trained:
+        raise LockstepError("the model has no parameter to train", where, "unfreeze some")
+    for path, module in model.named_modules():
+        if isinstance(module, TABLES) and module.sparse and module.weight.requires_grad:
+            raise LockstepError(f"{path} gives sparse gradients", where, "make it sparse=False")
+    for name, p in trained.items():
+        if p.is_complex():
+            todo = "keep its real and imaginary parts in a real one, and use torch.view_as_complex in `forward`"
+            raise LockstepError(f"the weight {name} is complex", where, todo)
+
+
+# ---- shipped optimizers ---------------------------------------------------------------------------------------------
+
+
+def _shipped(model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimizer:
+    groups = partial(_groups, factors=_factors(model, cfg), cfg=cfg)
+    adamw = partial(AdamW, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    if cfg.name == "adamw":
+        return adamw(groups(trained))
+    if cfg.name == "sgd":
+        return SGD(groups(trained), lr=cfg.lr, momentum=cfg.momentum, fused=True)
+    if cfg.name == "adafactor":
+        return torch.optim.Adafactor(groups(trained), lr=cfg.lr)
+    # Muon for matrices, at rates that suit AdamW, too (Liu et al. 2025, arXiv 2502.16982), AdamW for embeddings,
+    # kernels, norms and biases.
+    if not hasattr(torch.optim, "Muon"):
+        raise LockstepError(f"torch {torch.__version__} has no Muon", "optim.name", "update it to 2.9")
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, TABLES)}
+    matrices = {name: p for name, p in trained.items() if p.ndim == 2 and id(p) not in embeddings}
+    if not matrices:
+        raise LockstepError("the model has no matrix for Muon", "optim.name=muon", "use adamw")
+    rest = {name: p for name, p in trained.items() if name not in matrices}
+    muon = torch.optim.Muon(groups(matrices), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw")
+    return ChainedOptimizer(muon, adamw(groups(rest))) if rest else muon
 
 
 def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
@@ -91,142 +116,102 @@ def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
         except ValueError:
             factor = -1.0
         if not pattern or not 0 < factor < float("inf"):
-            what, todo = f"{item!r} is no PATTERN:FACTOR", "give such as backbone.*:0.1,head:10 (0: optim.freeze)"
-            raise LockstepError(what, "optim.lr_scale", todo)
-        factors |= dict.fromkeys(_matching(model, pattern.strip(), "optim.lr_scale"), factor) | factors
+            todo = "give such as backbone.*:0.1,head:10 (0: optim.freeze)"
+            raise LockstepError(f"{item!r} is no PATTERN:FACTOR", "optim.lr_scale", todo)
+        factors = dict.fromkeys(_matching(model, pattern.strip(), "optim.lr_scale"), factor) | factors
     return factors
 
 
-# ---- shipped optimizers ---------------------------------------------------------------------------------------------
-
-
-def _groups(named: Named, factors: dict[str, float], cfg: Optim) -> Groups:
+def _groups(named: Named, factors: dict[str, float], cfg: Optim) -> list[dict[str, Any]]:
     """Return groups of one type, one factor of the rate, and one weight decay: matrices and kernels have it, norms and
     biases do not."""
     kinds = {name: (p.dtype, factors.get(name, 1.0)) for name, p in named.items()}  # a fused kernel takes one type
-    return [
-        {"params": params, "weight_decay": decay} | ({} if factor == 1 else {"lr": cfg.lr * factor})
-        for dtype, factor in dict.fromkeys(kinds.values())
-        for decay, params in (
-            (cfg.weight_decay, [p for name, p in named.items() if kinds[name] == (dtype, factor) and p.ndim >= 2]),
-            (0.0, [p for name, p in named.items() if kinds[name] == (dtype, factor) and p.ndim < 2]),
-        )
-        if params
-    ]
-
-
-def _shipped(model: nn.Module, named: Named, cfg: Optim) -> torch.optim.Optimizer:
-    factors = _factors(model, cfg)
-    if cfg.name == "muon":
-        return _muon(model, named, factors, cfg)
-    groups = _groups(named, factors, cfg)
-    if cfg.name == "sgd":
-        return SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=True)
-    return torch.optim.Adafactor(groups, lr=cfg.lr) if cfg.name == "adafactor" else _adamw(groups, cfg)
-
-
-def _adamw(groups: Groups, cfg: Optim) -> AdamW:
-    return AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-
-
-def _muon(model: nn.Module, named: Named, factors: dict[str, float], cfg: Optim) -> torch.optim.Optimizer:
-    """Return torch's Muon for matrices, at rates that suit AdamW, too (Liu et al. 2025, arXiv 2502.16982), and AdamW
-    for embeddings, kernels, norms and biases."""
-    if not hasattr(torch.optim, "Muon"):
-        raise LockstepError(f"torch {torch.__version__} has no Muon", "optim.name", "update it to 2.9")
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    matrices = {name: p for name, p in named.items() if p.ndim == 2 and id(p) not in embeddings}
-    if not matrices:
-        raise LockstepError("the model has no matrix for Muon", "optim.name=muon", "use adamw")
-    rest = {name: p for name, p in named.items() if name not in matrices}
-    muon = torch.optim.Muon(
-        _groups(matrices, factors, cfg), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
-    )
-    return ChainedOptimizer(muon, _adamw(_groups(rest, factors, cfg), cfg)) if rest else muon
+    groups = []
+    for kind, decays in itertools.product(dict.fromkeys(kinds.values()), (True, False)):
+        if params := [p for name, p in named.items() if kinds[name] == kind and (p.ndim >= 2) is decays]:
+            rate = {} if kind[1] == 1 else {"lr": cfg.lr * kind[1]}
+            groups.append({"params": params, "weight_decay": cfg.weight_decay if decays else 0.0} | rate)
+    return groups
 
 
 # ---- a task's own ---------------------------------------------------------------------------------------------------
 
 
-def _checked(own: torch.optim.Optimizer, model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimizer:
-    """Return a task's own optimizer, without what is frozen. Raises LockstepError if it cannot be used, or if a key
-    would set nothing."""
-    where, what, todo = "the task's `optimizer`", "", ""
+def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
+    """Raise LockstepError where a task's own optimizer cannot be used, or where a key would set nothing."""
+    where = "the task's `optimizer`"
     if not isinstance(own, torch.optim.Optimizer):
         what, todo = f"it returns a {type(own).__name__}", "return a torch.optim.Optimizer, or None"
-    elif _needs_closure(own):
-        what = f"{type(own).__name__} computes the loss several times a step, and a step here is one global batch"
-        todo = "return an optimizer whose step needs no closure"
-    elif cfg.name != "adamw" or cfg.lr_scale:
-        where = "optim.lr_scale" if cfg.lr_scale else f"optim.name={cfg.name}"
-        what, todo = "the task brings its own optimizer", "drop the key, or change the task's `optimizer`"
-    else:
-        held = {id(p) for p in parameters_of(own)}
-        outside = [name for name, p in trained.items() if id(p) not in held]
-        if outside:
-            more = f" and {amount(len(outside) - 1, 'weight')} more" if len(outside) > 1 else ""
-            what, todo = f"{outside[0]}{more} in no group", "add what is to be trained, and freeze the rest"
-        elif held - {id(p) for p in model.parameters()}:
-            what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
-    if what:
         raise LockstepError(what, where, todo)
-    for group in own.param_groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad]
-    return own
+    closure = inspect.signature(type(own).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = f"{type(own).__name__} computes the loss several times a step, and a step here is one global batch"
+        raise LockstepError(what, where, "return an optimizer whose step needs no closure")
+    if cfg.name != "adamw" or cfg.lr_scale:
+        key = "optim.lr_scale" if cfg.lr_scale else f"optim.name={cfg.name}"
+        todo = "drop the key, or change the task's `optimizer`"
+        raise LockstepError("the task brings its own optimizer", key, todo)
+    held = {id(p) for p in parameters_of(own)}
+    if outside := [name for name, p in trained.items() if id(p) not in held]:
+        more = f" and {amount(len(outside) - 1, 'weight')} more" if len(outside) > 1 else ""
+        todo = "add what is to be trained, and freeze the rest"
+        raise LockstepError(f"{outside[0]}{more} in no group", where, todo)
+    if held - {id(p) for p in model.parameters()}:
+        what, todo = "a group holds tensors that are no weights of the model", "take them from `model.parameters()`"
+        raise LockstepError(what, where, todo)
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+# ---- what is known of any -------------------------------------------------------------------------------------------
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+def unsplit(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.own if isinstance(optimizer, Zero) else optimizer
 
-KNOWN = (torch.optim.Adam, torch.optim.Adafactor, torch.optim.SGD, getattr(torch.optim, "Muon", torch.optim.SGD))
-"""Classes whose state is known before their first step."""
+
+def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
+    own = unsplit(optimizer)
+    return own.optimizers if isinstance(own, ChainedOptimizer) else (own,)
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the optimizer's class: its state is of no use to a different one."""
+    return " + ".join(type(each).__name__ for each in _chain(optimizer))
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernel leaves weights and state alone where `found_inf` is 1, so that no host has to know.
     Not torch's fused SGD, whose first momentum would be left as memory had it; nor a class with a step of its own."""
-    if isinstance(optimizer, Zero):
-        return skips_itself(optimizer.own)
-    kind = type(optimizer)
-    torchs = kind in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
-    return torchs or kind in (AdamW, SGD)
+    own = unsplit(optimizer)
+    if type(own) in (torch.optim.Adam, torch.optim.AdamW):
+        return all(group["fused"] for group in own.param_groups)
+    return type(own) in (AdamW, SGD)
 
 
-def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the optimizer's class: its state is of no use to another."""
-    if isinstance(optimizer, Zero):
-        return name_of(optimizer.own)
-    parts = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
-    return " + ".join(type(each).__name__ for each in parts)
+def _marked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let `optim.step` know; to be called again where groups are loaded, because `fused` is one of their options."""
+    vars(optimizer)["skips_itself"] = skips_itself(optimizer)
+    return optimizer
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the bytes of state that this process is going to keep, None for a class that is not torch's."""
-    if isinstance(optimizer, Zero):
-        return state_bytes(optimizer.own)
-    if isinstance(optimizer, ChainedOptimizer):
-        parts = [state_bytes(each) for each in optimizer.optimizers]
-        return None if None in parts else sum(part or 0 for part in parts)
-    if not isinstance(optimizer, KNOWN):
-        return None
-    return sum(_kept_bytes(optimizer, group, p) for group in optimizer.param_groups for p in group["params"])
+    held = [(each, group, p) for each in _chain(optimizer) for group in each.param_groups for p in group["params"]]
+    count = 0.0
+    for each, group, p in held:
+        if isinstance(each, torch.optim.Adam):
+            count += p.nbytes * (2 + group["amsgrad"])
+        elif isinstance(each, torch.optim.Adafactor):
+            count += p.nbytes * (1 / p.shape[-1] + 1 / p.shape[-2] if p.ndim > 1 else 1)
+        elif isinstance(each, (torch.optim.SGD, getattr(torch.optim, "Muon", SGD))):
+            count += p.nbytes * (group["momentum"] > 0)
+        else:
+            return None
+    return round(count)
 
 
-def _kept_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Tensor) -> int:
-    if isinstance(optimizer, torch.optim.Adam):
-        copies: float = 2 + group["amsgrad"]
-    elif isinstance(optimizer, torch.optim.Adafactor):
-        copies = 1 / p.shape[-1] + 1 / p.shape[-2] if p.ndim > 1 else 1
-    else:
-        copies = group["momentum"] > 0
-    return round(copies * p.nbytes)
+# ---- a checkpoint's state -------------------------------------------------------------------------------------------
 
-
-OPTIONS = {"optim.weight_decay": "weight_decay", "optim.eps": "eps", "optim.momentum": "momentum"}
+OPTIONS = {f"optim.{name}": name for name in ("weight_decay", "eps", "momentum")}
 OPTIONS |= {"optim.beta1": "betas", "optim.beta2": "betas"}
 """What a key is called in an optimizer's groups."""
 
@@ -237,18 +222,16 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes:
 
     changes  keys of the config that are no longer the checkpoint's
     """
-    scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
-    options = {OPTIONS[key] for key in changes if key in OPTIONS}
+    options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
     asked = [{name: group[name] for name in options & group.keys()} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, now in zip(optimizer.param_groups, asked, strict=True):
+        group.pop("lr_scale", None)
         group |= now
-    for group, scale in zip(optimizer.param_groups, scales, strict=True):
-        if scale != 1 or "lr_scale" in group:
-            group["lr_scale"] = scale
     for number, p in enumerate(parameters_of(optimizer)):
         if p in optimizer.state and number in state["state"]:
             optimizer.state[p] = _as_saved(optimizer.state[p], state["state"][number], p)
+    _marked(optimizer)
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
@@ -263,10 +246,6 @@ def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
     if type(value) in (list, tuple) and len(value) == len(saved):
         return type(value)(_as_saved(*pair, p) for pair in zip(value, saved, strict=True))
     return saved if isinstance(saved, str) else value
-
-
-def unsplit(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer.own if isinstance(optimizer, Zero) else optimizer
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

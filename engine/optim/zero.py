@@ -1,4 +1,4 @@
-"""The optimizer's state cut over the ranks (optim.zero), and brought together again on rank 0."""
+"""The optimizer's state, partitioned over the ranks (optim.zero), and gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Zero(torch.optim.Optimizer):
     own    the optimizer that was given: its groups are left with this rank's share
     state  that of `own`; the groups hold all parameters
 
-    Checkpoints hold the whole state, but torch's own way to and from there is not taken. It brings the shares together
-    at 100 ns a byte and more, and rank 0 keeps a copy; it puts them back with the counters on the CPU, where a GPU's
-    kernel refuses them (pytorch#124133), in any layout, and empties the caller's state.
+    Checkpoints hold the whole state, but not by torch's own way, which gathers the shares at 100 ns a byte and more,
+    and leaves a copy on rank 0; and which loads them with counters on the CPU, where a GPU's kernel refuses them
+    (pytorch#124133), in any layout, and empties the caller's state.
     """
 
     def __init__(self, own: torch.optim.Optimizer, world: World):
@@ -66,8 +66,8 @@ class Zero(torch.optim.Optimizer):
             tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
             flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
         everyones_forms = self.world.gather(forms)
-        everyones_flats = gather_to_rank0(self.world, flats, like=torch.empty(0, dtype=torch.uint8, device=device))
-        for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # none but on rank 0
+        everyones_flats = _gather_bytes(self.world, flats, device)
+        for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # on rank 0 alone
             for number, form in forms.items():
                 whole = tree_map_only(Tensor, partial(_formed, pieces), form)
                 states.setdefault(number, whole)  # of no parameter: rank 0's
@@ -77,7 +77,7 @@ class Zero(torch.optim.Optimizer):
         """Load a whole state, however it was kept."""
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError("loaded state dict has other parameter groups")
+            raise ValueError("loaded state dict has different parameter groups")
         number = {id(p): n for n, p in enumerate(parameters_of(self))}
         local = {number[id(p)]: n for n, p in enumerate(parameters_of(self.own))}
         groups = [
@@ -105,20 +105,21 @@ def _formed(pieces: Iterator[Tensor], form: Tensor) -> Tensor:
     return piece.view(form.dtype).view(form.shape)
 
 
-def gather_to_rank0(world: World, flats: list[Tensor], like: Tensor) -> list[list[Tensor]]:
-    """(all ranks) Return every rank's flat tensors, of the type of `like`, by rank, in the memory of rank 0's host;
-    nothing on the others. In pieces, because the device may lack room for another's at once."""
+def _gather_bytes(world: World, flats: list[Tensor], device: torch.device) -> list[list[Tensor]]:
+    """(all ranks) Return on rank 0 every rank's flat tensors of bytes, by rank, in its host's memory; nothing on the
+    others. In pieces, because the device may lack room for all of a rank's at once."""
     everyones = []
     for rank, lengths in enumerate(world.gather([len(flat) for flat in flats])):
-        collected: list[Tensor] = []
-        while len(collected) < len(lengths):
-            first, last = len(collected), len(collected) + 1
-            while last < len(lengths) and sum(lengths[first : last + 1]) * like.element_size() <= 1 << 26:
+        collected, last = list[Tensor](), 0
+        while (first := last) < len(lengths):
+            last += 1
+            while last < len(lengths) and sum(lengths[first : last + 1]) <= 1 << 26:
                 last += 1
-            mine = rank == world.rank
-            piece = torch.cat(flats[first:last]) if mine else like.new_empty(sum(lengths[first:last]))
+            empty = torch.empty(sum(lengths[first:last]), dtype=torch.uint8, device=device)
+            piece = torch.cat(flats[first:last]) if rank == world.rank else empty
             with phase.during("broadcast", waits=True):  # gloo has no other way from a GPU
                 dist.broadcast(piece, src=rank)
-            collected += piece.cpu().split(lengths[first:last]) if world.main else [like] * (last - first)
+            if world.main:
+                collected += piece.cpu().split(lengths[first:last])
         everyones.append(collected)
     return everyones if world.main else []

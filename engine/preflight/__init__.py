@@ -20,7 +20,7 @@ from engine.contract import LockstepError, Task
 from engine.data.batches import given_of
 from engine.errors import console
 from engine.files import status
-from engine.metrics import Collection, EvalSums
+from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
 from engine.preflight import adds_up, resumable
@@ -122,7 +122,7 @@ def _rehearse(run: Run) -> float:
     task, loader, device = run.task, run.val_loader, run.world.device
     batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
     samples = len(given_of(batch).index)
-    scored, collected, flop = EvalSums(), Collection(task.collect_limit_mb), 0.0
+    scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
         sums, model = None, run.model.eval()
         if device.type == "cpu" and run.plan.compile == "off":  # it decides the number of threads there
@@ -131,17 +131,17 @@ def _rehearse(run: Run) -> float:
                 sums, flop = task.score(model, batch), counter.get_total_flops()
         scored.add(check("score", task.score(model, batch) if sums is None else sums))
         if collects(task):
-            collected.add(check("collect", task.collect(model, batch), samples), samples)
-            collected.check(collected.bytes / samples * len(loader.dataset))
+            collected.collect(check("collect", task.collect(model, batch), samples), samples)
+            collected.check_bytes(collected.bytes / samples * len(loader.dataset))
     if changed:
         console.info(
             f"warning: the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on those before: "
             "change it only where `self.training`. It is put back after each evaluation\n"
         )
     alone = World(0, 0, 1, device)
-    totals = scored.total(alone)
+    totals = scored.summed(alone)
     check_count(totals, samples)
-    totals.collected = collected.total(alone)
+    totals.collected = collected.joined(alone)
     try:
         reported(task, totals)
     except (LockstepError, AttributeError, ImportError, NameError, TypeError):

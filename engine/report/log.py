@@ -24,7 +24,7 @@ from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount, console, show_bars
 from engine.evaluation import pictures
 from engine.files import atomic, status
-from engine.metrics import Skipped, Slow, means
+from engine.metrics import Skipped, Straggler, means
 from engine.run import Silent
 from engine.speed import cores
 from engine.survive import terminal
@@ -170,7 +170,7 @@ class Log(Silent):
         with self._no_matter("TensorBoard"):
             self._add_pictures(run, found)
 
-    def slow(self, run: Run, slow: Slow | None) -> None:
+    def slow(self, run: Run, slow: Straggler | None) -> None:
         if slow and (found := (slow.rank, slow.phase)) != self.slowest:  # once, and again when it changes
             self.slowest = found
             self.say(f"  warning: rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
