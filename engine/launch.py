@@ -268,7 +268,7 @@ def processes_sharing(memory: torch.device) -> int:
 def leave() -> None:
     """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive it."""
     # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
-    gc.unfreeze()  # what `guarded` and `gc_every` have frozen
+    gc.unfreeze()  # what `guarded` has frozen
     gc.collect()
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):
