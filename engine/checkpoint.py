@@ -33,7 +33,7 @@ FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
-    "save_minutes optim.zero schedule.horizon random_samples init_from gc_every check_resume check_sums"
+    "save_minutes optim.zero schedule.horizon random_samples init_from check_resume check_sums"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
 """Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the
@@ -177,7 +177,11 @@ def check_same_run(
         differences["task"] = f"task: {then['task']} -> {now['task']}"
     else:
         for key in sorted(now.keys() | then.keys()):
-            if now.get(key) != then.get(key) and key not in {*FREE_KEYS, *free} and not key.startswith(sections):
+            if (
+                now.get(key) != then.get(key)
+                and key not in {*FREE_KEYS, *free, *config.SETS_NOTHING}
+                and not key.startswith(sections)
+            ):
                 differences[key] = f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
         for key, name, old, new in (

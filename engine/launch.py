@@ -54,30 +54,18 @@ class Environment(NamedTuple):
 def environment() -> Environment:
     """Return RANK, WORLD_SIZE and LOCAL_RANK, checked. A half-set environment is an error."""
     env = os.environ
-    if "RANK" not in env:
-        if _number("WORLD_SIZE", "1") > 1:
-            raise LockstepError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not",
-                "environment",
-                "start with torchrun, or `unset WORLD_SIZE` to train in one process",
-            )
+    if "RANK" not in env and _number("WORLD_SIZE", "1") <= 1:
         return Environment()
-    if "WORLD_SIZE" not in env:
-        raise LockstepError(
-            f"RANK={env['RANK']} is set but WORLD_SIZE is not",
-            "environment",
-            "start with torchrun, or `unset RANK` to train in one process",
-        )
+    for missing, there in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if missing not in env:
+            todo = f"start with torchrun, or `unset {there}` to train in one process"
+            raise LockstepError(f"{there}={env[there]} is set but {missing} is not", "environment", todo)
     rank, size = _number("RANK", "0"), _number("WORLD_SIZE", "1")
     if not 0 <= rank < size:
         raise LockstepError(f"RANK={rank} with WORLD_SIZE={size}", "environment", "RANK counts from 0")
-    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]
-    if missing:
-        raise LockstepError(
-            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not",
-            "environment",
-            "start with torchrun, which sets them all",
-        )
+    if lacking := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in env]:
+        what = f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not"
+        raise LockstepError(what, "environment", "start with torchrun, which sets them all")
     return Environment(rank, _number("LOCAL_RANK", "0"), size, _number("LOCAL_WORLD_SIZE", "0"), True)
 
 
@@ -90,7 +78,7 @@ def _number(name: str, default: str) -> int:
 
 
 def speaks() -> bool:
-    """Return whether this process prints what all of its machine would, before there is a World: one per machine."""
+    """Return whether this is local rank 0, which prints for its machine before the World exists."""
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
 
@@ -119,17 +107,12 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
     if cfg.device == "cuda" and not visible:
         raise LockstepError("device=cuda, but no GPU is visible", "device", "drop it, or check nvidia-smi")
     if cfg.ddp.backend == "nccl" and not visible:
-        raise LockstepError(
-            "ddp.backend=nccl needs CUDA, and no GPU is visible",
-            "ddp.backend",
-            "leave it at auto: gloo is used on the CPU",
-        )
+        what, todo = "ddp.backend=nccl needs CUDA, and no GPU is visible", "leave it at auto: gloo is used on the CPU"
+        raise LockstepError(what, "ddp.backend", todo)
     if cfg.multi_gpu == "dp" and env.launched:
-        raise LockstepError(
-            "--multi-gpu dp is for one process, but torchrun started this one",
-            "multi_gpu",
-            "use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun",
-        )
+        what = "--multi-gpu dp is for one process, but torchrun started this one"
+        todo = "use `python train.py --multi-gpu dp`, or --multi-gpu ddp with torchrun"
+        raise LockstepError(what, "multi_gpu", todo)
     if not visible:
         return torch.device("cpu")
     if not env.launched:  # under torchrun the user chose them
@@ -137,11 +120,9 @@ def pick_device(cfg: Config, env: Environment) -> torch.device:
         return torch.device("cuda", (cfg.gpu_ids or [0])[0])
     own_gpu = visible == 1 and os.environ.get("SLURM_LOCALID") == str(env.local_rank)  # Slurm shows each task its own
     if env.local_rank >= visible and not own_gpu and cfg.ddp.backend != "gloo":
-        raise LockstepError(
-            f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible",
-            "environment",
-            f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES",
-        )
+        what = f"LOCAL_RANK={env.local_rank}, but {amount(visible, 'GPU')} visible"
+        todo = f"start at most {visible} processes on this machine, or check CUDA_VISIBLE_DEVICES"
+        raise LockstepError(what, "environment", todo)
     return torch.device("cuda", env.local_rank % visible)
 
 
@@ -152,9 +133,9 @@ def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """Return NCCL on GPUs, with gloo for what lies on the host; on CPUs gloo, with shared memory for sums where the
-    ranks are on one machine. A process without a launcher gets none of them, but `always`: it sums alone, and needs no
-    working network. On a GPU DDP, which virtual workers take even alone, cannot do with gloo.
+    """Return NCCL on GPUs, with gloo for what lies on the host; on CPUs gloo, with sums through shared memory if the
+    ranks are on one machine. A process without a launcher needs no working network, and sums alone, unless `always`, or
+    for DDP on a GPU, which virtual workers take even alone: it cannot do with gloo.
 
     Objects lie on the host, and torch sends them there: votes and errors get through while NCCL is stuck, and do not
     wait for the GPU."""
@@ -172,7 +153,10 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     if "nccl" in backend:
         set_up_nccl(cfg.ddp.timeout_s)
     wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
-    known = _secret(one_machine) if env.launched else b""
+    try:
+        known = sealed.secret(one_machine) if env.launched else b""
+    except ValueError as error:
+        raise LockstepError(str(error), everywhere=True) from error
     if not env.launched or (env.size == 1 and "MASTER_ADDR" not in os.environ):
         lasting: dist.Store = dist.HashStore()
     else:
@@ -186,13 +170,6 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
     sealed.key, sealed.Sealed.warned = key, not speaks()
     return store
-
-
-def _secret(one_machine: bool) -> bytes:
-    try:
-        return sealed.secret(one_machine)
-    except ValueError as error:
-        raise LockstepError(str(error), everywhere=True) from error
 
 
 def _of_this_attempt(
@@ -209,19 +186,17 @@ def _of_this_attempt(
     notes.set(f"rank{env.rank}_is_at", network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
     notes.set(f"rank{env.rank}_joins", mine)
     store.wait([f"rank{rank}_{what}" for rank in range(env.size) for what in ("is_at", "joins")], timeout)
-    joins: list[Any] = [
-        notes.get(f"rank{rank}_joins") if rank != env.rank else mine.encode() for rank in range(env.size)
-    ]
+    joins: list[Any] = [notes.get(f"rank{rank}_joins") for rank in range(env.size)]
+    joins[env.rank] = mine.encode()
+    todo = "start the same command on all of them"
     for rank, theirs in enumerate(joins):
-        if not theirs or theirs.split()[0] != joins[0].split()[0]:  # they would wait for each other, or worse
-            what = f"rank {rank} joins with {theirs.split()[0].decode()}, rank 0 with {joins[0].split()[0].decode()}"
-            raise LockstepError(
-                what if theirs else f"rank {rank} and rank {env.rank} have different secrets",
-                "ddp.backend" if theirs else sealed.SECRET_FILE,
-                "start the same command on all of them",
-                exit_code=6,
-                everywhere=theirs is not None,
-            )
+        if not theirs:
+            what = f"rank {rank} and rank {env.rank} have different secrets"
+            raise LockstepError(what, sealed.SECRET_FILE, todo, exit_code=6)
+        its, first = theirs.split()[0].decode(), joins[0].split()[0].decode()
+        if its != first:  # they would wait for each other, or worse
+            what = f"rank {rank} joins with {its}, rank 0 with {first}"
+            raise LockstepError(what, "ddp.backend", todo, exit_code=6, everywhere=True)
     if env.size not in (1, env.local_size):
         meeting.network = choose_network(notes, env.size)
     return store, sealed.digest(known, *joins)
@@ -233,25 +208,19 @@ def explained(env: Environment) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
-        raise _cannot_join(error, env) from error
-
-
-def _cannot_join(error: Exception, env: Environment) -> LockstepError:
-    text = headline(error)
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return LockstepError(
-            f"port {os.environ.get('MASTER_PORT')} is in use",
-            where,
-            "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another",
-        )
-    todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
-    if "connectFullMesh" in text:
-        todo = (
-            "they reach that address, but not each other: let the firewall pass all ports between the machines; "
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
-        )
-    return LockstepError(f"rank {env.rank} of {env.size} could not join the others: {text}", where, todo, exit_code=6)
+        text, port = headline(error), os.environ.get("MASTER_PORT", "?")
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{port}"
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            todo = "start with `torchrun --standalone` or ./train_multigpu.sh, which take a free port, or give another"
+            raise LockstepError(f"port {port} is in use", where, todo) from error
+        todo = "check that all processes start and reach that address; ddp.init_timeout_s is how long to wait for them"
+        if "connectFullMesh" in text:
+            todo = (
+                "they reach that address, but not each other: let the firewall pass all ports between the machines; "
+                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')} is the network interface"
+            )
+        what = f"rank {env.rank} of {env.size} could not join the others: {text}"
+        raise LockstepError(what, where, todo, exit_code=6) from error
 
 
 def processes_sharing(memory: torch.device) -> int:
@@ -268,7 +237,7 @@ def processes_sharing(memory: torch.device) -> int:
 def leave() -> None:
     """(all ranks) Wait for all ranks, and destroy the process group; nothing of DDP may survive it."""
     # Autograd graphs that still hold DDP's hooks abort the process when they die after the group.
-    gc.unfreeze()  # what `guarded` and `gc_every` have frozen
+    gc.unfreeze()  # what `guarded` has frozen
     gc.collect()
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):

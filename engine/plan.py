@@ -17,47 +17,32 @@ from engine.errors import LockstepError
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in samples, lengths in optimizer steps.
-
-    micro_batch  samples per process and forward pass (over all its devices with DataParallel)
-    dropped      samples of each epoch that are not trained on
-    devices      GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
-    workers      virtual workers that a step is dealt to; 0 without virtual_workers: then the processes themselves are
-    passes       forward passes of a worker, or of a process, in a step
-    log_every    optimizer steps between log points
-
-    What was decided for speed where the config says auto, see speed.py:
-
-    compile        the mode of torch.compile, or off
-    memory_format  the order of convolutions
-    threads        the most a process may compute in, on a CPU
-    gflop          of a sample's forward pass, where they are counted
-    moments        bytes of the optimizer's state, on the rank that has most; None where a step must be taken first
-    speed          all of it for a person
-    """
+    """Sizes in samples, lengths in optimizer steps."""
 
     num_samples: int
-    micro_batch: int
+    micro_batch: int  # of a process and forward pass, over all its devices with DataParallel
     processes: int
     accumulation: int
     global_batch: int
     steps_per_epoch: int
-    dropped: int
+    dropped: int  # samples of each epoch that are not trained on
     total_steps: int
     warmup_steps: int
     horizon: int
     peak_lr: float
     schedule: Schedule
-    devices: tuple[int, ...] = ()
-    workers: int = 0
-    passes: int = 1
+    devices: tuple[int, ...] = ()  # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
+    workers: int = 0  # virtual workers that a step is dealt to; 0: to the processes themselves
+    passes: int = 1  # forward passes of a worker, or of a process, in a step
     log_every: int = 10
-    compile: str = "off"
-    memory_format: str = "auto"
-    threads: int = 0
-    gflop: float = 0.0
+    # What was decided for speed where the config has auto, see engine/speed:
+    compile: str = "off"  # the mode of torch.compile, or off
+    memory_format: str = "auto"  # the order of convolutions
+    threads: int = 0  # the most a process may compute in, on a CPU
+    gflop: float = 0.0  # of a sample's forward pass, where they are counted
+    # Bytes of the optimizer's state, on the rank that has most; None where a step must be taken first.
     moments: int | None = None
-    speed: tuple[str, ...] = ()
+    speed: tuple[str, ...] = ()  # all of it for a person
 
     @functools.cached_property
     def epoch_samples(self) -> int:
@@ -100,15 +85,11 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     """Return the plan of `cfg` for this many processes and samples. Raises where the sizes do not fit each other."""
     devices = data_parallel_devices(cfg, world.device)
-    micro_batch, passes = _cut(cfg, world.size * max(1, len(devices)))
-    accumulation, workers = passes, cfg.virtual_workers
+    workers, copies = cfg.virtual_workers, max(1, len(devices))
     if workers:
         _check_virtual(cfg, world.size, bool(devices))
-        micro_batch, passes, global_batch = _deal(cfg)
-        accumulation = passes * -(-workers // world.size)
-    else:
-        micro_batch *= max(1, len(devices))
-        global_batch = micro_batch * world.size * accumulation
+    batch, passes, global_batch = _cut(cfg, workers or world.size * copies)
+    accumulation = passes * -(-workers // world.size) if workers else passes
     steps_per_epoch = num_samples // global_batch if cfg.drop_last else -(-num_samples // global_batch)
     if not steps_per_epoch:
         raise LockstepError(
@@ -119,12 +100,11 @@ def make_plan(cfg: Config, world: World, num_samples: int) -> Plan:
     if accumulation > 1:
         _check_accumulation(cfg, world, accumulation)
     total_steps = cfg.epochs * steps_per_epoch or cfg.steps
-    if cfg.steps:
-        total_steps = min(total_steps, cfg.steps)
+    total_steps = min(total_steps, cfg.steps or total_steps)
     s = cfg.schedule
     return Plan(
         num_samples=num_samples,
-        micro_batch=micro_batch,
+        micro_batch=batch * copies,
         processes=world.size,
         accumulation=accumulation,
         global_batch=global_batch,
@@ -152,16 +132,14 @@ def scaled_lr(lr: float, rule: str, global_batch: int, base_batch_size: int) -> 
 
 def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
     """Raise LockstepError where a setting rules out several forward passes a step."""
+    passes = f"with {accumulation} forward passes a step"
     if cfg.ddp.static_graph and (world.size > 1 or cfg.virtual_workers):
-        raise LockstepError(
-            f"ddp.static_graph=true with {accumulation} forward passes a step: DDP's no_sync() rules it out",
-            "ddp.static_graph",
-            "drop it, or use a larger batch_size",
-        )
+        what = f"ddp.static_graph=true {passes}: DDP's no_sync() rules it out"
+        raise LockstepError(what, "ddp.static_graph", "drop it, or use a larger batch_size")
     if cfg.compile in CUDA_GRAPHS and world.device.type == "cuda":
         raise LockstepError(
-            f"compile={cfg.compile} with {accumulation} forward passes a step: each would overwrite the gradients of "
-            "the one before, which lie in the memory of a CUDA graph",  # pytorch#169545
+            f"compile={cfg.compile} {passes}: each would overwrite the gradients of the one before, which lie in the "
+            "memory of a CUDA graph",  # pytorch#169545
             "compile",
             "use compile=default or max-autotune-no-cudagraphs, or a larger batch_size",
         )
@@ -170,6 +148,9 @@ def _check_accumulation(cfg: Config, world: World, accumulation: int) -> None:
 def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
     """Raise LockstepError where a setting rules virtual workers out."""
     workers = cfg.virtual_workers
+    todo = "drop it: virtual workers sum gradients and average buffers by themselves"
+    if processes > workers:
+        todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
     excluded = {
         f"{processes} processes": processes > workers,
         "--multi-gpu dp": data_parallel,
@@ -178,49 +159,41 @@ def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
         f"ddp.comm_hook={cfg.ddp.comm_hook}": cfg.ddp.comm_hook != "none",
     }
     if found := [words for words, so in excluded.items() if so]:
-        todo = "drop it: virtual workers sum gradients and average buffers by themselves"
-        if processes > workers:
-            todo = f"start at most {workers}, or a new run with more workers than there ever will be processes"
         raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
 
 
-def _deal(cfg: Config) -> tuple[int, int, int]:
-    """Return (samples of a pass, passes of a virtual worker in a step, global batch): the number of processes does not
-    matter."""
+def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
+    """Return (samples of a part in a forward pass, its forward passes in a step, global batch). Parts are virtual
+    workers, whose shares may differ by a sample, or devices, whose shares may not."""
     passes = cfg.gradient_accumulation_steps
     if not cfg.global_batch:
-        passes = passes or 1
-        return cfg.batch_size, passes, cfg.batch_size * passes * cfg.virtual_workers
-    share = -(-cfg.global_batch // cfg.virtual_workers)
-    passes = passes or -(-share // cfg.batch_size)
-    return -(-share // passes), passes, cfg.global_batch
-
-
-def _cut(cfg: Config, parts: int) -> tuple[int, int]:
-    """Return (samples per part and forward pass, forward passes per step)."""
-    if not cfg.global_batch or cfg.virtual_workers:
-        return cfg.batch_size, cfg.gradient_accumulation_steps or 1
-    each, rest = divmod(cfg.global_batch, parts)
+        return cfg.batch_size, passes or 1, cfg.batch_size * (passes or 1) * parts
+    share, rest = divmod(cfg.global_batch, parts)
+    if cfg.virtual_workers:
+        share = -(-cfg.global_batch // parts)
+        passes = passes or -(-share // cfg.batch_size)
+        return -(-share // passes), passes, cfg.global_batch
     if rest:
-        near = [n for n in range(1, cfg.global_batch + 1) if cfg.global_batch % n == 0 and abs(n - parts) <= parts]
+        near = _divisors(cfg.global_batch, 2 * parts)[:5]
+        processes = f"{' or '.join(map(str, near))} {'process' if near == [1] else 'processes'}"
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",
             "global_batch",
-            f"start {' or '.join(map(str, near[:5]))} {'process' if near == [1] else 'processes'}, or use "
-            f"global_batch={max(1, each) * parts}",
+            f"start {processes}, or use global_batch={max(1, share) * parts}",
         )
-    if cfg.gradient_accumulation_steps:
-        if each % cfg.gradient_accumulation_steps:
-            raise LockstepError(
-                f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
-                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}",
-                "gradient_accumulation_steps",
-                f"leave it out, or choose a divisor of {each}",
-            )
-        return each // cfg.gradient_accumulation_steps, cfg.gradient_accumulation_steps
-    # The fewest forward passes whose batch is no larger than batch_size.
-    accumulation = next(n for n in range(1, each + 1) if each % n == 0 and each // n <= cfg.batch_size)
-    return each // accumulation, accumulation
+    if passes and share % passes:
+        raise LockstepError(
+            f"global_batch={cfg.global_batch} on {parts} processes does not divide by "
+            f"gradient_accumulation_steps={passes}",
+            "gradient_accumulation_steps",
+            f"leave it out, or choose a divisor of {share}",
+        )
+    batch = share // passes if passes else _divisors(share, cfg.batch_size)[-1]
+    return batch, share // batch, cfg.global_batch
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, most + 1) if number % n == 0]
 
 
 def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
@@ -229,13 +202,13 @@ def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, i
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
-    parts = plan.processes * max(1, len(plan.devices))
     if plan.workers or (cfg.ddp.static_graph and plan.processes > 1):  # other bits; excludes accumulation
         return plan.micro_batch, {}
-    each, (batch, _) = plan.global_batch // parts, _cut(cfg, parts)
-    fits = [n for n in range(1, batch) if each % n == 0]
-    cut = {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0} if fits else {}
-    return batch, cut
+    copies = max(1, len(plan.devices))
+    batch, share = plan.micro_batch // copies, plan.global_batch // (plan.processes * copies)
+    if not (fits := _divisors(share, batch - 1)):
+        return batch, {}
+    return batch, {"global_batch": plan.global_batch, "batch_size": fits[-1], "gradient_accumulation_steps": 0}
 
 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:
@@ -243,31 +216,25 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
     Calls of functions such as `dropout(x)` are not seen."""
     model.train()  # as the loop will; a model may leave parts of itself out
     found: dict[str, list[str]] = {}
+    several = accumulation > 1
     for path, module in model.named_modules():
         dropout = getattr(module, "dropout", 0.0)  # of attention and recurrent layers
         if isinstance(module, private.DROPOUT):
             dropout = module.p
-        hooks = [*private.forward_pre_hooks(module), module]
+        sync, training = isinstance(module, nn.SyncBatchNorm), module.training
+        keeps_statistics = isinstance(module, private.INSTANCE_NORM) and module.track_running_stats
+        hooks = [type(hook).__name__ for hook in (*private.forward_pre_hooks(module), module)]
         kinds = {
-            "dropout": isinstance(dropout, float) and dropout > 0 and module.training,
-            # One for all ranks, but not for all passes of a step.
-            "SyncBatchNorm": isinstance(module, nn.SyncBatchNorm) and module.training and accumulation > 1,
-            "BatchNorm": isinstance(module, private.BATCH_NORM)
-            and not isinstance(module, nn.SyncBatchNorm)
-            and module.training,
-            "InstanceNorm's running statistics": isinstance(module, private.INSTANCE_NORM)
-            and module.track_running_stats
-            and module.training,
-            # An iteration more for each forward pass.
-            "spectral_norm": accumulation > 1 and any(type(hook).__name__.endswith("SpectralNorm") for hook in hooks),
+            "dropout": isinstance(dropout, float) and dropout > 0 and training,
+            "SyncBatchNorm": sync and training and several,  # one for all ranks, but not for all passes of a step
+            "BatchNorm": isinstance(module, private.BATCH_NORM) and not sync and training,
+            "InstanceNorm's running statistics": keeps_statistics and training,
+            "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),  # iterates in each pass
         }
         for kind in (kind for kind, so in kinds.items() if so):
             found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
-    words = []
-    for kind, paths in found.items():
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        words.append(f"{kind} ({', '.join(paths[:3])}{more})")
-    return ", ".join(words)
+    more = {kind: f" and {len(paths) - 3} more" if len(paths) > 3 else "" for kind, paths in found.items()}
+    return ", ".join(f"{kind} ({', '.join(paths[:3])}{more[kind]})" for kind, paths in found.items())
 
 
 def data_parallel_devices(cfg: Config, device: torch.device) -> tuple[int, ...]:

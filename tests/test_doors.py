@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,20 @@ from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
 from engine import config
-from engine.comm import network
+from engine.comm import network, sealed
 from engine.comm.digests import code
 from engine.comm.sealed import meeting
 from engine.contract import LockstepError
 from engine.errors import headline
-from engine.launch import Environment, environment, explained, pick_backend, pick_device, rendezvous
+from engine.launch import (
+    Environment,
+    _of_this_attempt,
+    environment,
+    explained,
+    pick_backend,
+    pick_device,
+    rendezvous,
+)
 from engine.plan import data_parallel_devices
 from engine.survive import blame, command
 
@@ -309,6 +318,22 @@ def test_several_gpus_have_gloo_beside_nccl(size, asked, device, backend):
     cfg = config.Config(ddp=config.DDP(backend=asked))
     environment = Environment(size=size, local_size=size, launched=True)
     assert pick_backend(cfg, environment, torch.device(device), False) == backend
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_a_different_secret_or_backend_is_named(rank):
+    for key, backend, what in (
+        (b"b", "gloo", "rank {} and rank {} have diff"),
+        (b"a", "shm", "joins with .*, rank 0 with"),
+    ):
+        store = dist.HashStore()
+        theirs = sealed.Sealed(dist.PrefixStore("time0", dist.PrefixStore("attempt0", store)), key)
+        theirs.set(f"rank{1 - rank}_is_at", "x")
+        theirs.set(f"rank{1 - rank}_joins", f"{backend} x")
+        env = Environment(rank, rank, 2, local_size=2, launched=True)
+        with pytest.raises(LockstepError, match=what.format(1 - rank, rank)) as caught:
+            _of_this_attempt(store, env, timedelta(seconds=9), "gloo", b"a")
+        assert caught.value.exit_code == 6 and caught.value.everywhere is (backend == "shm")
 
 
 def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):

@@ -55,32 +55,8 @@ def words_only():
 # ---------------------------------------------------------------------------------------------------- config
 
 KEYS = [*config.flatten(config.to_dict(config.schema_of(tasks.load("har"))())), *config.ALIASES, "optim", "model", "<<"]
-VALUES = [
-    "1",
-    "-1",
-    "0",
-    "1e-3",
-    "1e300",
-    "1e400",
-    "nan",
-    "-inf",
-    "9" * 400,
-    "0x10",
-    "1_0",
-    "yes",
-    "off",
-    "null",
-    "har",
-    "video",
-    "a.py",
-    "\0.py",
-    "x" * 5000 + ".py",
-    "auto",
-    "٣",
-    "\ud800",
-    "a\nb",
-    "",
-]
+VALUES = ["9" * 400, "\0.py", "x" * 5000 + ".py", "٣", "\ud800", "a\nb", ""]
+VALUES += "1 -1 0 1e-3 1e300 1e400 nan -inf 0x10 1_0 yes off null har video a.py auto".split()
 scalars = st.one_of(st.sampled_from(VALUES), st.text(max_size=8), st.integers(), st.floats(), st.booleans(), st.none())
 names = st.one_of(st.sampled_from(KEYS), st.text(max_size=6), st.integers())
 trees = st.recursive(
@@ -90,13 +66,11 @@ SCRAPS = st.sampled_from(
     "&a |*a |!!python/object/apply:os.system |!!python/name:os.system |!!binary |!x |<<: *a\n|? |- |: |{|}|[|]|'|\"|"
     '"\\UFFFFFFFF"|"\\ud800"|\t|\n|---\n|...\n|%YAML 9.9\n|#|\0|\x85|\ufeff|\U0001f600|a: &a [*a]\n|>-\n'.split("|")
 )
+FLAGS = "--config --help --force=no -- - = --= --dry-run har --use-amp -h --task".split()
 words = st.one_of(
-    st.sampled_from(
-        ["--config", "--help", "--force=no", "--", "-", "=", "--=", "--dry-run", "har", "--use-amp", "-h", "--task"]
-    ),
+    st.sampled_from([*FLAGS, *VALUES]),
     st.builds("{}={}".format, names, scalars),
     st.builds("--{}".format, names),
-    st.sampled_from(VALUES),
     st.text(st.characters(), max_size=10),
 )
 

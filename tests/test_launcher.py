@@ -304,49 +304,6 @@ def test_broken_driver_is_said(home: Home) -> None:
     assert processes_of(shlex.split(done.stdout)) == "1"
 
 
-def test_up_to_as_many_processes_as_gpus(home: Home) -> None:
-    home.gpus(GPUS)
-    for count in "123":
-        assert processes_of(home.words(count)) == count
-    assert processes_of(home.words("02", CUDA_VISIBLE_DEVICES="0,2")) == "2"
-
-
-def test_more_processes_than_gpus(home: Home) -> None:
-    home.gpus(GPUS[:1])
-    assert "4 processes asked, 1 GPU visible: " in home.refusal("4")
-    home.gpus(GPUS)
-    line = home.refusal("3", CUDA_VISIBLE_DEVICES="0,2")
-    assert "3 processes asked, 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,2): ask for at most 2" in line
-
-
-@pytest.mark.parametrize("visible", [None, "", "-1"])
-def test_cpu_processes_come_with_a_warning(home: Home, visible: str | None) -> None:
-    if visible is not None:
-        home.gpus(GPUS)
-    done = home.run("--print", "3", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
-    assert processes_of(shlex.split(done.stdout)) == "3"
-    assert done.stderr.startswith("warning: 0 GPUs visible") and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("count", ["0", "-1", "3x", "3.5", "+2", "00", "1e3", "99999999999999999999"])
-def test_bad_number_of_processes(home: Home, count: str) -> None:
-    assert f"error: {count} is no number of processes" in home.refusal(count, "har")
-    assert count in home.refusal("--print", count)
-
-
-def test_a_count_of_no_gpus_says_what_to_do(home: Home) -> None:
-    """The guide's `./train_multigpu.sh $(nvidia-smi -L | wc -l)` where there is no nvidia-smi: 0."""
-    refusal = home.refusal("0")
-    assert "give 1 or more (without a GPU: of CPU processes), or none for all there is" in refusal
-    assert processes_of(home.words()) == "1", "as the message says"
-
-
-@pytest.mark.parametrize("first", ["har", "--config", "lr=1e-3", "", "--epochs"])
-def test_another_first_argument_is_passed_on(home: Home, first: str) -> None:
-    assert home.words(first, "5")[-2:] == [first, "5"]
-    assert home.words("2", first, "5")[-2:] == [first, "5"]
-
-
 @pytest.mark.slow
 def test_temporary_files_where_only_shared_memory_can_be_written(home: Home) -> None:
     """As under `docker run --read-only`; /proc is a folder that nobody can write to."""
@@ -373,56 +330,10 @@ cd /proc && shift && exec "$@"
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "script"),
-    [
-        ([], "train.py"),
-        (["har", "--epochs", "20"], "train.py"),
-        (["har", "--lr=1e-3"], "train.py"),
-        (["--save-dir", "runs/lr=1"], "train.py"),
-        (["--configs"], "train.py"),
-        (["--config", "a.yaml"], "train_ddp.py"),
-        (["--config=a.yaml"], "train_ddp.py"),
-        (["har", "ddp.bucket_cap_mb=50"], "train_ddp.py"),
-        (["lr=1e-3"], "train_ddp.py"),
-    ],
-)
-def test_which_door(home: Home, args: list[str], script: str) -> None:
-    words = home.words("2", *args)
-    assert words[len(words) - len(args) - 1 :] == [str(home.folder / script), *args]
-
-
-def test_print_runs_nothing(home: Home) -> None:
-    for args in (["--print", "2", "har"], ["2", "--print", "har"]):
-        done = home.run(*args)
-        words = shlex.split(done.stdout)
-        assert f"{words.pop(0)} " == BY_RULE, "nobody has asked for this number of threads"
-        assert words[:4] == [
-            "OMP_NUM_THREADS=" + str(max(1, len(os.sched_getaffinity(0)) // 2)),
-            sys.executable,
-            str(home.folder / "engine" / "survive" / "agent.py"),
-            "--standalone",
-        ]
-        assert words[-2:] == [str(home.folder / "train.py"), "har"]
-        assert done.stdout.count("\n") == 1 and not list(home.out.iterdir())
-    assert home.words("har", "--print")[-2:] == ["har", "--print"]  # behind the first argument it is the script's
-
-
-def test_no_port_is_fixed_on_one_node(home: Home) -> None:
-    for env in ({}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, {"NNODES": "1"}, {"SLURM_NNODES": "1"}):
-        words = home.words("2", **env)
-        assert words[3:5] == ["--standalone", "--nnodes=1"]
-        assert not [word for word in words if word.startswith(("--master", "--rdzv"))]
-
-
-def test_environment_that_is_set_is_kept(home: Home) -> None:
+def test_print_and_threads_that_are_set(home: Home) -> None:
+    assert home.run("2", "--print", "har").stdout == home.run("--print", "2", "har").stdout
     assert home.words("2", OMP_NUM_THREADS="5")[0] == "OMP_NUM_THREADS=5"
     assert home.words("1000")[0] == "OMP_NUM_THREADS=1"
-
-
-def test_torchrun_args(home: Home) -> None:
-    words = home.words("2", "har", TORCHRUN_ARGS="--max-restarts=3  --monitor-interval 1\n--tee=*")
-    assert words[-6:-2] == ["--max-restarts=3", "--monitor-interval", "1", "--tee=*"]
 
 
 def test_help(home: Home) -> None:
@@ -436,81 +347,183 @@ def test_missing_training_script(home: Home) -> None:
     assert str(home.folder / "train.py") in home.refusal("2")
 
 
-# --- several nodes -------------------------------------------------------------------------------------------------
+# --- how many nodes ------------------------------------------------------------------------------------------------
 
-NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
-SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[07-08]"}
-
-
-def test_a_share_of_several_nodes(home: Home) -> None:
-    share = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=1234"]
-    assert home.words("2", **NODES, MASTER_PORT="1234")[3:7] == share
-    assert "Node 1 of 2, meeting at 10.0.0.1:1234" in banner(home, **NODES, MASTER_PORT="1234")
-    assert home.words("2", **NODES)[6] == "--master_port=29500"
-    assert [line for line in banner(home, **NODES) if "10.0.0.1:29500 (the default" in line]
-
-
-def test_nodes_without_numbers(home: Home) -> None:
-    """RDZV=c10d: the agent finds out whether it is node 0 (tests/cluster runs it)."""
-    env = {"RDZV": "c10d", "NNODES": "2", "MASTER_ADDR": "10.0.0.1"}
-    share = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=10.0.0.1:1234"]
-    assert home.words("2", **env, MASTER_PORT="1234")[3:6] == share
-    assert not [word for word in home.words("2", **env, NODE_RANK="1") if "rank" in word]
-    assert "One of 2 nodes, meeting at 10.0.0.1:1234" in banner(home, **env, MASTER_PORT="1234")
-    assert "--standalone" in home.words("2", RDZV="c10d")
+ONE = "--standalone --nnodes=1 --nproc_per_node"
+TWO = "--nnodes=2 --node_rank=1 --master_addr=10.0.0.1 --master_port"
+NODES = "NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1"
+SLURM = "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=gpu[07-08]"
+STEP = f"{SLURM} SLURM_STEP_NODELIST=gpu[07-08]"
+POD = "PET_NNODES=3 PET_NODE_RANK=1 PET_MASTER_ADDR=job-0.job PET_MASTER_PORT=29400"
+PODS = "--nnodes=3 --node_rank=1 --master_addr=job-0.job --master_port=29400 --nproc_per_node"
+ELASTIC = "PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=job-worker-0:23456 PET_RDZV_ID=job"
+JOINED = "--rdzv_backend=c10d --rdzv_endpoint=job-worker-0"
+OLDER = "RANK=1 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
 
 
-POD = {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
-ELASTIC = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_ID": "job"}
-OLDER = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+def typed(home: Home, line: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of a line such as `NNODES=2 run 2 har`; GPUS of it are on the machine,
+    and SCONTROL is Slurm's tool."""
+    before, _, after = f" {line} ".partition(" run ")
+    env = dict(word.split("=", 1) for word in shlex.split(before))
+    if "GPUS" in env:
+        home.gpus(GPUS[: int(env.pop("GPUS"))])
+    if "SCONTROL" in env:
+        hosts = 'case $3 in "gpu[07-08]") printf "gpu07\\ngpu08\\n" ;; "b[1-2]") printf "b1\\nb2\\n" ;; esac'
+        home.tool("scontrol", f'test "$1 $2" = "show hostnames" || exit 1\n{hosts}')
+    return shlex.split(after), env
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "share", "processes"),
+    ("line", "expected", "warning"),
     [
-        ([], POD, ["--nnodes=3", "--node_rank=1", "--master_addr=job-node-0-0.job", "--master_port=29400"], "1"),
-        (["2"], POD | {"PET_NPROC_PER_NODE": "2"}, ["--nnodes=3", "--node_rank=1"], "2"),
-        ([], POD | {"PET_NPROC_PER_NODE": "4"}, ["--nnodes=3"], "4"),
-        (["2"], POD | {"PET_NPROC_PER_NODE": "02", "PET_NODE_RANK": "01"}, ["--nnodes=3", "--node_rank=01"], "2"),
-        ([], POD | {"PET_NPROC_PER_NODE": "auto"}, ["--nnodes=3"], "1"),
-        ([], POD | {"NNODES": "3", "MASTER_PORT": "29400", "NODE_RANK": "1"}, ["--nnodes=3", "--node_rank=1"], "1"),
-        (
-            [],
-            ELASTIC | {"PET_NNODES": "3"},
-            ["--nnodes=3", "--rdzv_backend=c10d", "--rdzv_endpoint=job-worker-0:23456"],
-            "1",
+        # How many processes; on the CPU with a warning.
+        ("run", f"{ONE}=1 train.py", ""),
+        ("run 3 har --epochs 5", f"{ONE}=3 train.py har --epochs 5", "0 GPUs visible: "),
+        *((f"GPUS=3 run {n}", f"{ONE}={n} train.py", "") for n in (1, 2, 3)),
+        ("GPUS=3 CUDA_VISIBLE_DEVICES=0,2 run 02", f"{ONE}=2 train.py", ""),
+        ("GPUS=3 CUDA_VISIBLE_DEVICES= run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
+        ("GPUS=3 CUDA_VISIBLE_DEVICES=-1 run 3", f"{ONE}=3 train.py", "0 GPUs visible"),
+        # What follows is the script's, and decides which one it is.
+        *((f"run {each} 5", f"{ONE}=1 train.py {each} 5", "") for each in ("har", "''", "--epochs", "--configs")),
+        ("run har --print", f"{ONE}=1 train.py har --print", ""),
+        ("run har --lr=1e-3", f"{ONE}=1 train.py har --lr=1e-3", ""),
+        ("run --save-dir runs/lr=1", f"{ONE}=1 train.py --save-dir runs/lr=1", ""),
+        *(
+            (f"run {w}", f"{ONE}=1 train_ddp.py {w}", "")
+            for w in ("--config a.yaml", "--config=a.yaml", "har a.b=5", "lr=1")
         ),
-        ([], ELASTIC | {"PET_NNODES": "1:3"}, ["--nnodes=1:3", "--rdzv_backend=c10d"], "1"),
         (
-            [],
-            ELASTIC | {"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "job-worker-0"},
-            ["--nnodes=3", "--rdzv_backend=c10d", "--rdzv_endpoint=job-worker-0:29400"],
-            "1",
+            "TORCHRUN_ARGS='--max-restarts=3  --monitor-interval 1\n--tee=*' run har",
+            f"{ONE}=1 --max-restarts=3 --monitor-interval 1 --tee=* train.py har",
+            "",
         ),
-        ([], POD | {"PET_NNODES": "1", "PET_NODE_RANK": "00"}, ["--standalone", "--nnodes=1"], "1"),
-        ([], OLDER, ["--nnodes=3", "--node_rank=1", "--master_addr=job-master-0", "--master_port=23456"], "1"),
-        ([], OLDER | POD, None, "MASTER_ADDR=job-master-0 but PET_MASTER_ADDR=job-node-0-0.job"),
-        ([], OLDER | {"LOCAL_RANK": "0"}, ["--standalone"], "1"),
-        ([], POD | {"NNODES": "2"}, None, "NNODES=2 but PET_NNODES=3"),
-        ([], POD | {"NODE_RANK": "0"}, None, "NODE_RANK=0 but PET_NODE_RANK=1"),
-        ([], POD | {"MASTER_ADDR": "one"}, None, "MASTER_ADDR=one but PET_MASTER_ADDR=job-node-0-0.job"),
-        ([], POD | {"MASTER_PORT": "1"}, None, "MASTER_PORT=1 but PET_MASTER_PORT=29400"),
-        ([], ELASTIC | {"PET_NNODES": "3", "RDZV": "static"}, None, "RDZV=static but PET_RDZV_BACKEND=c10d"),
-        (["2"], POD | {"PET_NPROC_PER_NODE": "4"}, None, "2 processes asked but PET_NPROC_PER_NODE=4"),
-        ([], POD | {"PET_NPROC_PER_NODE": "00"}, None, "PET_NPROC_PER_NODE=00: give a number from 1 to 9999"),
-        ([], POD | {"PET_NPROC_PER_NODE": "lots"}, None, "PET_NPROC_PER_NODE=lots: give a number"),
-        ([], POD | {"PET_NODE_RANK": ""}, None, "NODE_RANK is not set"),
-        ([], POD | {"PET_NNODES": "1:3"}, None, "NNODES=1:3: give a number"),
+        # One node takes a free port, whatever is set.
+        ("MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 run", f"{ONE}=1 train.py", ""),
+        ("NNODES=1 run", f"{ONE}=1 train.py", ""),
+        ("SLURM_NNODES=1 SLURM_JOB_ID=7 run", f"{ONE}=1 train.py", ""),
+        ("RDZV=c10d run", f"{ONE}=1 train.py", ""),
+        (f"{SLURM} SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=gpu08 run", f"{ONE}=1 train.py", ""),
+        # A share of several.
+        (f"{NODES} MASTER_PORT=1234 run", f"{TWO}=1234 --nproc_per_node=1 train.py", ""),
+        (f"{NODES} run", f"{TWO}=29500 --nproc_per_node=1 train.py", ""),
+        *(
+            (
+                f"{rank}RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=1234 run",
+                "--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 --nproc_per_node=1 train.py",
+                "",
+            )
+            for rank in ("", "NODE_RANK=1 ")  # the agent finds out whether it is node 0 (tests/cluster runs it)
+        ),
+        # Slurm. Jobs that share a node take other ports.
+        *(
+            (f"{env} run", f"--nnodes=2 --node_rank={place} --nproc_per_node=1 train.py", warning)
+            for env, place, warning in [
+                (f"SCONTROL=1 {STEP}", "1 --master_addr=gpu07 --master_port=29500", ""),
+                (
+                    "SCONTROL=1 SLURM_NNODES=4 SLURM_NODEID=1 SLURM_STEP_NODELIST=b[1-2] SLURM_STEP_NUM_NODES=2",
+                    "1 --master_addr=b1 --master_port=29500",
+                    "",
+                ),
+                (SLURM, "1 --master_addr=gpu07 --master_port=29500", "not inside srun, .* `srun "),
+                (
+                    f"{STEP} SLURM_JOB_NODELIST=x SLURM_STEP_NODELIST=left,right",
+                    "1 --master_addr=left --master_port=29500",
+                    "",
+                ),
+                (f"{SLURM} MASTER_ADDR=a NODE_RANK=0", "0 --master_addr=a --master_port=29500", ""),
+                (f"{STEP} NNODES=2", "1 --master_addr=gpu07 --master_port=29500", ""),
+                (f"{STEP} SLURM_JOB_ID=7", "1 --master_addr=gpu07 --master_port=10007", ""),
+                (f"{STEP} SLURM_JOB_ID=20000", "1 --master_addr=gpu07 --master_port=10000", ""),
+                (f"{STEP} SLURM_JOB_ID=123456789", "1 --master_addr=gpu07 --master_port=26789", ""),
+                (f"{STEP} SLURM_JOB_ID=7 MASTER_PORT=1234", "1 --master_addr=gpu07 --master_port=1234", ""),
+            ]
+        ),
+        # As Kubeflow sets them: what was planned for a pod alone would train a model of its own in each.
+        (f"{POD} run", f"{PODS}=1 train.py", ""),
+        (f"{POD} PET_NPROC_PER_NODE=2 run 2", f"{PODS}=2 train.py", "0 GPUs"),
+        (f"{POD} PET_NPROC_PER_NODE=4 run", f"{PODS}=4 train.py", "0 GPUs"),
+        (f"{POD} PET_NPROC_PER_NODE=02 PET_NODE_RANK=01 run 2", f"{PODS.replace('=1', '=01')}=2 train.py", "0 GPUs"),
+        (f"{POD} PET_NPROC_PER_NODE=auto run", f"{PODS}=1 train.py", ""),
+        (f"{POD} NNODES=3 MASTER_PORT=29400 NODE_RANK=1 run", f"{PODS}=1 train.py", ""),
+        (f"{POD} PET_NNODES=1 PET_NODE_RANK=00 run", f"{ONE}=1 train.py", ""),
+        (f"{ELASTIC} PET_NNODES=3 run", f"--nnodes=3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
+        (f"{ELASTIC} PET_NNODES=1:3 run", f"--nnodes=1:3 {JOINED}:23456 --nproc_per_node=1 train.py", ""),
+        (
+            f"{ELASTIC} PET_NNODES=3 PET_RDZV_ENDPOINT=job-worker-0 run",
+            f"--nnodes=3 {JOINED}:29400 --nproc_per_node=1 train.py",
+            "",
+        ),
+        (
+            f"{OLDER} run",
+            "--nnodes=3 --node_rank=1 --master_addr=job-master-0 --master_port=23456 --nproc_per_node=1 train.py",
+            "",
+        ),
+        (f"{OLDER} LOCAL_RANK=0 run", f"{ONE}=1 train.py", ""),
     ],
-)
-def test_kubernetes(home: Home, args: list[str], env: dict[str, str], share: list[str] | None, processes: str) -> None:
-    """As Kubeflow sets them: what was planned for a pod alone would train a model of its own in each."""
-    if share is None:
-        assert processes in home.refusal(*args, **env)
-        return
-    words = home.words(*args, **env)
-    assert words[3 : 3 + len(share)] == share and processes_of(words) == processes
-    assert len([word for word in words if word.startswith("--nnodes")]) == 1
+)  # fmt: skip
+def test_what_is_started(home: Home, line: str, expected: str, warning: str) -> None:
+    args, env = typed(home, line)
+    done = home.run("--print", *args, **env)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1 and not list(home.out.iterdir()), done.stderr
+    by_rule, threads, python, agent, *words = shlex.split(done.stdout)
+    (processes,) = (int(word.partition("=")[2]) for word in words if word.startswith("--nproc_per_node="))
+    assert f"{by_rule} " == BY_RULE, "nobody has asked for this number of threads"
+    assert threads == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
+    assert (python, agent) == (sys.executable, str(home.folder / "engine" / "survive" / "agent.py"))
+    words.remove("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2")
+    assert [word.removeprefix(f"{home.folder}/") for word in words] == shlex.split(expected)
+    lines = done.stderr.splitlines()
+    assert re.match(f"warning: {warning}", lines[0]) and len(lines) == 1 if warning else not lines, lines
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("GPUS=1 run 4", "4 processes asked, 1 GPU visible: "),
+        (
+            "GPUS=3 CUDA_VISIBLE_DEVICES=0,2 run 3",
+            "3 processes asked, 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,2): ask for at most 2",
+        ),
+        *((f"run {n} har", f"{n} is no number of processes: give 1 or more (without a GPU: of CPU processes), or none")
+          for n in ("0", "-1", "3x", "3.5", "+2", "00", "1e3", "99999999999999999999")),
+        ("run --print 0", "0 is no number of processes"),
+        # Half set nodes.
+        (f"{NODES} RDZV=etcd run", "RDZV=etcd: give static or c10d"),
+        ("RDZV=c10d NNODES=2 run", "MASTER_ADDR is not set"),
+        ("NNODES=2 MASTER_ADDR=a run", "NODE_RANK is not set"),
+        ("NNODES=2 NODE_RANK=0 run", "MASTER_ADDR is not set"),
+        ("NODE_RANK=1 run", "set NNODES"),
+        (f"{NODES} NODE_RANK=2 run", "NODE_RANK=2: give a number from 0 to 1"),
+        (f"{NODES} NNODES=two run", "NNODES=two"),
+        (f"{NODES} NNODES=0 run", "NNODES=0"),
+        (f"{NODES} MASTER_PORT=66000 run", "MASTER_PORT=66000"),
+        (f"{SLURM} SLURM_JOB_NODELIST=rack[0-1]n[0-3] run", "MASTER_ADDR is not set"),
+        (f"{SLURM} SLURM_LOCALID=1 run", "--ntasks-per-node=1"),
+        (f"{OLDER} {POD} run", "MASTER_ADDR=job-master-0 but PET_MASTER_ADDR=job-0.job"),
+        (f"{POD} NNODES=2 run", "NNODES=2 but PET_NNODES=3"),
+        (f"{POD} NODE_RANK=0 run", "NODE_RANK=0 but PET_NODE_RANK=1"),
+        (f"{POD} MASTER_ADDR=one run", "MASTER_ADDR=one but PET_MASTER_ADDR=job-0.job"),
+        (f"{POD} MASTER_PORT=1 run", "MASTER_PORT=1 but PET_MASTER_PORT=29400"),
+        (f"{ELASTIC} PET_NNODES=3 RDZV=static run", "RDZV=static but PET_RDZV_BACKEND=c10d"),
+        (f"{POD} PET_NPROC_PER_NODE=4 run 2", "2 processes asked but PET_NPROC_PER_NODE=4"),
+        (f"{POD} PET_NPROC_PER_NODE=00 run", "PET_NPROC_PER_NODE=00: give a number from 1 to 9999"),
+        (f"{POD} PET_NPROC_PER_NODE=lots run", "PET_NPROC_PER_NODE=lots: give a number"),
+        (f"{POD} PET_NODE_RANK= run", "NODE_RANK is not set"),
+        (f"{POD} PET_NNODES=1:3 run", "NNODES=1:3: give a number"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(home: Home, line: str, expected: str) -> None:
+    args, env = typed(home, line)
+    assert expected in home.refusal(*args, **env)
+
+
+def test_the_banner_names_the_node_and_where_it_meets_the_others(home: Home) -> None:
+    _, env = typed(home, NODES)
+    assert "Node 1 of 2, meeting at 10.0.0.1:1234" in banner(home, **env, MASTER_PORT="1234")
+    assert [line for line in banner(home, **env) if "10.0.0.1:29500 (the default" in line]
+    env = {"RDZV": "c10d", "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert "One of 2 nodes, meeting at 10.0.0.1:1234" in banner(home, **env)
 
 
 SRUN = 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"'
@@ -521,7 +534,7 @@ SRUN = 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"'
     [
         (["har", "lr=1"], {}),
         (["3", "har"], {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}),
-        (["02", "--config", "a b.yaml"], NODES),
+        (["02", "--config", "a b.yaml"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}),
         (["har"], {"RDZV": "c10d", "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}),
         (["har"], {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}),
     ],
@@ -538,64 +551,6 @@ def test_what_it_says_was_typed_starts_the_same(home: Home, args: list[str], env
     given = shlex.join(args[args[0].isdigit() :])
     subprocess.run(["bash", "-c", f"{typed} {given}"], env=home.env | left, check=True, capture_output=True)
     assert (home.out / "started").read_text().splitlines() == [typed, *started]
-
-
-@pytest.mark.parametrize(("job", "port"), [("7", 10007), ("20000", 10000), ("123456789", 26789)])
-def test_jobs_that_share_a_node_take_other_ports(home: Home, job: str, port: int) -> None:
-    assert home.words("2", **SLURM, SLURM_JOB_ID=job)[6] == f"--master_port={port}"
-    assert home.words("2", **SLURM, SLURM_JOB_ID=job, MASTER_PORT="1234")[6] == "--master_port=1234"
-    assert "--standalone" in home.words("2", SLURM_JOB_ID=job)
-
-
-@pytest.mark.parametrize(
-    ("env", "said"),
-    [
-        (NODES | {"RDZV": "etcd"}, "RDZV=etcd: give static or c10d"),
-        ({"RDZV": "c10d", "NNODES": "2"}, "MASTER_ADDR is not set"),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK is not set"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"NODE_RANK": "1"}, "set NNODES"),
-        (NODES | {"NODE_RANK": "2"}, "NODE_RANK=2: give a number from 0 to 1"),
-        (NODES | {"NNODES": "two"}, "NNODES=two"),
-        (NODES | {"NNODES": "0"}, "NNODES=0"),
-        (NODES | {"MASTER_PORT": "66000"}, "MASTER_PORT=66000"),
-        (SLURM | {"SLURM_JOB_NODELIST": "rack[0-1]n[0-3]"}, "MASTER_ADDR is not set"),
-        (SLURM | {"SLURM_LOCALID": "1"}, "--ntasks-per-node=1"),
-    ],
-)
-def test_half_set_nodes(home: Home, env: dict[str, str], said: str) -> None:
-    assert said in home.refusal("2", **env)
-
-
-@pytest.mark.parametrize(
-    ("env", "scontrol", "node", "host"),
-    [
-        ({"SLURM_STEP_NODELIST": "gpu[07-08]"}, True, "1", "gpu07"),
-        ({"SLURM_STEP_NODELIST": "b[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, True, "1", "b1"),
-        ({}, False, "1", "gpu07"),
-        ({"SLURM_JOB_NODELIST": "left,right"}, False, "1", "left"),
-        ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "0"}, False, "0", "10.0.0.1"),
-        ({"NNODES": "2"}, False, "1", "gpu07"),
-    ],
-)
-def test_slurm(home: Home, env: dict[str, str], scontrol: bool, node: str, host: str) -> None:
-    if scontrol:
-        home.tool(
-            "scontrol",
-            'test "$1 $2" = "show hostnames" || exit 1\n'
-            'case $3 in "gpu[07-08]") printf "gpu07\\ngpu08\\n" ;; "b[1-2]") printf "b1\\nb2\\n" ;; esac',
-        )
-    words = home.words("2", **SLURM | env)
-    assert words[3:7] == ["--nnodes=2", f"--node_rank={node}", f"--master_addr={host}", "--master_port=29500"]
-
-
-def test_a_step_on_one_of_slurms_nodes(home: Home) -> None:
-    assert "--standalone" in home.words("2", **SLURM, SLURM_STEP_NUM_NODES="1", SLURM_STEP_NODELIST="gpu08")
-
-
-def test_sbatch_without_srun_is_said(home: Home) -> None:
-    assert "srun" in home.run("--print", "2", **SLURM).stderr
-    assert "srun" not in home.run("--print", "2", **SLURM, SLURM_STEP_NODELIST="gpu[07-08]").stderr
 
 
 # --- the interpreter -----------------------------------------------------------------------------------------------

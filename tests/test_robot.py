@@ -507,7 +507,7 @@ def test_smolvlas_folder_holds_what_lerobot_prepares_its_inputs_by(walks, tmp_pa
             (folder / name).write_text("{}")
 
     normalizer = task.model().normalizer
-    task.cfg.policy.type = "smolvla"
+    task.cfg = config.changed(task.cfg, {"policy.type": "smolvla"})
     net = SimpleNamespace(save=write, tokenizer=words)
     task.save_pretrained(SimpleNamespace(net=net, normalizer=normalizer), tmp_path / "out")
     assert told == {"STATE": "MEAN_STD", "ACTION": "MEAN_STD", "VISUAL": "MIN_MAX"}

@@ -53,37 +53,6 @@ def test_kept_memory_costs_no_page_faults(launch):
     assert given_back > 150 and kept < given_back / 10
 
 
-LITTERS = """
-from tests.tasks import toy
-class Task(toy.Task):
-    def loss(self, net, batch):
-        for _ in range(2000):  # Python itself collects after 700
-            ring = []
-            ring.append(ring)
-        return super().loss(net, batch)
-"""
-GARBAGE = """
-import gc, json, sys, train
-from engine.phases import phase
-seen = []
-gc.callbacks.append(lambda when, about: when == "start" and seen.append((phase.name, phase.step, about["generation"])))
-assert train.main(sys.argv[1:]) == 0 and gc.isenabled() and not gc.get_freeze_count() and not phase.listeners
-print("SEEN", json.dumps(seen))
-"""
-
-
-def test_garbage_is_collected_after_so_many_steps_and_not_in_between(launch, tmp_path):
-    (tmp_path / "litters.py").write_text(LITTERS)
-    found = []
-    for every in (4, 0):
-        words = ["steps=9", "log_every=2", f"gc_every={every}", f"save_dir={tmp_path / str(every)}"]
-        done = succeed(launch.python("-c", GARBAGE, str(tmp_path / "litters.py"), *words))
-        phases = ("data loading", "forward", "backward", "optimizer step", "logging")
-        found.append([each for each in json.loads(done.out.rpartition("SEEN ")[2]) if each[0] in phases])
-    assert found[0] == [["logging", 4, 2], ["logging", 8, 2]]
-    assert len([each for each in found[1] if each[0] == "forward"]) > 9, "by itself it would have been otherwise"
-
-
 def test_the_arithmetic_says_what_was_chosen(launch, tmp_path):
     done = succeed(launch.python("train.py", TOY, "--dry-run"))
     assert "freed memory is kept" in done.out and "convolutions" not in done.out

@@ -6,12 +6,11 @@ YAML is a delta over it, the command line another; see parse.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 
-def option(
-    default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
-) -> Any:
+def option(default: Any, help: str, *, low: float = -inf, high: float = inf, above: float = -inf) -> Any:
     """Declare a config field: default, line of help, and range (`low`, `high` inclusive, `above` exclusive)."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, list):
@@ -163,9 +162,6 @@ class Config:
     allocator: Literal["keep", "system"] = option(
         "keep", "memory that is freed on the CPU: keep it for the next step, or give it back to the system"
     )
-    gc_every: int = option(
-        0, "optimizer steps between collections of Python's garbage, on all ranks at once; 0 = when Python likes", low=0
-    )
     deterministic: bool = option(False, "same seed, same hardware, same bits; may be slower")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto = GPU if there is one")
     multi_gpu: Literal["none", "auto", "ddp", "dp"] = option(
@@ -221,6 +217,7 @@ SETS_NOTHING: dict[str, tuple[Any, str]] = {
     "torch.backends.cudnn.benchmark": (True, "cuDNN tries its kernels; deterministic=true ends that"),
     "torch.backends.cuda.matmul.allow_tf32": (True, "TF32 is on; amp=off ends that"),
     "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
+    "gc_every": (None, "Python collects its garbage when it likes"),  # of older versions: each has it in config.yaml
 }
 """Settings that the guides advise and that always hold: {key: (the only value it may have, None for any; why)}."""
 
@@ -235,3 +232,20 @@ MAPPINGS = ("optim.lr_scale",)
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")
+FORCED = ("data",)
+"""What --force may name in addition to keys: the contents and the number of the training samples."""
+
+USAGE = """usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]
+
+TASK is one of {tasks}, or the path of a .py file with a class Task (now: {task}).
+
+{flags}
+
+  --config FILE        a YAML file: a delta over the defaults; flags and key=value are a delta over it
+  --print-config       print the resolved tree (every key there is) and stop
+  --dry-run            print the arithmetic of the run and stop
+  --debug              show the traceback of an error
+  --force [KEY,...]    resume a checkpoint although the config is another, or these keys of it are
+  --profile            say where the time of a step goes, and leave a trace of some steps in the run's folder
+
+Every key of --print-config can be given as key=value or --key value, such as ddp.bucket_cap_mb=50."""

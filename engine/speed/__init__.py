@@ -6,9 +6,7 @@ A script without these calls trains the same, more slowly.
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,6 @@ from engine.comm.world import World
 from engine.contract import Task
 from engine.data.cache import CachedDataset
 from engine.errors import LockstepError, amount
-from engine.phases import phase
 from engine.plan import Plan
 from engine.precision import Precision
 from engine.run import Due, Run
@@ -125,30 +122,6 @@ def compile_model(run: Run) -> None:
     compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
 
 
-def collect_garbage(run: Run, every: int) -> None:
-    """Collect garbage after so many steps, the same on all ranks, and never in between, until `run` is gone: where
-    each rank collects when Python likes, all others wait for each of them. What exists now is left out, so that a
-    whole collection takes a millisecond."""
-    collected = 0
-
-    def listener(name: str) -> None:
-        nonlocal collected
-        if name == "logging" and phase.step % every == 0 and phase.step != collected:  # entered again after each sum
-            collected = phase.step
-            gc.collect()
-
-    def restore() -> None:
-        phase.listeners.remove(listener)
-        gc.unfreeze()
-        gc.enable()
-
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    phase.listeners.append(listener)
-    weakref.finalize(run, restore)
-
-
 def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
     """Return `step`; with cuda_graph=true what records it once, so that each step after it is one launch."""
     if not run.cfg.cuda_graph:
@@ -160,11 +133,9 @@ def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], 
 
 
 def finish(run: Run) -> Plan:
-    """Set threads, garbage collection and allocator, after all else is there; return the plan with a description of
+    """Set threads and allocator, after all else is there; return the plan with a description of
     what was chosen."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
-    if cfg.gc_every:
-        collect_garbage(run, cfg.gc_every)
     held = sum(
         set_.bytes
         for loader in (run.train_loader, run.val_loader)

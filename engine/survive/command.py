@@ -35,7 +35,7 @@ def read(argv: list[str], tasks: Any) -> config.Args:
     if launch.speaks():
         for note in args.notes:
             print(f"note: {note}", file=sys.stderr)
-    return args._replace(cfg=config.frozen(args.cfg))
+    return args
 
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
