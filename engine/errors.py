@@ -37,17 +37,18 @@ console = logging.getLogger("lockstep")
 
 
 class _Terminal(logging.Handler):
-    """Print above a progress bar in progress, so that neither spoils the other."""
+    """Print a message, above a progress bar in progress, so that neither spoils the other."""
 
     bars = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        text = "warning: " * (record.levelno == logging.WARNING) + record.getMessage()
         if _Terminal.bars:
             from tqdm import tqdm
 
-            tqdm.write(record.getMessage(), file=sys.stdout)
+            tqdm.write(text, file=sys.stdout)
         else:
-            print(record.getMessage(), flush=True)
+            print(text, flush=True)
 
 
 def set_up(main: bool) -> None:

@@ -1,14 +1,17 @@
 """The files that a run leaves to read, as other programs read them."""
 
 import contextlib
-import io
+import fcntl
 import itertools
 import json
 import math
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +23,12 @@ from conftest import FAULTY, ROOT, TOY, launching, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tasks
-from engine import config
+from engine import config, errors
 from engine.comm.world import World
 from engine.contract import LockstepError
+from engine.files import run_folder
 from engine.metrics import Straggler
-from engine.report import log
+from engine.report import log, wandb
 from engine.run import Progress
 from tools.evaluate import of_run
 
@@ -45,22 +49,16 @@ def lines(folder):
 
 
 def test_metrics_jsonl_has_what_others_rely_on(runs):
-    folder, _ = runs
-    records = lines(folder / "toy")
-    for record in records:
-        assert {"event", "step", "epoch", "samples", "time_s"} <= record.keys()
-    train = [r for r in records if r["event"] == "train"]
+    records = lines(runs[0] / "toy")
+    train, evals = ([r for r in records if r["event"] == event] for event in ("train", "eval"))
+    assert all({"event", "step", "epoch", "samples", "time_s"} <= record.keys() for record in records)
     assert {"loss", "lr", "grad_norm", "samples_per_s", "data_wait_share"} <= train[0].keys()
     assert [r["step"] for r in train] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
     assert [r["samples"] for r in train] == [24, 48, 61, 85, 109, 122, 146, 170, 183]
-    evals = [r for r in records if r["event"] == "eval"]
-    assert [r["count"] for r in evals] == [23, 23, 23] and [r["epoch"] for r in evals] == [0, 1, 2]
+    assert [(r["count"], r["epoch"]) for r in evals] == [(23, 0), (23, 1), (23, 2)]
     assert all(a["time_s"] <= b["time_s"] for a, b in itertools.pairwise(records))
-
-
-def test_video_evaluations_hold_the_tasks_metrics(runs):
-    evals = [r for r in lines(runs[0] / "video") if r["event"] == "eval"]
-    assert {"loss", "accuracy", "macro_f1", "precision/rest", "recall/rest", "f1/paw_withdraw"} <= evals[0].keys()
+    video = next(r for r in lines(runs[0] / "video") if r["event"] == "eval")
+    assert {"loss", "accuracy", "macro_f1", "precision/rest", "recall/rest", "f1/paw_withdraw"} <= video.keys()
 
 
 def test_the_lines_of_the_guide_are_on_the_terminal(runs):
@@ -77,36 +75,17 @@ def test_the_lines_of_the_guide_are_on_the_terminal(runs):
 
 @pytest.mark.slow
 def test_a_terminal_gets_bars(launch, tmp_path):
-    import fcntl
-    import os
-    import pty
-    import struct
-    import subprocess
-    import sys
-    import termios
-
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # rows, columns, pixels
-    command = [
-        sys.executable,
-        "train.py",
-        "har",
-        "dataset.stride=512",
-        "epochs=1",
-        "log_every=1",
-        f"save_dir={tmp_path / 'run'}",
-    ]
+    words = ["har", "dataset.stride=512", "epochs=1", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
     environment = launch.environment(NO_COLOR=None, TERM="xterm")
-    with subprocess.Popen(
-        command, cwd=launch.cwd, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
-    ) as process:
+    with subprocess.Popen([sys.executable, "train.py", *words], cwd=launch.cwd, env=environment, **streams) as process:
         os.close(terminal)
         shown = b""
-        try:
+        with contextlib.suppress(OSError):  # the other end is closed: the process has ended
             while piece := os.read(main, 65536):
                 shown += piece
-        except OSError:
-            pass  # the other end is closed: the process has ended
     os.close(main)
     assert process.returncode == 0, shown.decode()
     text = shown.decode()
@@ -122,17 +101,8 @@ def test_tensorboard_reads_scalars_pictures_and_hparams(runs):
     events = EventAccumulator(str(folder / "video" / "logs"), size_guidance={"images": 0})
     events.Reload()
     tags = events.Tags()
-    scalars = {
-        "train/loss",
-        "train/lr",
-        "train/grad_norm",
-        "train/samples_per_s",
-        "train/memory_mb",
-        "val f1/paw_withdraw",
-        "val/macro_f1",
-        "val/loss",
-    }
-    assert scalars <= set(tags["scalars"])
+    train = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "samples_per_s", "memory_mb")}
+    assert train | {"val f1/paw_withdraw", "val/macro_f1", "val/loss"} <= set(tags["scalars"])
     assert any("config" in tag for tag in tags["tensors"])
     assert "val/confusion_matrix" in tags["images"]
     kinds = {events.Images(tag)[-1].encoded_image_string[:4] for tag in tags["images"]}
@@ -154,66 +124,59 @@ def test_the_folder_tells_what_was_run(runs):
     assert [environment["git_commit"] or "", environment["git_dirty"]] == [git[0], bool(git[1])]
 
 
-def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capsys):
+def opened(folder, **more):
+    """A log whose only sink is metrics.jsonl, and the run that it is of."""
+    world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
+    job = SimpleNamespace(cfg=config.Config(), plan=plan, world=world, progress=Progress(**more))
+    found = log.Log(folder, job)
+    found.sinks, found.bars = [found.lines], False
+    return found, job
+
+
+def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capfd):
     """A start keeps what the run has logged up to its step, whatever stands in between or at the end."""
     line = '{"event": "%s", "step": %d, "epoch": 0, "samples": 0, "time_s": %d.5}\n'
-    good = line % ("train", 1, 1) + line % ("train", 2, 2) + line % ("eval", 2, 3)
+    trained = line % ("train", 1, 1) + line % ("train", 2, 2)
+    good, beyond, torn = trained + line % ("eval", 2, 3), line % ("train", 3, 4), '{"event": "tra'
+    odd = ["\xff\xfe\x00", "5", '{"hello": 1}', "[]", "null", '{"event": "train", "step": "two", "time_s": 1}']
+    odd = [*odd, "[" * 9999]
     path = tmp_path / "metrics.jsonl"
-
-    def taken_back(text, evaluation_due=False):
-        path.write_bytes(text.encode("latin-1"))
-        found = log._take_back(path, 2, evaluation_due)
-        return path.read_text(), found, capsys.readouterr().err
-
-    beyond, torn = line % ("train", 3, 4), '{"event": "tra'
-    assert taken_back("") == ("", (0.0, None), "")
-    assert taken_back(good + beyond + torn) == (good, (3.5, None), "")
-    assert taken_back(good.strip()) == (good, (3.5, None), ""), "only its line break is missing"
-    odd = [
-        "\xff\xfe\x00",
-        "5",
-        '{"hello": 1}',
-        "[]",
-        "null",
-        '{"event": "train", "step": "two", "time_s": 1}',
-        "[" * 9999,
-    ]
     warning = f"warning: {len(odd)} lines of {path} cannot be read and are dropped: training continues\n"
-    assert taken_back("\n".join([*odd, good])) == (good, (3.5, None), warning)
-    assert taken_back(good + "\n".join([*odd, ""])) == (good, (3.5, None), warning)
-    without = line % ("train", 1, 1) + line % ("train", 2, 2)
-    assert taken_back(good, evaluation_due=True) == (without, (2.5, {}), ""), "it is made again"
+    for text, due, expected in (
+        ("", False, ("", (0.0, None), "")),
+        (good + beyond + torn, False, (good, (3.5, None), "")),
+        (good.strip(), False, (good, (3.5, None), "")),  # only its line break is missing
+        ("\n".join([*odd, good]), False, (good, (3.5, None), warning)),
+        (good + "\n".join([*odd, ""]), False, (good, (3.5, None), warning)),
+        (good, True, (trained, (2.5, {}), "")),  # its evaluation is made again
+    ):
+        path.write_bytes(text.encode("latin-1"))
+        found = log._truncate_log(path, 2, due)
+        assert (path.read_text(), found, capfd.readouterr().err) == expected, text[:40]
 
 
-def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capsys):
-    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress())
-    opened = log.Log(tmp_path, job)
-    opened.writer = io.BytesIO()  # TensorBoard's is not asked
-    opened._record("train", job, {})
-    whole = opened.lines
+def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capfd):
+    found, job = opened(tmp_path)
+    whole = found.lines.file
 
     def half(text):
         whole.write(text[:20])
         raise OSError("no room")
 
-    opened.lines = SimpleNamespace(write=half)
-    opened._record("train", job, {})
-    opened.lines = whole
-    for _ in range(2):
-        opened._record("eval", job, {})
-    opened.close()
+    for event, file in (("train", whole), ("train", SimpleNamespace(write=half)), ("eval", whole), ("eval", whole)):
+        found.lines.file = file
+        found._tell("write", event, job, {})
+    found.close()
     first, torn, *rest = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in (first, *rest)] == ["train", "eval", "eval"] and len(torn) == 20
-    assert capsys.readouterr().err.count("warning: metrics.jsonl cannot be written") == 1
+    assert capfd.readouterr().err.count("warning: metrics.jsonl cannot be written") == 1
 
 
-def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path):
-    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress())
-    opened = log.Log(tmp_path, job)
-    said = []
-    opened.say = said.append
+def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path, capsys):
+    found, job = opened(tmp_path)
+    errors.set_up(main=True)
     computing, loading = (Straggler(1, 2.0, phase) for phase in ("computing", "data loading"))
-    for found in (
+    for slow in (
         None,
         computing,
         computing._replace(ratio=1.9),
@@ -222,27 +185,25 @@ def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path):
         loading,
         Straggler(2, 4.0, "computing"),
     ):
-        opened.slow(job, found)
-    assert [re.sub(r"\d\.\d", "N", line) for line in said] == [
-        f"  warning: rank {rank} takes N times as long as the others, in {phase}"
+        found.slow(job, slow)
+    found.close()
+    assert re.sub(r"\d\.\d", "N", capsys.readouterr().out).splitlines() == [
+        f"warning: rank {rank} takes N times as long as the others, in {phase}"
         for rank, phase in ((1, "computing"), (1, "data loading"), (2, "computing"))
     ]
-    opened.close()
 
 
-def test_the_time_that_is_left_is_told_from_the_steps_since_the_resume(tmp_path, monkeypatch):
+def test_the_time_that_is_left_is_told_from_the_steps_since_the_resume(tmp_path, monkeypatch, capsys):
     """Six steps in a minute, and thirty to go."""
-    world, now = World(0, 0, 1, torch.device("cpu")), [0.0]
+    now = [0.0]
     monkeypatch.setattr(log, "time", SimpleNamespace(perf_counter=lambda: now[0], strftime=time.strftime))
-    monkeypatch.setattr(log.Log, "_scalars", lambda *about: None)
-    job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1, total_steps=136), world=world)
-    job.progress = Progress(step=100)
-    opened, said = log.Log(tmp_path, job), []
-    opened.say, opened.writer, opened.bars = said.append, io.BytesIO(), False
+    found, job = opened(tmp_path, step=100)
+    errors.set_up(main=True)
     job.progress.step, now[0] = 106, 60.0
-    opened.train(job, {"lr": 0.1, "grad_norm": 1.0, "samples_per_s": 1.0, "data_wait_share": 0.0})
-    opened.close()
-    assert " step 106/136 " in said[0] and said[0].endswith(" ETA 0:05:00")
+    found.train(job, {"lr": 0.1, "grad_norm": 1.0, "samples_per_s": 1.0, "data_wait_share": 0.0})
+    found.close()
+    (said,) = capsys.readouterr().out.splitlines()
+    assert " step 106/136 " in said and said.endswith(" ETA 0:05:00")
 
 
 def test_json_holds_no_nan(launch, tmp_path):
@@ -260,21 +221,13 @@ def test_json_holds_no_nan(launch, tmp_path):
     assert all(r["grad_norm"] is None or math.isfinite(r["grad_norm"]) for r in records if r["event"] == "train")
 
 
-def test_a_new_folder_for_every_run_without_a_name(launch, tmp_path):
+def test_a_new_folder_for_every_run_without_a_name(launch, tmp_path, monkeypatch):
     for _ in range(2):
         succeed(launch.python(str(launch.cwd / "train.py"), TOY, "epochs=1", cwd=tmp_path))
     assert len(list((tmp_path / "checkpoints").glob("toy_*/last.pt"))) == 2
-
-
-def test_two_runs_of_the_same_second_have_two_folders(tmp_path, monkeypatch):
-    from engine.files import run_folder
-
     monkeypatch.chdir(tmp_path)
-    assert [run_folder.new_folder(Path("checkpoints"), "toy_now").name for _ in range(3)] == [
-        "toy_now",
-        "toy_now-2",
-        "toy_now-3",
-    ]
+    names = [run_folder.new_folder(Path("checkpoints"), "toy_now").name for _ in range(3)]
+    assert names == ["toy_now", "toy_now-2", "toy_now-3"], "in the same second"
 
 
 def test_evaluations_may_fall_between_log_lines(launch, tmp_path):
@@ -286,17 +239,17 @@ def test_evaluations_may_fall_between_log_lines(launch, tmp_path):
     assert [r["step"] for r in records if r["event"] == "train"] == [5, 6, 10, 12]
 
 
-def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "logs").write_text("in the way")
+@pytest.mark.parametrize(
+    ("in_the_way", "code", "error"),
+    [("run/logs", 3, "the log cannot be opened: FileExistsError"), ("run", 2, "run is not a folder")],
+)
+def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path, in_the_way, code, error):
+    (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
+    (tmp_path / in_the_way).write_text("in the way")
     done = launch.torchrun(2, "train.py", TOY, f"save_dir={tmp_path / 'run'}")
-    assert len(done.errors) == 1 and "the log cannot be opened" in done.errors[0], done.err
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_in_words(launch, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'file' / 'run'}")
-    assert done.code == 2 and "file is not a folder" in done.errors[0] and len(done.err.splitlines()) == 1, done.err
+    assert len(done.errors) == 1 and error in done.errors[0], done.err
+    done = launch.python("train.py", TOY, f"save_dir={tmp_path / 'run'}")
+    assert done.code == code and done.err.count("\n") == 1 and error in done.err, done.err
 
 
 @pytest.mark.slow
@@ -351,15 +304,14 @@ def test_who_decides_on_wandb(monkeypatch, asked, said, known, refused):
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     monkeypatch.setenv("WANDB_MODE", said)
     with pytest.raises(LockstepError) if refused else contextlib.nullcontext() as caught:
-        log.require_wandb(SimpleNamespace(wandb=config.Wandb(enable=True, mode=asked)))
+        wandb.require(SimpleNamespace(wandb=config.Wandb(enable=True, mode=asked)))
     assert not refused or (str(caught.value), caught.value.exit_code) == (f"{refused} {NO_WANDB}", 2)
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
-    script = "import sys, train; from engine.report import log; log.find_spec = lambda name: None; "
+    script = "import sys, train; from engine.report import wandb; wandb.find_spec = lambda name: None; "
     script += "sys.exit(train.main(sys.argv[1:]))"
     done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
-    assert done.code == 2 and done.errors == [
-        "error: the package wandb is not installed (wandb.enable): pip install wandb"
-    ], done.err
+    todo = "error: the package wandb is not installed (wandb.enable): pip install wandb"
+    assert done.code == 2 and done.errors == [todo], done.err
     assert not (tmp_path / "run").exists()

@@ -1,58 +1,57 @@
-"""What a run prints before its first step: who trains, the plan, what DDP will do."""
+"""What a run prints before its first step and after its last: who trains, the plan, what DDP will do, the result."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from engine import private
+from engine import launch, private
+from engine.comm import digests
 from engine.comm.ddp import MIB
 from engine.comm.sealed import meeting
 from engine.comm.tree import block, spans
 from engine.comm.world import World, on_rank0
 from engine.config import Config
 from engine.errors import amount, console, set_up
-from engine.launch import environment, memory_restarts, restart_settings
+from engine.files import status
+from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
-from engine.report import log
-from engine.run import Run
+from engine.report import wandb
+from engine.run import Run, environment
 
 
 def announce(world: World, cfg: Any, always: bool) -> None:
     """(rank 0) Log which processes these are. From here on only rank 0 logs."""
     set_up(world.main)
-    env, restarts = environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    env, restarts = launch.environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0":
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         console.info(f"Started again by torchrun: restart {restarts} of {most}")
     devices = data_parallel_devices(cfg, world.device)
-    number = amount(max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process")
-    number = "one " + number.removeprefix("1 ") if number.startswith("1 ") else number
+    count, noun = max(world.size, len(devices)), "GPU" if world.device.type == "cuda" else "CPU process"
+    number = amount(count, noun) if count > 1 else f"one {noun}"
     distributed = "Distributed training: " if env.launched or always else ""
     console.info(distributed + number + (" of DataParallel" if devices else ""))
     if meeting.network:
         console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     console.info(f"Using device: {world.device}")
-    if memory_restarts():
-        console.info(f"Started again with {' '.join(f'{key}={value}' for key, value in restart_settings().items())}")
-
-
-def _count(number: float) -> str:
-    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
+    if launch.memory_restarts():
+        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in launch.restart_settings().items()))
 
 
 def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
     """Return the arithmetic of a run for a person, a line each."""
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    everything = list(model.parameters())
+    trained = [p for p in everything if p.requires_grad]
+    numbers, trained_numbers = (sum(p.numel() for p in held) for held in (everything, trained))
+    weight_bytes, trained_bytes = (sum(p.numel() * p.element_size() for p in held) for held in (everything, trained))
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
-    shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
     if plan.moments is not None:
+        shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
         parts.append((f"optimizer{shares}", plan.moments))
     if cfg.optim.ema_decay:
         parts.append(("EMA", weight_bytes))
@@ -64,7 +63,8 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
     decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
     besides = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
-    length = f"{plan.total_steps} = {_count(plan.total_steps / plan.steps_per_epoch)} epochs"
+    epochs = plan.total_steps / plan.steps_per_epoch
+    length = f"{plan.total_steps} = {epochs:{'.0f' if epochs >= 1000 else '.4g'}} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
     rows = [
@@ -75,7 +75,7 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
         ("optimizer steps", length),
         ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
                           f"{decays}"),
-        ("parameters", f"{parameters:,}" + (f", {trained:,} trained" if trained < parameters else "")),
+        ("parameters", f"{numbers:,}" + (f", {trained_numbers:,} trained" if trained_numbers < numbers else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
         ("device", ", ".join([f"{world.device}", *plan.speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
@@ -139,24 +139,25 @@ def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
 def check_wandb(cfg: Any, world: World) -> None:
     """(all ranks) Raise LockstepError, before anything is loaded, where wandb is asked for and cannot be used."""
     if cfg.wandb.enable:
-        on_rank0(world, lambda: log.require_wandb(cfg))
+        on_rank0(world, lambda: wandb.require(cfg))
 
 
 def training(run: Run, strict: bool) -> None:
     """(rank 0) Print the plan of a training, and warn of what is likely a mistake in it."""
     print_plan(run)
-    if run.plan.global_batch > run.plan.num_samples:
-        have = f"a step may take {run.plan.global_batch} samples, and there are {run.plan.num_samples}"
-        console.info(f"warning: {have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
-    if run.plan.warmup_steps > run.plan.horizon:
-        console.info(
-            f"warning: the warm-up of {run.plan.warmup_steps} steps is longer than the schedule of {run.plan.horizon} "
-            "(schedule): give a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
+    plan = run.plan
+    if plan.global_batch > plan.num_samples:
+        have = f"a step may take {plan.global_batch} samples, and there are {plan.num_samples}"
+        console.warning(f"{have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
+    if plan.warmup_steps > plan.horizon:
+        console.warning(
+            f"the warm-up of {plan.warmup_steps} steps is longer than the schedule of {plan.horizon} (schedule): give "
+            "a smaller warmup_epochs or warmup_steps, or the learning rate never is what lr says\n"
         )
     if strict:
         ranks = "1 rank agrees" if run.world.size == 1 else f"{run.world.size} ranks agree"
-        console.info(f"Preflight: {ranks} on {', '.join(COMPARED)}; all-reduce is right")
-        console.info(ddp_line(run.net, run.cfg.ddp, run.plan.workers > 0) + "\n")
+        console.info(f"Preflight: {ranks} on config, code, torch, python, data, parameters; all-reduce is right")
+        console.info(ddp_line(run.net, run.cfg.ddp, plan.workers > 0) + "\n")
 
 
 def print_plan(run: Run, steps: bool = True) -> None:
@@ -168,4 +169,32 @@ def print_plan(run: Run, steps: bool = True) -> None:
     console.info("\n".join(shown) + "\n")
 
 
-COMPARED = ("config", "code", "torch", "python", "data", "parameters")
+def resumed(run: Run) -> None:
+    """(rank 0) Print where a resumed run continues, and what will not be as it was."""
+    p, horizon, then = run.progress, run.resumed_horizon, run.resumed_environment
+    console.info(f"Resuming {run.resumed}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
+    if horizon not in (None, run.plan.horizon):
+        change = f"{run.plan.horizon} steps instead of {horizon}"
+        console.info(f"  note: the schedule now spans {change}; schedule.horizon={horizon} keeps it as it was")
+    if run.plan.workers:  # an old checkpoint lacks some names
+        now = {name: value for name, value in environment(run).items() if then.get(name, value) != value}
+        if now:
+            moved = ", ".join(f"{name} {then[name]} -> {value}" for name, value in now.items())
+            console.info(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
+
+
+def ended(run: Run, path: Path) -> str:
+    """(rank 0) Return how a run ended, and where its files are."""
+    p, checkpoints = run.progress, run.record.checkpoints.checkpoints
+    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
+    if run.stopped:
+        result = f"Stopped after step {p.step} of {run.plan.total_steps}: {run.stopped}"
+        rows = {"checkpoint": checkpoints.last, "resume with": status.current.resume_command}
+    else:
+        skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
+        best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
+        result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
+        board = f"tensorboard --logdir {path / 'logs'}"
+        rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
+    rows["weights"] = f"sha256 {digests.of_tensors(held)[:16]}"
+    return "\n".join([f"\n{result}", *(f"  {name:<12} {value}" for name, value in rows.items())])

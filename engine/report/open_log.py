@@ -1,4 +1,4 @@
-"""Open a run's folder before the first step, close it after the last, and print how the run ended."""
+"""Open a run's folder and log before the first step; close them after the last, and print how the run ended."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine import config
-from engine.comm import digests, sealed
+from engine.comm import sealed
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import console
 from engine.files import run_folder, status
-from engine.files.checkpoints import LAST, CheckpointWriter
-from engine.report import log
+from engine.files.checkpoints import CheckpointWriter
+from engine.report import describe, log
 from engine.report.profile import Profile
-from engine.run import Run, Silent, environment
+from engine.run import Run, Silent
 from engine.survive.signals import StopRequest
 
 
@@ -43,68 +43,32 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     status.current.begin(path, progress.step, run.resumed, words)
     if isinstance(run.stop, StopRequest):
         run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
-    run.record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
-    run.record.profile = Profile(run, path, run.record.log.say) if profile else None
-    if isinstance(run.record.log, log.Log) and made:
-        run.record.checkpoints = CheckpointWriter(
-            made[1], run.record.log, log.SHORT.get(run.task.monitor, run.task.monitor)
-        )
+    record = run.record
+    record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
+    record.profile = Profile(world, path) if profile else None
+    if made:
+        record.checkpoints = CheckpointWriter(made[1], record.log, log.SHORT.get(run.task.monitor, run.task.monitor))
         sealed.remember("folder", str(path))
         status.current.write("running")
     if run.resumed:
-        run.record.log.say(
-            f"Resuming {run.resumed}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
-        )
-        run.record.log.changed(run, run.changes)
-        if run.resumed_horizon not in (None, run.plan.horizon):
-            change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
-            keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
-            run.record.log.say(f"  note: the schedule now spans {change}; {keep}")
-        if run.plan.workers and (moved := _changed(run.resumed_environment, environment(run))):
-            run.record.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
+        describe.resumed(run)
+        record.log.changed(run, run.changes)
     try:
-        run.record.log.say("Starting training...\n")
-        yield run.record.log
-        if run.record.profile:
-            run.record.profile.finish()
+        console.info("Starting training...\n")
+        yield record.log
+        if record.profile:
+            record.profile.finish()
         with sync_errors(world):
-            if run.record.checkpoints:
-                run.record.checkpoints.settle()
+            if record.checkpoints:
+                record.checkpoints.settle()
     finally:
-        if run.record.checkpoints:
-            run.record.checkpoints.close()
-    if isinstance(run.record.log, log.Log):
-        if run.record.metrics and not run.stopped:
-            log.add_hparams(run.record.log, run, run.record.metrics)
+        if record.checkpoints:
+            record.checkpoints.close()
+    if isinstance(record.log, log.Log):
+        if record.metrics and not run.stopped:
+            record.log.hparams(run)
         code = status.STOPPED if run.stopped else status.DONE
         status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
-        run.record.log.end_bars(run)
-        run.record.log.say(_summary(run, path))
-    run.record.log.close()
-
-
-def _changed(then: dict[str, str], now: dict[str, str]) -> str:
-    """Return what decides the last bits and is not as it was; empty if nothing, or an old checkpoint does not say."""
-    return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name])
-
-
-def _summary(run: Run, path: Path) -> str:
-    p, checkpoints = run.progress, run.record.checkpoints.checkpoints
-    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
-    weights = digests.of_tensors(held)[:16]
-    if run.stopped:
-        return (
-            f"\nStopped after step {p.step} of {run.plan.total_steps}: {run.stopped}\n"
-            f"  checkpoint   {checkpoints.last}\n"
-            f"  resume with  {status.current.resume_command}\n"
-            f"  weights      sha256 {weights}"
-        )
-    skipped = f" ({p.skipped} of them skipped)" if p.skipped else ""
-    best = "" if p.best is None else f"; best {run.task.monitor} {p.best:.4f} ({path / checkpoints.best})"
-    return (
-        f"\nDone: {p.step} steps{skipped}, {p.samples} samples{best}\n"
-        f"  checkpoints  {path / LAST}\n"
-        f"  TensorBoard  tensorboard --logdir {path / 'logs'}\n"
-        f"  metrics      {path / 'metrics.jsonl'}\n"
-        f"  weights      sha256 {weights}"
-    )
+        record.log.end_bars(run)
+        console.info(describe.ended(run, path))
+    record.log.close()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from engine.comm.world import World
+from engine.errors import console
 from engine.phases import phase
 
 T = TypeVar("T")
@@ -36,18 +40,9 @@ class Spent(NamedTuple):
 
 
 class PerformanceProfiler:
-    """Splits the steps of a loop into phases, without waiting for the GPU at any of them.
+    """Splits the steps of a loop into phases, without waiting for the GPU at any of them; docs/tools.md shows how.
 
-        profiler = PerformanceProfiler(device)
-        for batch in profiler.steps(loader):  # until a batch is there: "data loading"
-            with profiler.phase("forward"):
-                loss = loss_function(model(batch["x"]), batch["y"])
-            with profiler.phase("backward"):
-                loss.backward()
-            ...
-        print(profiler.table())
-
-    A mark costs a microsecond, on a GPU ten: an event that is read at the end. What lies between the phases of a step
+    A mark costs a microsecond, on a GPU ten: an event that is read at the end. Time between the phases of a step
     is "other".
     """
 
@@ -55,16 +50,16 @@ class PerformanceProfiler:
         self.device = torch.device(device)
         self.num_steps = 0
         self._now: tuple[str, float] | None = None  # the phase, and the time of its begin
-        self._host: dict[str, float] = {}
         self._events: list[tuple[str, Any]] = []
-        self._device: dict[str, float] = {}
+        self._host: dict[str, float] = defaultdict(float)
+        self._device: dict[str, float] = defaultdict(float)
 
     def mark(self, phase: str) -> None:
         """Begin `phase` here; an empty one ends the last without beginning another."""
         now = time.perf_counter()
         if self._now:
             before, began = self._now
-            self._host[before] = self._host.get(before, 0.0) + now - began
+            self._host[before] += now - began
         self._now = (phase, now) if phase else None
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -101,9 +96,9 @@ class PerformanceProfiler:
     def _read(self) -> None:
         if self._events:
             self._events[-1][1].synchronize()
-            for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
+            for (phase, begin), (_, end) in itertools.pairwise(self._events):
                 if phase:
-                    self._device[phase] = self._device.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+                    self._device[phase] += begin.elapsed_time(end) / 1e3
             self._events = self._events[-1:]
 
     def table(self) -> str:
@@ -112,38 +107,33 @@ class PerformanceProfiler:
 
 
 def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: Iterable[str] = ()) -> str:
-    """Return the means of a step in ms: of the first rank in `ranks`, and from the lowest to the highest where there
-    are several. The share is of the GPU's time where there is one.
+    """Return the means of a step in ms: of the first rank, and where there are several from the lowest to the highest.
+    The share is of the GPU's time where there is one.
 
     rows  the phases to show, even where they took no time; by default those that there are
     """
-    none = Spent(0.0, 0.0)
     names = [*rows] or [*dict.fromkeys(name for spent in ranks for name in spent)]
-    kinds = ("host", "device") if on_gpu else ("host",)
-    ms = {
-        kind: [[1e3 * getattr(spent.get(name, none), kind) / max(1, num_steps) for name in names] for spent in ranks]
-        for kind in kinds
-    }
-    totals = ms[kinds[-1]][0]
-    shares = [value / max(1e-9, sum(totals)) for value in totals]
-    header = (
-        f"  {'ms per step':<16}" + "".join(f"{'GPU' if kind == 'device' else kind:>10}" for kind in kinds) + "   share"
-    )
-    lines = [header + (f"   {'all ranks':>19}" if len(ranks) > 1 else "")]
-    for row, name in enumerate([*names, "step"]):
-        of_ranks = {kind: [sum(one) if name == "step" else one[row] for one in ms[kind]] for kind in kinds}
-        line = f"  {name:<16}" + "".join(f"{of_ranks[kind][0]:>10.3f}" for kind in kinds)
-        line += f"{100 * (shares[row] if name != 'step' else 1):>7.0f}%"
-        if len(ranks) > 1:
-            values = of_ranks[kinds[-1]]
-            line += f"   {min(values):>8.3f} - {max(values):.3f}"
-        lines.append(line)
+
+    def ms(spent: dict[str, Spent], phases: list[str]) -> Spent:
+        parts = [spent[phase] for phase in phases if phase in spent]
+        return Spent(*(1e3 * sum(part[kind] for part in parts) / max(1, num_steps) for kind in (0, 1)))
+
+    shown = 1 if on_gpu else 0
+    whole, several = ms(ranks[0], names)[shown], len(ranks) > 1
+    header = f"  {'ms per step':<16}      host" + "       GPU" * on_gpu + "   share"
+    lines = [header + f"   {'all ranks':>19}" * several]
+    for name, phases in [*((name, [name]) for name in names), ("step", names)]:
+        took = [ms(spent, phases) for spent in ranks]
+        values = [one[shown] for one in took]
+        line = f"  {name:<16}" + "".join(f"{value:>10.3f}" for value in took[0][: shown + 1])
+        line += f"{100 * values[0] / max(1e-9, whole):>7.0f}%"
+        lines.append(line + f"   {min(values):>8.3f} - {max(values):.3f}" * several)
     return "\n".join(lines)
 
 
 def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str], None]:
-    """Return a listener of `phase` that calls `heed` at each change to one of the `known` phases. Others lie within a
-    phase, which continues."""
+    """Return a listener of `phase` that calls `heed` at each change to another of the `known` phases; the others are
+    nested in those and do not end them."""
     phases, last = {*known}, ""
 
     def hear(name: str) -> None:
@@ -158,15 +148,15 @@ def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str],
 class Profile:
     """(all ranks) `--profile`: after a few steps time so many on all ranks, then trace some on rank 0."""
 
-    def __init__(self, run: Any, folder: Path, say: Any):
-        self.run, self.path, self.say = run, folder / "trace.json", say
-        self.taken, self.reported = 0, False
-        self.profiler = PerformanceProfiler(run.world.device)
-        self.on_gpu = run.world.device.type == "cuda"
+    def __init__(self, world: World, folder: Path):
+        self.world, self.path = world, folder / "trace.json"
+        self.taken = 0
+        self.profiler = PerformanceProfiler(world.device)
+        self.on_gpu = world.device.type == "cuda"
         self.rows = [*PHASES, *(["waiting for the device"] if self.on_gpu else [])]  # the host's, where it runs ahead
-        self.tracer: Any = None
-        self.range: Any = None
         self.listener: Any = None
+        self.tracer: Any = None
+        self.range = contextlib.ExitStack()  # of the trace, named after the phase
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
         """Pass a training's steps through."""
@@ -181,6 +171,16 @@ class Profile:
             elif self.taken == WARM_UP + TIMED + TRACED:
                 self._end_trace()
 
+    def finish(self) -> None:
+        """Finish at the end of the run, however short it was."""
+        timed = self.taken - WARM_UP
+        if timed <= 0:
+            console.info(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
+        elif timed < TIMED:
+            self._report(timed)
+        else:
+            self._end_trace()
+
     def _listen(self, heed: Callable[[str], Any] | None) -> None:
         if self.listener:
             phase.listeners.remove(self.listener)
@@ -188,26 +188,15 @@ class Profile:
         if self.listener:
             phase.listeners.append(self.listener)
 
-    def finish(self) -> None:
-        """Finish at the end of the run, however short it was."""
-        timed = self.taken - WARM_UP
-        if timed <= 0:
-            self.say(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
-        elif not self.reported:
-            self._report(timed)
-        elif self.tracer:
-            self._end_trace()
-
     def _report(self, steps: int) -> None:
-        self.reported = True
         self._listen(None)
         self.profiler.mark("")
-        ranks = self.run.world.gather(self.profiler.spent())
-        self.say(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
-        self.say(describe(ranks, steps, self.on_gpu, self.rows))
+        ranks = self.world.gather(self.profiler.spent())
+        console.info(f"Where the time of a step goes ({steps} steps, from the {WARM_UP + 1}th on):")
+        console.info(describe(ranks, steps, self.on_gpu, self.rows))
 
     def _trace(self) -> None:
-        if self.run.world.main:
+        if self.world.main:
             from torch.profiler import ProfilerActivity, profile
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would log when it begins and ends
@@ -216,18 +205,14 @@ class Profile:
             self._listen(self._name)
 
     def _name(self, phase: str) -> None:
-        """Name the phases as ranges of the trace, beside torch's operations."""
-        if self.range:
-            self.range.__exit__(None, None, None)
-        self.range = torch.profiler.record_function(phase) if phase else None
-        if self.range:
-            self.range.__enter__()
+        self.range.close()
+        self.range.enter_context(torch.profiler.record_function(phase))
 
     def _end_trace(self) -> None:
         if self.tracer:
             self._listen(None)
-            self._name("")
+            self.range.close()
             self.tracer.stop()
             self.tracer.export_chrome_trace(str(self.path))
             self.tracer = None
-            self.say(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")
+            console.info(f"  trace        {self.path} (chrome://tracing or ui.perfetto.dev shows it)")

@@ -623,8 +623,8 @@ from engine.report import log
 begin = log.Log.__init__
 def full(self, *about):
     begin(self, *about)
-    self.lines.close()
-    self.lines = open("/dev/full", "a", buffering=1)
+    self.lines.file.close()
+    self.lines.file = open("/dev/full", "a", buffering=1)
 log.Log.__init__ = full
 sys.exit(train.main(sys.argv[1:]))
 """

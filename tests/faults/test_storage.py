@@ -405,9 +405,9 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
                 opened = log.Log(folder, job)
-                opened.writer = io.BytesIO()  # TensorBoard's is not asked
+                opened.sinks = [opened.lines]
                 job.progress.step = 3
-                opened._record("train", job, {})
+                opened._tell("write", "train", job, {})
                 writer = CheckpointWriter(checkpoints, SimpleNamespace(say=print, sync=opened.sync), "F1")
                 writer.write(state(3))
                 writer.settle()
