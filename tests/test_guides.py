@@ -11,9 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import TOY, free_port, succeed
-
-NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from conftest import free_port, succeed
 
 SHORT_HAR = "dataset.stride=1024 steps=2"
 SHORT_VIDEO = "dataset.size=16 dataset.trials=61 dataset.videos=12 dataset.frames=5 model.width=4 steps=2"
@@ -42,40 +40,25 @@ def assert_trained(done, tmp_path, processes):
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["step"] > 0
 
 
-COMMANDS = [
+TWO = "torchrun --standalone --nproc_per_node=2"
+COMMANDS = [  # (processes, command)
     (1, f"python train.py {SHORT_HAR}"),
     (1, f"python train.py video {SHORT_VIDEO}"),
     (1, f"python train.py har --epochs 5 --batch-size 32 --lr 1e-3 {SHORT_HAR}"),
     (1, f"python train.py --config configs/har.yaml batch_size=16 optim.lr=3e-4 {SHORT_HAR}"),
-    (2, f"torchrun --standalone --nproc_per_node=2 train.py {SHORT_HAR}"),
-    (
-        2,
-        "torchrun --standalone --nproc_per_node=2 train.py --multi-gpu ddp --mode flatten --epochs 30 "
-        "--batch-size 32 --lr 4e-3 --warmup-epochs 3 --weight-decay 1e-4 --num-workers 1 --grad-accum-steps 4 "
-        f"{SHORT_HAR}",
-    ),
-    (
-        2,
-        "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml batch_size=16 "
-        f"gradient_accumulation_steps=2 num_workers=0 {SHORT_HAR}",
-    ),
+    (2, f"{TWO} train.py {SHORT_HAR}"),
+    (2, f"{TWO} train.py --multi-gpu ddp --mode flatten --epochs 30 --batch-size 32 --lr 4e-3 --warmup-epochs 3 "
+        f"--weight-decay 1e-4 --num-workers 1 --grad-accum-steps 4 {SHORT_HAR}"),
+    (2, f"{TWO} train_ddp.py --config configs/har.yaml batch_size=16 gradient_accumulation_steps=2 num_workers=0 "
+        f"{SHORT_HAR}"),
     (1, f"python train_ddp.py --use_amp {SHORT_HAR}"),
     (1, "python train.py robot env.demonstrations=8 env.size=16 eval.n_episodes=2 steps=2"),
-    (
-        2,
-        "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/policy/act.yaml batch_size=8 "
-        f"wandb.enable=true wandb.project=robot-learning wandb.mode=offline {SHORT_ROBOT}",
-    ),
-    (
-        2,
-        "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no "
-        f"train.py --config configs/policy/act.yaml gradient_accumulation_steps=2 {SHORT_ROBOT}",
-    ),
-    (
-        1,
-        "python train.py --task=robot --policy.type=act --batch_size=4 --seed=1000 --log_freq=1 "
-        f"--save_freq=2 {SHORT_ROBOT}",
-    ),
+    (2, f"{TWO} train_ddp.py --config configs/policy/act.yaml batch_size=8 wandb.enable=true "
+        f"wandb.project=robot-learning wandb.mode=offline {SHORT_ROBOT}"),
+    (2, "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no "
+        f"train.py --config configs/policy/act.yaml gradient_accumulation_steps=2 {SHORT_ROBOT}"),
+    (1, f"python train.py --task=robot --policy.type=act --batch_size=4 --seed=1000 --log_freq=1 --save_freq=2 "
+        f"{SHORT_ROBOT}"),
     (1, f"python train.py --multi-gpu none --mode transformer {SHORT_HAR}"),
     (1, f"python train.py --multi-gpu auto {SHORT_HAR}"),
     (1, f"python train.py --multi-gpu ddp --epochs 20 --batch-size 32 --lr 1e-3 {SHORT_HAR}"),
@@ -84,10 +67,10 @@ COMMANDS = [
     (1, f"./train_multigpu.sh 1 {SHORT_HAR}"),
     (2, f"./train_multigpu.sh 2 {SHORT_HAR}"),
     (2, f"./train_multigpu.sh 2 --config configs/video_small.yaml {SHORT_VIDEO}"),
-]
+]  # fmt: skip
 
 
-REAL = [f"python train.py {SHORT_HAR}", f"torchrun --standalone --nproc_per_node=2 train.py {SHORT_HAR}"]
+REAL = [f"python train.py {SHORT_HAR}", f"{TWO} train.py {SHORT_HAR}"]
 """Started anew, as a person would; the launcher is in faults/test_processes.py."""
 
 
@@ -152,38 +135,16 @@ def test_accelerate_cpu_that_starts_one_process_is_warned_about(launch, tmp_path
     assert "warning: accelerate started this process without RANK" in done.err
 
 
-@pytest.mark.slow
-def test_resume_is_automatic_with_the_same_save_dir(launch, tmp_path):
-    line = ["train.py", TOY, "--save-dir", str(tmp_path / "run")]
-    succeed(launch.torchrun(2, *line, "--epochs", "1"))
-    assert (
-        f"Resuming {tmp_path / 'run' / 'best_model_epoch0.pt'}: step 3, epoch 1"
-        in succeed(launch.torchrun(2, *line, "--epochs", "2")).out
-    )
-
-
-@NEEDS_GPUS
-def test_data_parallel_over_two_gpus(launch, tmp_path):
-    done = succeed(launch(*command(f"python train.py --multi-gpu dp --gpu-ids 0,1 {SHORT_HAR}", tmp_path)))
-    assert "2 GPUs of DataParallel" in done.out
-
-
-@NEEDS_GPUS
-def test_ddp_over_two_gpus(launch, tmp_path):
-    done = succeed(launch(*command(f"python train.py --multi-gpu ddp --gpu-ids 0,1 {SHORT_HAR}", tmp_path)))
-    assert "Distributed training: 2 GPUs" in done.out
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_one_gpu_with_amp(launch, tmp_path):
-    done = succeed(launch(*command(f"python train.py {SHORT_HAR}", tmp_path)))
-    assert "Using device: cuda:0" in done.out and "precision        fp32" not in done.out
-
-
-def test_nothing_of_a_guide_is_left_out():
-    """Each flag that the guides use is in a command above; `command` adds --save-dir to all of them."""
-    said = " ".join(words for _, words in COMMANDS).split()
-    flags = "--mode --epochs --batch-size --lr --warmup-epochs --weight-decay --num-workers --grad-accum-steps"
-    assert set(flags.split()) | {"--gpu-ids", "--multi-gpu", "--use_amp", "--config"} <= set(said)
-    for value in ("flatten", "none", "auto", "ddp", "dp", "0,1,3"):
-        assert value in said
+@pytest.mark.parametrize(
+    ("words", "expected", "gpus"),
+    [
+        ("--multi-gpu dp --gpu-ids 0,1 ", "2 GPUs of DataParallel", 2),
+        ("--multi-gpu ddp --gpu-ids 0,1 ", "Distributed training: 2 GPUs", 2),
+        ("", "Using device: cuda:0", 1),
+    ],
+)
+def test_on_gpus(launch, tmp_path, words, expected, gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    done = succeed(launch(*command(f"python train.py {words}{SHORT_HAR}", tmp_path)))
+    assert expected in done.out and "precision        fp32" not in done.out

@@ -8,24 +8,7 @@ from conftest import ROOT
 
 ROOMS = ("", "engine/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
 SOURCES = sorted(path for room in ROOMS for path in ROOT.glob(f"{room}**/*.py" if room else "*.py"))
-
-
-def test_amounts_are_written_out():
-    """`2 processes`, not `2 process(es)`: engine.contract.amount knows how."""
-    texts = [(path.name, node.value) for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
-    assert len(texts) > 1000 and not [text for text in texts if re.search(r"\w\((s|es)\)", text[1])]
-
-
-def test_bars_are_for_terminals():
-    """In a pipe or a file each of their steps would stay, behind a carriage return."""
-    calls = [
-        (path.name, node.lineno, [word.arg for word in node.keywords])
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tqdm"
-    ]
-    assert len(calls) >= 4 and not [call for call in calls if "disable" not in call[2]]
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in SOURCES}
 
 
 def test_the_floors_are_those_of_the_contract():
@@ -40,59 +23,21 @@ def test_the_floors_are_those_of_the_contract():
     assert told == held and set().union(*held.values()) == rooms
 
 
-COLLECTIVES = {
-    "all_reduce",
-    "all_gather",
-    "all_gather_object",
-    "all_gather_into_tensor",
-    "all_to_all_single",
-    "broadcast",
-    "broadcast_object_list",
-    "barrier",
-    "init_process_group",
-}
-LAUNCH_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+COLLECTIVES = {"all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all_single"}
+COLLECTIVES |= {"broadcast", "broadcast_object_list", "barrier", "init_process_group"}
 
 
-def imports_distributed(tree):
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return any(name.startswith("torch.distributed") for name in names)
-
-
-def calls_collectives(tree):
-    """Those of torch: `World` has a `broadcast` of its own, for everybody."""
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return any(a.attr in COLLECTIVES and isinstance(a.value, ast.Name) and a.value.id == "dist" for a in attributes)
+def files_with(holds):
+    return {name for name, tree in TREES.items() if any(holds(node) for node in ast.walk(tree))}
 
 
 def test_few_files_know_the_ranks():
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in SOURCES}
-    reading = {
-        name
-        for name, tree in trees.items()
-        if {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)} & LAUNCH_VARIABLES
-    }
-    assert reading == {"engine/launch.py"}
-    calling = {name.removeprefix("engine/") for name, tree in trees.items() if calls_collectives(tree)}
-    assert calling == {
-        "train.py",
-        "comm/world.py",
-        "comm/sealed.py",
-        "launch.py",
-        "optim/zero.py",
-        "comm/virtual.py",
-        "comm/shm_backend.py",
-        "tools/probe.py",
-    }, "the step, what ranks tell each other, their end, ZeRO, virtual workers, the backend, and what times a sum"
-    importing = {name.removeprefix("engine/") for name, tree in trees.items() if imports_distributed(tree)}
-    assert importing - calling == {
-        "comm/network.py",
-        "survive/agent.py",
-        "comm/ddp.py",
-        "survive/blame.py",
-        "tools/doctor.py",
-    }, "where stores listen, torchrun itself; DDP's hooks and errors, and tools with a group"
+    variables = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+    assert files_with(lambda node: isinstance(node, ast.Constant) and node.value in variables) == {"engine/launch.py"}
+    calling = files_with(lambda node: isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
+                         and isinstance(node.value, ast.Name) and node.value.id == "dist")  # fmt: skip
+    comm = {f"engine/comm/{name}.py" for name in ("world", "sealed", "virtual", "shm_backend")}
+    assert calling == comm | {"train.py", "engine/launch.py", "engine/optim/zero.py", "tools/probe.py"}
 
 
 def test_nothing_unsafe_is_called():
@@ -106,35 +51,15 @@ def test_nothing_unsafe_is_called():
 
 
 def test_only_the_core_packages_are_imported_at_the_top():
-    core = {"torch", "numpy", "yaml", "tensorboard", "tqdm", *sys.stdlib_module_names}
-    ours = {"engine", "tasks", "formats", "envs", "models", "data_loader", "train", "train_ddp", "tools"}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            else:
-                continue
-            assert {name.split(".")[0] for name in names} <= core | ours, path
-
-
-def test_torchs_range_is_open_and_what_is_tested_is_pinned():
-    pinned = (ROOT / "requirements.txt").read_text().splitlines()
-    assert [line.split("==")[0] for line in pinned if "==" in line] == [
-        "torch",
-        "numpy",
-        "pyyaml",
-        "tensorboard",
-        "tqdm",
-    ]
-    assert '"torch>=2.7"' in (ROOT / "pyproject.toml").read_text()
+    known = {"torch", "numpy", "yaml", "tensorboard", "tqdm", *sys.stdlib_module_names}
+    known |= {"engine", "tasks", "formats", "envs", "models", "data_loader", "train", "train_ddp", "tools"}
+    for name, tree in TREES.items():
+        imports = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+        imports += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+        assert {module.split(".")[0] for module in imports} <= known, name
 
 
 def test_every_scenario_names_tests_that_exist():
-    text = (ROOT / "tests/faults/README.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
-    assert [int(row.split("|")[1]) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 72
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "tests/faults/README.md").read_text()))
     source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", text))
-    assert len(named) > 90 and not {name for name in named if f"def {name}(" not in source}
+    assert named and not {name for name in named if f"def {name}(" not in source}

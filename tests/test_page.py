@@ -119,9 +119,8 @@ sys.exit(code)
 def test_what_rank_0_calls_alone_holds_no_collective(launch, tmp_path):
     """Every function that says (rank 0), in a training that saves, evaluates and logs."""
     (tmp_path / "alone.py").write_text(ALONE)
-    done = succeed(
-        launch.python(str(tmp_path / "alone.py"), TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}")
-    )
+    words = [TOY, "epochs=2", "log_every=1", f"save_dir={tmp_path / 'run'}"]
+    done = succeed(launch.python(str(tmp_path / "alone.py"), *words))
     seen = done.out.rpartition("SEEN ")[2].split()
     assert len(seen) >= 5, seen
 

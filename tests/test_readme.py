@@ -11,78 +11,58 @@ import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
-PAGES = (
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("launching", "your-own-data", "tools", "config", "nothing-lost", "same-bits", "troubleshooting")
-    ),
-)
+TOPICS = ("launching", "your-own-data", "tools", "config", "nothing-lost", "same-bits", "troubleshooting")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in TOPICS))
 PROGRAMS = re.compile(
     r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
 )
 
-TRAINED = {  # command: (processes, what makes it short)
-    "./train_multigpu.sh 3 har --epochs 20": (3, SHORT_HAR),
-    "./train_multigpu.sh 3 --config configs/video.yaml": (3, SHORT_VIDEO),
-    "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml ddp.bucket_cap_mb=50": (
-        2,
-        SHORT_HAR,
-    ),
-    "CUDA_VISIBLE_DEVICES=0,1,3 torchrun --standalone --nproc_per_node=3 train.py video": (3, SHORT_VIDEO),
+TRAINED = {  # command: processes
+    "./train_multigpu.sh 3 har --epochs 20": 3,
+    "./train_multigpu.sh 3 --config configs/video.yaml": 3,
+    "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/har.yaml ddp.bucket_cap_mb=50": 2,
+    "CUDA_VISIBLE_DEVICES=0,1,3 torchrun --standalone --nproc_per_node=3 train.py video": 3,
 }
 
-ELSEWHERE = {  # a test: the commands that it runs, or their like with files that are there and a port that is free
-    "test_the_deprecated_launch_module": [
-        "python -m torch.distributed.launch --nproc_per_node=2 --master_port=29500 train.py"
-    ],
-    "test_accelerate_launch": ["accelerate launch --multi_gpu --num_processes=2 train.py --config configs/har.yaml"],
-    "test_two_nodes_as_two_launchers": ["NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har"],
-    "test_slurm": ["srun --ntasks-per-node=1 ./train_multigpu.sh har"],
-    "test_two_hosts_take_the_steps_of_one_process": [
-        "RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har"
-    ],
-    "test_a_job_whose_time_is_over_is_requeued_and_resumes": ["sbatch tools/slurm.sbatch har --epochs 20"],
-    "test_two_processes_are_started_compared_and_timed": ["python tools/doctor.py --launch 2 har"],
-    "test_the_largest_batch_and_a_delta_that_trains": [
-        "python tools/tune.py har",
-        "python train.py har --config tuned.yaml",
-    ],
-    "test_force_lets_the_keys_that_it_names_differ_and_no_other": [
-        "python train.py har lr=5e-4 --force optim.lr save_dir=runs/a"
-    ],
-    "test_a_run_says_where_its_time_goes_and_leaves_a_trace": ["python train.py har --profile"],
-    "test_the_tables_of_the_guides": ["python tools/benchmark.py --predict 8 --link 10gbit,50us har"],
-    "test_every_split_and_data_from_elsewhere": ["python tools/evaluate.py RUN --split train"],
-    "test_windows_of_new_recordings_without_labels": ["python tools/predict.py RUN NEW"],
-    "test_the_labels_of_a_split_are_those_of_its_evaluation": ["python tools/predict.py RUN --split val"],
-    "test_what_a_robot_would_do_at_each_frame": ["python tools/predict.py RUN data/pen --out actions.npz"],
-    "test_the_file_says_what_the_model_says": [
-        "python tools/export.py RUN",
-        "python tools/export.py RUN --format onnx",
-    ],
-    "test_a_task_of_ones_own_learns": ["python train.py examples/own_task.py"],
-    "test_an_example_learns_and_is_resumed_on_other_processes": [
-        "python train.py examples/own_optimizer.py",
-        "python train.py examples/own_lora.py",
-    ],
-    "test_a_text_is_learned_on_any_processes_and_after_a_kill": ["python train.py examples/own_text.py"],
-    "test_own_data_from_raw_files_to_metrics": [
-        "python examples/own_sensors.py checkpoints/own_sensors",
-        "python examples/own_videos.py checkpoints/own_videos",
-        "python examples/own_robot.py checkpoints/own_robot",
-        "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256",
-        "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice",
-    ],
-    "test_the_guides_commands_train": [
-        "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/policy/act.yaml dataset.root=DIR "
-        "batch_size=8"
-    ],
-    "test_evaluate_gives_the_same_numbers_on_any_number_of_processes": [
-        "python tools/evaluate.py RUN eval.n_episodes=100"
-    ],
-    "test_a_run_becomes_a_pretrained_policy_for_the_next": ["python tools/save_pretrained.py RUN"],
-}
+ELSEWHERE = {  # a command, or its like with files that are there and a port that is free: the test that runs it
+    "python -m torch.distributed.launch --nproc_per_node=2 --master_port=29500 train.py":
+        "test_the_deprecated_launch_module",
+    "accelerate launch --multi_gpu --num_processes=2 train.py --config configs/har.yaml": "test_accelerate_launch",
+    "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har": "test_two_nodes_as_two_launchers",
+    "srun --ntasks-per-node=1 ./train_multigpu.sh har": "test_slurm",
+    "RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har":
+        "test_two_hosts_take_the_steps_of_one_process",
+    "sbatch tools/slurm.sbatch har --epochs 20": "test_a_job_whose_time_is_over_is_requeued_and_resumes",
+    "python tools/doctor.py --launch 2 har": "test_two_processes_are_started_compared_and_timed",
+    "python tools/tune.py har": "test_the_largest_batch_and_a_delta_that_trains",
+    "python train.py har --config tuned.yaml": "test_the_largest_batch_and_a_delta_that_trains",
+    "python train.py har lr=5e-4 --force optim.lr save_dir=runs/a":
+        "test_force_lets_the_keys_that_it_names_differ_and_no_other",
+    "python train.py har --profile": "test_a_run_says_where_its_time_goes_and_leaves_a_trace",
+    "python tools/benchmark.py --predict 8 --link 10gbit,50us har": "test_the_tables_of_the_guides",
+    "python tools/evaluate.py RUN --split train": "test_every_split_and_data_from_elsewhere",
+    "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
+    "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",
+    "python tools/predict.py RUN data/pen --out actions.npz": "test_what_a_robot_would_do_at_each_frame",
+    "python tools/export.py RUN": "test_the_file_says_what_the_model_says",
+    "python tools/export.py RUN --format onnx": "test_the_file_says_what_the_model_says",
+    "python train.py examples/own_task.py": "test_a_task_of_ones_own_learns",
+    "python train.py examples/own_optimizer.py": "test_an_example_learns_and_is_resumed_on_other_processes",
+    "python train.py examples/own_lora.py": "test_an_example_learns_and_is_resumed_on_other_processes",
+    "python train.py examples/own_text.py": "test_a_text_is_learned_on_any_processes_and_after_a_kill",
+    "python examples/own_sensors.py checkpoints/own_sensors": "test_own_data_from_raw_files_to_metrics",
+    "python examples/own_videos.py checkpoints/own_videos": "test_own_data_from_raw_files_to_metrics",
+    "python examples/own_robot.py checkpoints/own_robot": "test_own_data_from_raw_files_to_metrics",
+    "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256":
+        "test_own_data_from_raw_files_to_metrics",
+    "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice": "test_own_data_from_raw_files_to_metrics",
+    "torchrun --standalone --nproc_per_node=2 train_ddp.py --config configs/policy/act.yaml dataset.root=DIR "
+    "batch_size=8":
+        "test_the_guides_commands_train",
+    "python tools/evaluate.py RUN eval.n_episodes=100":
+        "test_evaluate_gives_the_same_numbers_on_any_number_of_processes",
+    "python tools/save_pretrained.py RUN": "test_a_run_becomes_a_pretrained_policy_for_the_next",
+}  # fmt: skip
 
 
 def shown():
@@ -99,9 +79,8 @@ def shown():
 
 def in_the_guides(words):
     """Return whether test_guides.py has the command, with nothing but settings behind it."""
-    return any(
-        line.startswith(f"{words} ") and all("=" in more for more in line[len(words) :].split()) for _, line in COMMANDS
-    )
+    found = (line.removeprefix(f"{words} ") for _, line in COMMANDS if line.startswith(f"{words} "))
+    return any(all("=" in more for more in rest.split()) for rest in found)
 
 
 PLANS = {  # command: how many lines of its plan are shown
@@ -125,12 +104,12 @@ def the_proof():
 
 
 def test_no_command_is_left_out():
-    known = {*TRAINED, *HERE, *the_proof(), *(words for commands in ELSEWHERE.values() for words in commands)}
+    known = {*TRAINED, *HERE, *the_proof(), *ELSEWHERE}
     left_out = {words: page for words, page in shown().items() if words not in known and not in_the_guides(words)}
     assert not left_out, "run them here, or say why not"
     assert known <= shown().keys(), "no page shows these any more"
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    assert not [name for name in ELSEWHERE if f"def {name}(" not in tests]
+    assert not [name for name in ELSEWHERE.values() if f"def {name}(" not in tests]
 
 
 @pytest.mark.slow
@@ -138,17 +117,16 @@ def test_no_command_is_left_out():
 def test_a_command_trains(launch, tmp_path, words):
     if torch.cuda.is_available():
         pytest.skip("written for a machine without GPUs, as test_guides.py")
-    processes, short = TRAINED[words]
+    short = SHORT_VIDEO if "video" in words else SHORT_HAR
     settings = dict(re.findall(r"(\w+)=(\S*) ", PROGRAMS.match(words)[1]))
     line = f"{words.removeprefix(PROGRAMS.match(words)[1])} {short}"
-    assert_trained(launch(*command(line, tmp_path), **settings), tmp_path, processes)
+    assert_trained(launch(*command(line, tmp_path), **settings), tmp_path, TRAINED[words])
 
 
 @pytest.mark.slow
 def test_all_end_in_the_same_bits(launch, tmp_path):
     """Small batches, with three times the stride; a rank is killed at step 6, and at step 12."""
-    hashes = []
-    kills = 2
+    hashes, kills = [], 2
     for words in the_proof():
         line, _, folder = words.partition(" save_dir=")
         line += " dataset.stride=192 batch_size=8 epochs=1 log_every=2 save_every=2"
@@ -166,9 +144,8 @@ def test_all_end_in_the_same_bits(launch, tmp_path):
 
 
 def test_make_starts_what_it_says(launch):
-    train, test = (
-        succeed(launch("make", "-n", "-B", "--no-print-directory", target)).out for target in ("train", "test")
-    )
+    make = ("make", "-n", "-B", "--no-print-directory")
+    train, test = (succeed(launch(*make, target)).out for target in ("train", "test"))
     assert "./train_multigpu.sh" in train and "pip install" in train and "requirements.txt" in train
     assert "-m pytest -n " in test and "requirements-dev.txt" in test
 
