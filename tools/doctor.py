@@ -26,7 +26,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,18 +82,16 @@ class Report:
     """The lines so far. A table prints each at once, JSON all at the end."""
 
     def __init__(self, main: bool, as_json: bool):
-        self.table, self.json = main and not as_json, main and as_json
+        self.main, self.as_json = main, as_json
         self.out = sys.stdout  # kept, because the training's own output is redirected
         self.lines: list[tuple[str, Line]] = []
 
-    def add(self, check: str, lines: list[Line]) -> None:
+    def add(self, check: str, lines: Iterable[Line]) -> None:
         for line in lines:
             self.lines.append((check, line))
-            if self.table:
-                remedy = f": {line.remedy}" if line.remedy else ""
-                print(f"{line.level:<8} {line.text}{remedy}", file=self.out, flush=True)
+            self._print(f"{line.level:<8} {line.text}" + (f": {line.remedy}" if line.remedy else ""), as_json=False)
 
-    def run(self, check: Callable[..., list[Line]], *given: Any) -> None:
+    def run(self, check: Callable[..., Iterable[Line]], *given: Any) -> None:
         """Add the lines of a check that needs this process alone."""
         self.add(check.__name__, attempt(check, *given))
 
@@ -101,13 +99,15 @@ class Report:
         """Print the summary and return the exit code."""
         failures, warned = (sum(line.level == level for _, line in self.lines) for level in ("failure", "warning"))
         code = int(failures > 0)
-        if self.table:
-            print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}", file=self.out, flush=True)
-        if self.json:
-            lines = [{"check": check, **line._asdict()} for check, line in self.lines]
-            whole = {"exit_code": code, "failures": failures, "warnings": warned, "lines": lines}
-            print(json.dumps(whole, indent=1), file=self.out, flush=True)
+        self._print(f"\n{amount(failures, 'failure')}, {amount(warned, 'warning')}", as_json=False)
+        lines = [{"check": check, **line._asdict()} for check, line in self.lines]
+        whole = {"exit_code": code, "failures": failures, "warnings": warned, "lines": lines}
+        self._print(json.dumps(whole, indent=1), as_json=True)
         return code
+
+    def _print(self, text: str, as_json: bool) -> None:
+        if self.main and as_json == self.as_json:
+            print(text, file=self.out, flush=True)
 
 
 # ---- the checks in order ---------------------------------------------------------------------------------------------
@@ -186,8 +186,9 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(threads, cfg, world, cores)
-    batch = _fetched(ready) if ready else []
-    workers = 0 if ready and isinstance(ready.train_loader.dataset, CachedDataset) else cfg.num_workers
+    source = ready.train_loader if ready else None  # a batch without the tensors that the loader adds
+    batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
+    workers = 0 if source and isinstance(source.dataset, CachedDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
     if ready:
         report.run(shared_memory, ready, workers, sum(value.nbytes for value in batch))
@@ -195,27 +196,17 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     crowd = CpuContention()
     everyone = world.gather(measure(ready, workers)) if ready else []
     report.run(busy, crowd.share())
-    add("loader", loader(ready, workers, everyone, cores) if ready else [])
+    add("loader", [loader(ready, workers, everyone, cores)] if ready else [])
     gradients = sum(p.nbytes for p in ready.model.parameters() if p.requires_grad) if ready else 0
-    add("sums", sums(cfg, world, gradients))
+    add("sums", [sums(cfg, world, gradients)])
     own = [line for _, line in report.lines] if launch.speaks() else []
     add("machine", complaints(world.gather((socket.gethostname(), own))))
 
 
 def complaints(everyones: list[tuple[str, list[Line]]]) -> list[Line]:
     """Return the warnings and failures of machines other than rank 0's, from each rank's (host, lines)."""
-    here = everyones[0][0]
-    return [
-        line._replace(text=f"{host}: {line.text}")
-        for host, lines in everyones
-        for line in lines
-        if host != here and line.level != "ok"
-    ]
-
-
-def _fetched(ready: Run) -> list[torch.Tensor]:
-    """Return the tensors of a batch of the dataset, without those that the loader adds."""
-    return [*tensors(ready.train_loader.source.get(next(iter(ready.train_loader.sampler))))]
+    others = [(host, line) for host, lines in everyones for line in lines if host != everyones[0][0]]
+    return [line._replace(text=f"{host}: {line.text}") for host, line in others if line.level != "ok"]
 
 
 # ---- what the run needs ----------------------------------------------------------------------------------------------
@@ -235,20 +226,21 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
             raise  # the other ranks wait for this one, so all must end
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(blame.translate(error, world))), left_out], None
-    warned = [line.split(": ", 1)[1] for line in output.getvalue().splitlines() if line.startswith("warning: ")]
+    said = [line.removeprefix("warning: ") for line in output.getvalue().splitlines() if line.startswith("warning: ")]
     scored = len(ready.val_loader.dataset) if ready.val_loader else 0
     read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
     resumed = f"; resumes {ready.resumed}" if ready.resumed else ""
-    lines = [warning(text, "a training would say so, too") for text in warned]
-    return [*lines, ok(f"task {cfg.task}: {read}{agree}{resumed}")], ready
+    return [
+        *(warning(text, "a training would say so, too") for text in said),
+        ok(f"task {cfg.task}: {read}{agree}{resumed}"),
+    ], ready
 
 
 def threads(cfg: Any, world: World, cores: int) -> list[Line]:
     """Compare the cores with processes x (threads + loader processes)."""
     processes, own, workers = max(1, launch.environment().local_size), torch.get_num_threads(), cfg.num_workers
-    lines = []
-    started, there = amount(processes, "process"), amount(cores, "core")
+    started, there, lines = amount(processes, "process"), amount(cores, "core"), []
     if processes > cores:
         lines.append(warning(f"{started} on {there}: they take turns", f"start at most {cores}"))
     elif world.device.type == "cpu" and processes * own > cores:
@@ -262,30 +254,27 @@ def threads(cfg: Any, world: World, cores: int) -> list[Line]:
     return lines or [ok(f"{started} x ({each}) on {there}{place}")]
 
 
-QUIET = "the cores are free: nobody else takes them"
-
-
 def busy(share: float) -> list[Line]:
     """Warn if other programs computed on the cores meanwhile."""
-    words = contention_warning(share)
-    return [warning(words, "wait until they are done; one thread per process suffers least") if words else ok(QUIET)]
+    if words := contention_warning(share):
+        return [warning(words, "wait until they are done; one thread per process suffers least")]
+    return [ok("the cores are free: nobody else takes them")]
 
 
 def open_files(workers: int, tensors: int) -> list[Line]:
     """Compare `ulimit -n` with the pipes of loader processes and a handle for each of their tensors in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 64
-    needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)  # to train, and to validate
     if soft == resource.RLIM_INFINITY:
         return [ok("ulimit -n is unlimited")]
-    text = f"ulimit -n is {soft}, and a process of this run opens up to {needed} files"
+    now = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 64
+    needed = now + FILES + 2 * workers * (FILES_PER_WORKER + 2 * tensors)  # to train, and to validate
     wanted = max(4096, 2 * needed)
     todo = f"ulimit -n {wanted}"
     if hard != resource.RLIM_INFINITY and hard < wanted:
         todo = (
             f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or docker run --ulimit nofile={wanted}"
         )
-    return [_compared(needed, soft, text, todo)]
+    return [_compared(needed, soft, f"ulimit -n is {soft}, and a process of this run opens up to {needed} files", todo)]
 
 
 def _compared(needed: float, there: float, text: str, todo: str) -> Line:
@@ -301,9 +290,8 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
     scored = ready.val_loader.sampler.batch_size if ready.val_loader else 0
-    scored_bytes = batch_bytes * scored // ready.plan.micro_batch
-    amid_an_epoch = ready.cfg.eval_every > 0  # then both loaders have batches in flight
-    together = batch_bytes + scored_bytes if amid_an_epoch else max(batch_bytes, scored_bytes)
+    batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)  # to train, and to validate
+    together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)  # amid an epoch both are in flight
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
     needed = processes * ahead * together
     each = f"{amount(processes, 'process')} x {ahead} batches of {together / MB:.3g} MB"
@@ -348,15 +336,15 @@ class Speed(NamedTuple):
     step: float
 
 
-def measure(ready: Run, workers: int) -> Speed | str:
+def measure(run: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
     the error's text if one fails."""
-    run, given = ready, ready.train_loader
+    given = run.train_loader
     alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
-        val_set = ready.val_loader and ready.val_loader.dataset
+        val_set = run.val_loader and run.val_loader.dataset
         works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set, run.task)[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""
@@ -366,9 +354,7 @@ def measure(ready: Run, workers: int) -> Speed | str:
             found[name] = (0.0, 0.0) if problem else _seconds_each(work, run.world.device)
         except Exception as error:
             problem = str(blame.translate(error, run.world))
-    if problem:
-        return problem
-    return Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
+    return problem or Speed(*found["fetch"], found.get("loaded", found["fetch"])[0], found["step"][0])
 
 
 def _seconds_each(work: Generator[None, None, None], device: torch.device) -> tuple[float, float]:
@@ -407,29 +393,26 @@ def _steps(run: Run, loader: TrainLoader) -> Generator[None, None, None]:
         yield
 
 
-def loader(ready: Run, workers: int, everyone: list[Speed | str], cores: int) -> list[Line]:
+def loader(run: Run, workers: int, everyone: list[Speed | str], cores: int) -> Line:
     """Compare the loader's samples per second with the model's; the slowest rank counts."""
-    run = ready
     if broken := [words for words in everyone if isinstance(words, str)]:
-        return [failure(broken[0])]
+        return failure(broken[0])
     slowest = Speed(*map(max, zip(*everyone, strict=True)))
     on_gpu = run.world.device.type == "cuda"
-    samples = run.plan.micro_batch * run.world.size
     share = waiting(slowest.loaded, slowest.step, bool(workers) or on_gpu)
-    text = (
-        f"the loader gives {samples / slowest.loaded:.0f} samples/s (num_workers={workers}), forward and backward take "
-    )
-    text += f"{samples / slowest.step:.0f}: {100 * share:.0f} % of the time is waiting for data"
+    loads, steps = (run.plan.micro_batch * run.world.size / seconds for seconds in (slowest.loaded, slowest.step))
+    text = f"the loader gives {loads:.0f} samples/s (num_workers={workers}), forward and backward take {steps:.0f}: "
+    text += f"{100 * share:.0f} % of the time is waiting for data"
     spare = cores // max(1, launch.environment().local_size) - (1 if on_gpu else torch.get_num_threads())
     best = recommend(slowest, max(0, spare), on_gpu)
     if workers and not best:
-        return [(ok if share <= WAITS else warning)(text, "num_workers=0 does as well")]
+        return (ok if share <= WAITS else warning)(text, "num_workers=0 does as well")
     if share <= WAITS or slowest.loaded < TINY_S:
-        return [ok(text)]
+        return ok(text)
     if best > workers:
-        return [warning(text, f"num_workers={best}")]
+        return warning(text, f"num_workers={best}")
     todo = "no core is free for more loader processes: fewer training processes, cache=host if the data fit, or data "
-    return [warning(text, todo + "prepared so that a sample takes less")]
+    return warning(text, todo + "prepared so that a sample takes less")
 
 
 def waiting(load: float, step: float, meanwhile: bool) -> float:
@@ -452,13 +435,13 @@ def recommend(speed: Speed, spare: int, on_gpu: bool) -> int:
     return min(math.ceil(speed.fetch / speed.step), spare)
 
 
-def sums(cfg: Any, world: World, gradients: int) -> list[Line]:
+def sums(cfg: Any, world: World, gradients: int) -> Line:
     """(all ranks) Measure the all-reduce and compare it with the link between GPUs.
 
     gradients  bytes of this run's gradients; 0 if unknown
     """
     if world.size == 1:
-        return [ok("one process: nothing to sum (--launch N measures it)")]
+        return ok("one process: nothing to sum (--launch N measures it)")
     on_gpu = world.device.type == "cuda"
     count = 256_000_000 if on_gpu else 16_000_000
     speed = bus_gb_s(world, count)
@@ -474,8 +457,8 @@ def sums(cfg: Any, world: World, gradients: int) -> list[Line]:
         text += f"; the gradients, {gradients / MB:.3g} MB, take {1e3 * time_sum(world, gradients):.3g} ms"
     several = len(set(world.gather(socket.gethostname()))) > 1  # a network's bandwidth is unknown
     if several or through != "NCCL" or not world.main:
-        return [ok(text)]
-    return [_against_the_link(text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)])]
+        return ok(text)
+    return _against_the_link(text, speed, machine.shown_cards()[: max(1, launch.environment().local_size)])
 
 
 def bus_gb_s(world: World, count: int, group: Any = None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import platform
@@ -10,7 +11,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,56 +36,38 @@ class Line(NamedTuple):
     remedy: str = ""
 
 
-def ok(text: str, remark: str = "") -> Line:
-    return Line("ok", text, remark)
+ok, warning, failure = (functools.partial(Line, level) for level in ("ok", "warning", "failure"))
 
 
-def warning(text: str, remedy: str) -> Line:
-    return Line("warning", text, remedy)
-
-
-def failure(text: str, remedy: str = "") -> Line:
-    return Line("failure", text, remedy)
-
-
-def attempt(check: Callable[..., list[Line]], *given: Any) -> list[Line]:
+def attempt(check: Callable[..., Iterable[Line]], *given: Any) -> list[Line]:
     """Run a check of this process alone; an error in the check itself is a warning."""
+    lines: list[Line] = []
     try:
-        return check(*given)
+        lines.extend(check(*given))
     except LockstepError as error:
-        return [failure(str(error))]
+        lines.append(failure(str(error)))
     except Exception as error:  # such as another driver's output or another kernel's files: the other checks still run
-        reason = (str(error).splitlines() or [""])[0]
-        name = check.__name__.replace("_", " ")
-        return [warning(f"{name}: could not be checked: {type(error).__name__}: {reason}", "look for yourself")]
+        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        lines.append(warning(f"{check.__name__.replace('_', ' ')}: could not be checked: {what}", "look for yourself"))
+    return lines
 
 
-def versions() -> list[Line]:
+def versions() -> Iterator[Line]:
     """Compare the versions of Python and the packages with those that pyproject.toml requires."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    asked = re.search(r"^dependencies = .*$", project, re.M)
-    needed = re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else "")
     oldest = re.search(r'^requires-python = ">=([\d.]+)"', project, re.M)
     python = platform.python_version()
-    lines = []
     if oldest and _numbers(python) < _numbers(oldest[1]):
-        lines.append(failure(f"Python {python}, and {oldest[1]} is the least", "make .venv with a newer one"))
-    lines += [
-        failure(f"{name} {installed(name) or 'is not installed'}, and {least} is the least", how_to_install())
-        for name, least in needed
-        if _numbers(installed(name)) < _numbers(least)
-    ]
+        yield failure(f"Python {python}, and {oldest[1]} is the least", "make .venv with a newer one")
+    asked = re.search(r"^dependencies = .*$", project, re.M)
+    for name, least in re.findall(r'"([\w-]+)>=([\d.]+)"', asked[0] if asked else ""):
+        if _numbers(found := installed(name)) < _numbers(least):
+            todo = f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}"
+            yield failure(f"{name} {found or 'is not installed'}, and {least} is the least", todo)
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = next((f"{name} {number}" for name, number in kinds.items() if number), "CPU")
     plain = torch.__version__.split("+")[0]
-    return [
-        *lines,
-        ok(f"torch {plain} ({built} build), Python {python}, NumPy {installed('numpy')}"),
-    ]
-
-
-def how_to_install() -> str:
-    return f"{sys.executable} -m pip install -r {ROOT / 'requirements.txt'}"
+    yield ok(f"torch {plain} ({built} build), Python {python}, NumPy {installed('numpy')}")
 
 
 def installed(name: str) -> str:
@@ -134,12 +117,11 @@ SLOWS = {
 }
 
 
-def variables() -> list[Line]:
+def variables() -> Iterator[Line]:
     """Warn of environment variables that make a training on GPUs slow."""
-    found = [name for name in SLOWS if os.environ.get(name, "0") not in ("0", "") and torch.cuda.is_available()]
-    return [
-        warning(f"{name}={os.environ[name]}: {SLOWS[name]}", f"unset {name}, if nothing needs it") for name in found
-    ]
+    for name, why in SLOWS.items():
+        if (value := os.environ.get(name, "0")) not in ("0", "") and torch.cuda.is_available():
+            yield warning(f"{name}={value}: {why}", f"unset {name}, if nothing needs it")
 
 
 def port() -> list[Line]:
@@ -152,8 +134,7 @@ def port() -> list[Line]:
         return [ok(f"port {number} is free")]
     other = next((n for n in range(max(number, 1023) + 1, 65536) if not _taken(n)), 0)
     todo = f"./train_multigpu.sh and torchrun --standalone take a free one, or MASTER_PORT={other}"
-    what = f"port {number} {taken}"
-    return [failure(what, todo) if asked else warning(what, todo)]
+    return [(failure if asked else warning)(f"port {number} {taken}", todo)]
 
 
 def _taken(number: int) -> str:
@@ -187,30 +168,28 @@ def _listener(number: int) -> str:
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def cards(cfg: Any) -> list[Line]:
+def cards(cfg: Any) -> Iterator[Line]:
     """List the GPUs as the driver sees them, and say why torch does not see them, if so."""
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cfg.device == "cpu" or asked == "":
-        return [ok(f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is looked at")]
+        yield ok(f"{'device=cpu' if cfg.device == 'cpu' else 'CUDA_VISIBLE_DEVICES='}: no GPU is looked at")
+        return
     there = nvidia.cards()
     if not there and not torch.cuda.is_available():
-        return [ok("no GPU here: training on the CPU, with gloo between processes")]
+        yield ok("no GPU here: training on the CPU, with gloo between processes")
+        return
     shown, invalid = nvidia.visible(asked)
-    lines = []
     if invalid:
-        here = amount(len(there), "GPU")
-        what = f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {here} here, or comes twice"
-        lines.append(failure(f"{what}; CUDA shows {len(shown)}", f"give numbers from 0 to {len(there) - 1}, each once"))
-    for card in shown:
-        lines += _card(card)
-    kinds = sorted({card.name for card in shown})
-    if len(kinds) > 1:
-        what = f"GPUs of different kinds: {', '.join(kinds)}; the slowest sets the pace"
-        todo = (
-            "choose equal ones with CUDA_VISIBLE_DEVICES; CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi does"
+        what = (
+            f"CUDA_VISIBLE_DEVICES={asked}: {invalid!r} is none of the {amount(len(there), 'GPU')} here, or comes twice"
         )
-        lines.append(warning(what, todo))
-    return lines + _cuda(there)
+        yield failure(f"{what}; CUDA shows {len(shown)}", f"give numbers from 0 to {len(there) - 1}, each once")
+    for card in shown:
+        yield from _card(card)
+    if len(kinds := sorted({card.name for card in shown})) > 1:
+        todo = "choose equal ones with CUDA_VISIBLE_DEVICES; CUDA_DEVICE_ORDER=PCI_BUS_ID numbers them as nvidia-smi"
+        yield warning(f"GPUs of different kinds: {', '.join(kinds)}; the slowest sets the pace", f"{todo} does")
+    yield from _cuda(there)
 
 
 def shown_cards() -> list[nvidia.Card]:
@@ -220,84 +199,80 @@ def shown_cards() -> list[nvidia.Card]:
     return []
 
 
-def _card(card: nvidia.Card) -> list[Line]:
+def _card(card: nvidia.Card) -> Iterator[Line]:
     name, leave = f"GPU {card.index} ({card.name})", "leave that GPU out with CUDA_VISIBLE_DEVICES"
     memory = f"{card.used_mib / 1024:.1f} of {card.total_mib / 1024:.0f} GiB in use"
     users = [f"process {pid} ({program}, {mib:.0f} MiB)" for pid, program, mib in nvidia.users().get(card.uuid, [])]
     if users:
-        lines = [warning(f"{name} is used by {', '.join(users)}: {memory}", f"wait for it, or {leave}")]
+        yield warning(f"{name} is used by {', '.join(users)}: {memory}", f"wait for it, or {leave}")
     elif card.used_mib > 0.1 * card.total_mib:
         what = f"{name} is used by a process that cannot be seen from here, in another container perhaps: {memory}"
-        lines = [warning(what, f"ask who shares this machine, or {leave}")]
+        yield warning(what, f"ask who shares this machine, or {leave}")
     else:
-        lines = [ok(f"{name}: {memory}, driver {card.driver}")]
+        yield ok(f"{name}: {memory}, driver {card.driver}")
     if card.lanes < card.most_lanes:
         what = f"{name} has {card.lanes:.0f} of {card.most_lanes:.0f} PCIe lanes"
-        lines.append(warning(what, "another slot, or the card seated again, may give it the rest"))
-    return lines
+        yield warning(what, "another slot, or the card seated again, may give it the rest")
 
 
-def _cuda(there: list[nvidia.Card]) -> list[Line]:
-    """Check that torch works with the driver."""
+def _cuda(there: list[nvidia.Card]) -> Iterator[Line]:
+    """Check that torch works with the driver, and warn of a cuDNN that computes 3-D convolutions wrongly
+    (pytorch#163539), or in which torch avoids them at several times the time and memory (pytorch#166122, #166643)."""
     if not (torch.version.cuda or torch.version.hip):
         what = f"nvidia-smi lists {amount(len(there), 'GPU')}, but this torch is built for the CPU"
-        return [failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")]
+        yield failure(what, "install torch for CUDA (pytorch.org/get-started), or say device=cpu")
+        return
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         works = torch.cuda.is_available()
     if not works:
         reason = next((str(note.message).splitlines()[0] for note in notes), "it does not say why")
         what = f"torch, built for CUDA {torch.version.cuda}, can use no GPU: {reason}"
-        return [failure(what, "a newer driver, or torch for an older CUDA; for a container, --gpus all")]
-    if torch.version.hip:
-        return []
-    return [ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}"), *_cudnn()]
-
-
-def _cudnn() -> list[Line]:
-    """Warn of versions that compute 3-D convolutions wrongly (pytorch#163539), or in which torch avoids them at several
-    times the time and memory (pytorch#166122, #166643)."""
-    plain, found = torch.__version__.split("+")[0], torch.backends.cudnn.version() or 0
-    if plain != "2.9.0" and not 90800 <= found < 91500:
-        return []
-    what = f"torch {plain} with cuDNN {found // 10000}.{found // 100 % 100}: 3-D convolutions in bf16 are wrong or slow"
-    return [warning(what, "torch 2.9.1 or newer with cuDNN 9.15 or newer, or amp=off where there are such")]
+        yield failure(what, "a newer driver, or torch for an older CUDA; for a container, --gpus all")
+    elif not torch.version.hip:
+        yield ok(f"CUDA {torch.version.cuda} of torch works with the driver; NCCL {nccl()}")
+        plain, cudnn = torch.__version__.split("+")[0], torch.backends.cudnn.version() or 0
+        if plain == "2.9.0" or 90800 <= cudnn < 91500:
+            what = f"torch {plain} with cuDNN {cudnn // 10000}.{cudnn // 100 % 100}: 3-D convolutions in bf16 are wrong"
+            todo = "torch 2.9.1 or newer with cuDNN 9.15 or newer, or amp=off where there are such"
+            yield warning(f"{what} or slow", todo)
 
 
 def nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def device(cfg: Any, world: World) -> list[Line]:
+def device(cfg: Any, world: World) -> Iterator[Line]:
     """Describe the GPU of this process and check that it computes."""
     if world.device.type != "cuda":
-        return []
+        return
     gpu, about = world.device, torch.cuda.get_device_properties(world.device)
     free, total = torch.cuda.mem_get_info(gpu)
     with torch.cuda.device(gpu):
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     name = f"{gpu} ({about.name}, compute capability {about.major}.{about.minor})"
     try:
-        if torch.ones(64, device=gpu).sum().item() != 64:
-            return [
-                failure(f"{name} adds up 64 ones to something else", "the card or its driver is broken: leave it out")
-            ]
+        right = torch.ones(64, device=gpu).sum().item() == 64
     except RuntimeError as error:
-        made = " ".join(torch.cuda.get_arch_list())
-        what = f"{name} cannot compute: {str(error).splitlines()[0]}"
-        return [failure(what, f"this torch is made for {made}: install one for that GPU, or leave the GPU out")]
+        todo = (
+            f"this torch is made for {' '.join(torch.cuda.get_arch_list())}: install one for that GPU, or leave it out"
+        )
+        yield failure(f"{name} cannot compute: {str(error).splitlines()[0]}", todo)
+        return
+    if not right:
+        yield failure(f"{name} adds up 64 ones to something else", "the card or its driver is broken: leave it out")
+        return
     text = f"{name} computes: {free / GIB:.1f} of {total / GIB:.1f} GiB free, {'bf16' if bf16 else 'no bf16'}"
-    return [warning(f"{text}, but amp=bf16", "amp=fp16, or auto") if cfg.amp == "bf16" and not bf16 else ok(text)]
+    yield warning(f"{text}, but amp=bf16", "amp=fp16, or auto") if cfg.amp == "bf16" and not bf16 else ok(text)
 
 
-def peers(world: World) -> list[Line]:
+def peers(world: World) -> Iterator[Line]:
     """Check whether the GPUs of this machine reach each other's memory, and how they are connected."""
-    count = (
-        min(torch.cuda.device_count(), max(1, launching.environment().local_size)) if world.device.type == "cuda" else 0
-    )
-    pairs = list(itertools.combinations(range(count), 2))
-    if not pairs:
-        return []
+    on_gpu, here = world.device.type == "cuda", max(1, launching.environment().local_size)
+    count = min(torch.cuda.device_count(), here) if on_gpu else 0
+    if count < 2:
+        return
+    pairs = itertools.combinations(range(count), 2)
     far = [f"{a} and {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     ways = sorted(set(ways_between(shown_cards()[:count])))
     text = f"{count} GPUs, joined by {', '.join(ways) or 'what nvidia-smi does not tell'}"
@@ -305,13 +280,12 @@ def peers(world: World) -> list[Line]:
         todo = (
             "`nvidia-smi topo -m` shows the way; ACS or the IOMMU in the firmware, or a virtual machine, may be between"
         )
-        lines = [warning(f"{text}; no direct access between {', '.join(far)}: sums take the host's memory", todo)]
+        yield warning(f"{text}; no direct access between {', '.join(far)}: sums take the host's memory", todo)
     else:
-        lines = [ok(f"{text}; each reaches the others' memory")]
+        yield ok(f"{text}; each reaches the others' memory")
     if "SYS" in ways:
         todo = "where not all GPUs are needed, choose those of one NUMA node with CUDA_VISIBLE_DEVICES"
-        lines.append(warning("GPUs of different NUMA nodes: sums cross the link between the processors", todo))
-    return lines
+        yield warning("GPUs of different NUMA nodes: sums cross the link between the processors", todo)
 
 
 def ways_between(some: list[nvidia.Card]) -> list[str]:
@@ -335,13 +309,11 @@ def facts(world: World) -> dict[str, str]:
 MAY_DIFFER = {"GPU": "the slowest sets the pace", "driver": "", "CPU threads": "set OMP_NUM_THREADS alike"}
 
 
-def differences(everyone: list[dict[str, str]]) -> list[Line]:
+def differences(everyone: list[dict[str, str]]) -> Iterator[Line]:
     """Compare rank 0's facts with those of the first rank that differs."""
-    lines = []
     for name, value in everyone[0].items():
         rank = next((rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value), None)
         if rank is not None:
             what = f"rank {rank} has {name} {everyone[rank].get(name, 'none')}, rank 0 has {value}"
             todo = MAY_DIFFER.get(name) or "install the same on all machines"
-            lines.append((warning if name in MAY_DIFFER else failure)(what, todo))
-    return lines
+            yield (warning if name in MAY_DIFFER else failure)(what, todo)

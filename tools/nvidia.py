@@ -53,10 +53,8 @@ def ask(*words: str) -> str:
 @functools.cache
 def cards() -> list[Card]:
     """Return all GPUs of this machine. Raises LockstepError if nvidia-smi fails."""
-    fields = "index,uuid,name,driver_version,memory.total,memory.used"
-    fields += (
-        ",pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"  # an idle link runs in a lower generation
-    )
+    fields = "index,uuid,name,driver_version,memory.total,memory.used,"
+    fields += "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"  # an idle link runs in a lower generation
     try:
         rows = _rows(ask(f"--query-gpu={fields}", "--format=csv,noheader,nounits"))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -98,16 +96,10 @@ def users() -> dict[str, list[tuple[int, str, float]]]:
 def paths() -> dict[tuple[int, int], str]:
     """Return {(GPU, GPU): connection}: NV18 (18 NVLinks), PIX, PXB, PHB, NODE (PCIe, ever longer), SYS (between NUMA
     nodes)."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
-    header = next((line for line in lines if any(_gpu(word) >= 0 for word in line[1:])), [])
-    rows = {_gpu(line[0]): line for line in lines if line is not header and _gpu(line[0]) >= 0}
-    columns = {column: _gpu(word) for column, word in enumerate(header) if _gpu(word) >= 0}
-    return {
-        (a, b): row[column].strip()
-        for a, row in rows.items()
-        for column, b in columns.items()
-        if a != b and column < len(row)
-    }
+    rows = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in ask("topo", "-m").splitlines()]
+    header, *others = [row for row in rows if any(_gpu(word) >= 0 for word in row)] or [[]]
+    ways = {(_gpu(row[0]), _gpu(name)): way.strip() for row in others for name, way in zip(header, row, strict=False)}
+    return {(a, b): way for (a, b), way in ways.items() if a != b and min(a, b) >= 0}
 
 
 def nvlink_gb_s(index: int) -> float:
@@ -116,7 +108,7 @@ def nvlink_gb_s(index: int) -> float:
 
 
 def _rows(text: str) -> list[list[str]]:
-    return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [[part.strip() for part in line.split(",")] for line in text.splitlines()]
 
 
 def _number(text: str) -> float:
