@@ -284,9 +284,8 @@ class Board:
 
         flat = config.flatten(config.to_dict(run.cfg))
         flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-        results = {
-            _tag("val", name): run.record.metrics[name] for name in (run.task.monitor, "loss")
-        }  # looked up by tag
+        metrics = run.record.metrics
+        results = {_tag("val", name): metrics[name] for name in (run.task.monitor, "loss")}  # the tab looks tags up
         for summary in hparams(flat, results):
             self.writer.file_writer.add_summary(summary)
 
