@@ -255,7 +255,7 @@ class TrainLoader:
                 error = LockstepError(what, "the task's `prepare`", todo)
                 if random_samples == "stop":
                     raise error
-                console.info(f"warning: {error}")
+                console.warning(error)
             with contextlib.suppress(Exception):  # of a single sample; it shows by itself if it is one of training
                 if held and not plan.workers:
                     ones = [prepared(n, n + 1) for n in range(samples)]

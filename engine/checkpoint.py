@@ -57,7 +57,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | Non
     folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))
     cfg = config.changed(cfg, {"save_dir": folder, "resume": resume})
     for warning in warnings:
-        console.info(f"warning: {warning}")
+        console.warning(warning)
     with sync_errors(world):
         state = _read(found, world) if found else None
     return cfg, found, state
@@ -162,8 +162,8 @@ def check_same_run(
         return
     if split:
         if split in ("val", "any") and fingerprint != state["data"]:
-            console.info(
-                f"warning: the data, or their split, are not those of the checkpoint ({state['data']} -> "
+            console.warning(
+                f"the data, or their split, are not those of the checkpoint ({state['data']} -> "
                 f"{fingerprint}): it may have been trained on some of what is scored\n"
             )
         return
@@ -198,7 +198,7 @@ def check_same_run(
     if not differences:
         return
     if args.force is True:
-        console.info(f"warning: --force: this is not the run of {path}: {'; '.join(differences.values())}")
+        console.warning(f"--force: this is not the run of {path}: {'; '.join(differences.values())}")
         return
     hint = f" (global_batch={state['global_batch']} keeps it)" if state["global_batch"] != plan.global_batch else ""
     raise LockstepError(

@@ -34,6 +34,7 @@ def amount(number: int, noun: str) -> str:
 
 
 console = logging.getLogger("lockstep")
+console.addHandler(logging.NullHandler())  # silent until `set_up`
 
 
 class _Terminal(logging.Handler):

@@ -47,7 +47,7 @@ def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> Dist
         net.register_comm_hook(workers, workers.hook)
         return net
     if kind == "bf16" and "nccl" not in dist.get_backend():  # torch itself asks what it was built with
-        console.info(f"warning: ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")
+        console.warning(f"ddp.comm_hook=bf16 is for NCCL, not for {_backend()}: gradients are sent as they are")
         kind = "none"
     if dist.get_world_size() == 1:
         return net

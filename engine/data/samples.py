@@ -166,7 +166,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     if drawn_at_random and random_samples == "stop":
         raise drawn_at_random[0]
     if drawn_at_random:
-        console.info(f"warning: {drawn_at_random[0]}")
+        console.warning(drawn_at_random[0])
     return digest.hexdigest()[:12]
 
 

@@ -134,8 +134,8 @@ def _rehearse(run: Run) -> float:
             collected.collect(check("collect", task.collect(model, batch), samples), samples)
             collected.check_bytes(collected.bytes / samples * len(loader.dataset))
     if changed:
-        console.info(
-            f"warning: the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on those before: "
+        console.warning(
+            f"the evaluation changes the buffer {changed[0]}, so a batch's numbers depend on those before: "
             "change it only where `self.training`. It is put back after each evaluation\n"
         )
     alone = World(0, 0, 1, device)
@@ -152,5 +152,5 @@ def _rehearse(run: Run) -> float:
     if run.cfg.check_sums and not changed:  # else it would tell no more than the warning above
         line = adds_up.check(run, loader, adds_up.of_score)
         if "adds up: " not in line:
-            console.info(f"warning: {line}\n")
+            console.warning(f"{line}\n")
     return flop / 1e9 / samples
