@@ -266,7 +266,7 @@ def cut(lab: Lab, facts: Facts) -> None:
     """the same global batch in 1, 2 and 4 passes"""
     har = [*lab.har, "amp=off", *lab.deterministic, "global_batch=64", "steps=10"]
     kinds = {"float64": ([*lab.toy, *lab.on, "steps=14"], 1e-9), "float32": (har, 1e-3)}
-    cuts = {(n, kind): f"{n} in {kind}" for kind in kinds for n in (1, 2, 4)}
+    cuts = {(n, kind): f"{n} in {kind}" for kind in kinds for n in ((1, 2) if lab.tiny else (1, 2, 4))}
     runs = lab.train(
         {name: plain(*kinds[kind][0], f"gradient_accumulation_steps={n}") for (n, kind), name in cuts.items()}
     )
@@ -331,11 +331,12 @@ def waiting(lab: Lab) -> dict[str, list[str]]:
     video = ["video", f"dataset.root={lab.folder / 'few'}", "dataset.frames=5", "model.width=4", "batch_size=2"]
     har = [*lab.har, "batch_size=16", "optim.ema_decay=0.9", "gradient_accumulation_steps=2"]
     kinds = {"steps har bf16": [*har, "amp=bf16"], "steps_in_ddp har fp16": [*har, "amp=fp16"]}
-    for cached in (*CACHED, "num_workers=2"):
+    for cached in ("num_workers=2",) if lab.tiny else (*CACHED, "num_workers=2"):
         kinds[f"steps video {cached}"] = [*video, *lab.on, "amp=bf16", cached]
     kinds["steps robot"] = ["robot", "env.demonstrations=12", "batch_size=16", "optim.ema_decay=0.9", *lab.on]
     norms = [str(ROOT / "tests/tasks/buffers.py"), "dataset.samples=600", "batch_size=12", "optim.ema_decay=0.9"]
-    return kinds | {"steps norms": [*norms, *lab.on], "steps_in_ddp norms": [*norms, *lab.on]}
+    plain_too = {} if lab.tiny else {"steps norms": [*norms, *lab.on]}
+    return kinds | plain_too | {"steps_in_ddp norms": [*norms, *lab.on]}
 
 
 def syncs(lab: Lab, facts: Facts) -> None:
@@ -479,22 +480,25 @@ def ways(lab: Lab, video: list[str]) -> dict[str, list[str]]:
         "video of fetched clips": [*video, "amp=bf16", fetched],
         f"video {last}": [*video, "amp=bf16", held, last],
     }
-    tried = ("perceptron", "perceptron in DDP", "perceptron of two virtual workers", "video of fetched clips")
+    tried = ("perceptron in DDP", "perceptron of two virtual workers", "video of fetched clips")
     return {name: kinds[name] for name in tried} if lab.tiny else kinds
 
 
 def loader(lab: Lab, facts: Facts) -> None:
     """how much data reaches the device where nothing is trained"""
     words = [*many_clips(lab)[2], "batch_size=16", *lab.on]
-    for kind in (["cache=none"], ["cache=none", "num_workers=4"], ["cache=host"], ["cache=device"]):
+    kinds = [["cache=none"], ["cache=host"], ["cache=none", "num_workers=4"], ["cache=device"]]
+    for kind in kinds[2:] if lab.tiny else kinds:
         byte_s, rate = lab.part(f"feeds {kind[-1]}", "0.1" if lab.tiny else "4", *words, *kind)
         facts[" ".join(kind)] = f"{byte_s / 1e9:.3g} GB/s, {rate:.0f} clips/s"
 
 
 def graph(lab: Lab, facts: Facts) -> None:
     """cuda_graph: a step as one launch, beside the same step kernel by kernel"""
-    exact = [*lab.har, "amp=off", *lab.deterministic, "steps=50"]
-    for mode in ("conv", "flatten"):  # not the same bits: a graph's learning rate is a float32
+    exact = [*lab.har, "amp=off", *lab.deterministic, f"steps={10 if lab.tiny else 50}"]
+    for mode in (
+        ["conv"] if lab.tiny else ["conv", "flatten"]
+    ):  # not the same bits: a graph's learning rate is a float32
         words, one = plain(*exact, f"model.mode={mode}"), f"{mode}, one launch"
         compare(lab, facts, {mode: words, one: [*words, "cuda_graph=true"]}, 1e-4)
         require(lab.tiny or "a step is one launch" in lab.said(one), f"{one}: {said_of_graphs(lab, one)}")
