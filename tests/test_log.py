@@ -124,13 +124,28 @@ def test_the_folder_tells_what_was_run(runs):
     assert [environment["git_commit"] or "", environment["git_dirty"]] == [git[0], bool(git[1])]
 
 
-def opened(folder, **more):
-    """A log whose only sink is metrics.jsonl, and the run that it is of."""
+def opened(folder, board=False, **more):
+    """A log whose only sink is metrics.jsonl, with `board` TensorBoard, too; and the run that it is of."""
     world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
     job = SimpleNamespace(cfg=config.Config(), plan=plan, world=world, progress=Progress(**more))
     found = log.Log(folder, job)
-    found.sinks, found.bars = [found.lines], False
+    found.sinks, found.bars = found.sinks if board else [found.lines], False
     return found, job
+
+
+def test_an_evaluation_that_is_made_again_is_in_tensorboard_once(tmp_path):
+    """TensorBoard purges whole steps, so the training's numbers of that step are written again."""
+    for start, steps in ((0, ("train", "train", "eval", "train")), (2, ("eval", "train"))):
+        found, job = opened(tmp_path, board=True, step=start, evaluation_due=start > 0)
+        for event in steps:
+            job.progress.step += event == "train"
+            found._tell("write", event, job, {"loss": float(job.progress.step)})
+        found.close()
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in ("train/loss", "val/loss")}
+    assert seen == {"train/loss": [(1, 1.0), (2, 2.0), (3, 3.0)], "val/loss": [(2, 2.0)]}
+    kept = [(line["event"], line["step"]) for line in lines(tmp_path)]
+    assert kept == [("train", 1), ("train", 2), ("eval", 2), ("train", 3)]
 
 
 def test_lines_that_nobody_can_read_are_dropped_and_counted(tmp_path, capfd):
