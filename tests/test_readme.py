@@ -29,7 +29,7 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_the_deprecated_launch_module",
     "accelerate launch --multi_gpu --num_processes=2 train.py --config configs/har.yaml": "test_accelerate_launch",
     "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har": "test_two_nodes_as_two_launchers",
-    "srun --ntasks-per-node=1 ./train_multigpu.sh har": "test_slurm",
+    "srun --ntasks-per-node=1 ./train_multigpu.sh har": "test_what_is_started",
     "RDZV=c10d NNODES=2 MASTER_ADDR=10.0.0.1 ./train_multigpu.sh har --save-dir runs/har":
         "test_two_hosts_take_the_steps_of_one_process",
     "sbatch tools/slurm.sbatch har --epochs 20": "test_a_job_whose_time_is_over_is_requeued_and_resumes",
