@@ -19,11 +19,13 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, default_collate
 
 import tasks
-from data_loader import create_data_loaders, fingerprint, to_device
+from data_loader import create_data_loaders, fingerprint
 from engine import config, contract
+from engine.checks import hint
 from engine.contract import Given, LockstepError
 from engine.data import batches
-from engine.data.samples import Source, ask
+from engine.data.ahead import to_device
+from engine.data.samples import Fetcher, Request
 from tests.tasks.forms import FORMS, Drawn, Encoding, Pair, Ragged, Wave, parts
 from tests.tasks.toy import Waves
 
@@ -98,7 +100,7 @@ def test_tensors_of_another_length_want_a_collate():
     with pytest.raises(
         LockstepError, match=r"^sample 0, 1 cannot be loaded: RuntimeError: .* of one shape\? a method `col"
     ):
-        Source([{"x": torch.zeros(n)} for n in (1, 2)]).get(ask([0, 1], False))
+        Fetcher([{"x": torch.zeros(n)} for n in (1, 2)]).get(Request([0, 1]))
 
 
 class Shorter(Rows):
@@ -151,14 +153,13 @@ def test_what_a_collate_packs_needs_one_part_with_a_row_for_each_sample():
 
 @pytest.mark.parametrize("missing", [3, 8])
 def test_a_sample_that_is_none_is_named(missing):
-    def refused(dataset, says):
+    rows = [{"x": i, "deep": {"mask": torch.ones(2)}, "text": "a" if i % 2 else None} for i in range(12)]
+    without = [None if i == missing else row for i, row in enumerate(rows)]
+    half = [row | {"deep": {"mask": None}} if i == missing else row for i, row in enumerate(rows)]
+    part = rf"'deep.mask' of sample {missing} is None, and of others it is not \(list\)"
+    for dataset, says in ((without, rf"^sample {missing} cannot .*: it is None"), (half, part)):
         with pytest.raises(LockstepError, match=says):
             list(loaders_of(dataset)[1])
-
-    rows = [{"x": i, "deep": {"mask": torch.ones(2)}, "text": "a" if i % 2 else None} for i in range(12)]
-    refused([None if i == missing else row for i, row in enumerate(rows)], rf"^sample {missing} cannot .*: it is None")
-    rows[missing]["deep"]["mask"] = None
-    refused(rows, rf"'deep.mask' of sample {missing} is None, and of others it is not \(list\)")
 
 
 def test_a_task_by_its_path_imports_its_neighbours_and_hides_nothing(tmp_path, monkeypatch):
@@ -176,7 +177,7 @@ def test_every_tensor_is_changed_and_nothing_else():
     grown.about = "after"
     batch["grown"] = grown
     changed = batches.map_tensors(batch, lambda value: value[:2] + 0)
-    before, after = dict(batches.leaves(batch)), dict(batches.leaves(changed))
+    before, after = dict(batches.tree_leaves(batch)), dict(batches.tree_leaves(changed))
     assert [*before] == [*after] and sum(isinstance(leaf, torch.Tensor) for leaf in before.values()) == 15
     for name, leaf in before.items():
         if isinstance(leaf, torch.Tensor):
@@ -194,8 +195,7 @@ def test_a_copy_to_a_device_takes_the_tensors_and_leaves_the_rest(monkeypatch):
     there = to_device(batch, torch.device("meta"))
     assert {leaf.device.type for leaf in batches.tensors(there)} == {"meta"} and type(there["wave"]) is Wave
     assert there["text"] is batch["text"] and there["ragged"] == batch["ragged"]
-    again = to_device(there, torch.device("meta"))
-    assert all(one is other for one, other in zip(batches.tensors(again), batches.tensors(there), strict=True))
+    assert next(batches.tensors(to_device(there, torch.device("meta")))) is there["tensor"], "what is there stays"
 
 
 def net(**inputs):
@@ -258,7 +258,7 @@ def test_a_batch_of_any_form_is_loaded(form):
             given, (x, y, about) = batches.given_of(batch), parts(batch)
             names = about["name"] if isinstance(about, dict) else [each["name"] for each in about]
             assert names == [f"wave {i}" for i in given.index.tolist()] and len(given.index) == len(x) == len(y)
-            seen.append((workers, [*map(str, dict(batches.leaves([x, y, about])).values())]))
+            seen.append((workers, [*map(str, dict(batches.tree_leaves([x, y, about])).values())]))
     assert [leaves for w, leaves in seen if w] == [leaves for w, leaves in seen if not w], "processes make the same"
     assert fingerprint(dataset) == fingerprint(Drawn(Waves(10, 0), form)) != fingerprint(Drawn(Waves(10, 1), form))
 
@@ -376,18 +376,13 @@ def test_what_is_held_may_be_nested(monkeypatch):
     for one, other in zip(*seen, strict=True):
         assert type(one).__name__ == type(other).__name__ == "Pair"
         assert all(map(torch.equal, batches.tensors(one), batches.tensors(other)))
+    for kind in (tuple, list):
+        for batch in loaders_of([kind((torch.tensor(i), torch.tensor(-i))) for i in range(10)], cache="host")[1]:
+            assert (
+                isinstance(batch, kind) and batch[0].tolist() == (-batch[1]).tolist() == batch.lockstep.index.tolist()
+            )
     with pytest.raises(LockstepError, match=r"^cache=host, but Texts gives more than tensors with the batch"):
         loaders_of(type("Texts", (Rows,), {"__getitem__": lambda self, i: {"x": i, "name": "a"}})(), cache="host")
-
-
-def test_tuples_that_are_held_are_tuples_still():
-    rows = [(torch.tensor(i), torch.tensor(-i)) for i in range(10)]
-    for as_kind in (tuple, list):
-        train, val = loaders_of([as_kind(row) for row in rows], cache="host")
-        for batch in [*(batch for batch, _ in train.passes()), *val]:
-            assert isinstance(batch, as_kind)
-            x, y = batch
-            assert x.tolist() == (-y).tolist() == batch.lockstep.index.tolist()
 
 
 def test_arrays_of_a_ready_batch_become_tensors():
@@ -417,32 +412,31 @@ def test_the_loader_takes_two_samples_to_try_something():
     assert torch.equal(two["x"], whole["x"][:2]) and torch.equal(two["lockstep"].seed, whole["lockstep"].seed[:2])
 
 
-OLD = "from engine.contract import Loss\nfrom tests.tasks.forms import Task as Forms\n\nclass Task(Forms):\n"
-MISTAKES = {
-    "an old name": ("dict", "batch['seed']", "KeyError: 'seed' (", "have one name: batch['lockstep'].seed"),
-    "passed on": ("dict", "(lambda x, y, about: 0)(**batch)", "TypeError: ", "out: net(**contract.inputs(batch))"),
-    "a key of what is no dict": (
-        "encoding",
-        "batch['lockstep']",
-        "KeyError: 'lockstep' (",
-        "an attribute: batch.lockstep",
-    ),
-    "an attribute of a dict": (
-        "dict",
-        "batch.lockstep",
-        "AttributeError: ",
-        "a key: batch['lockstep']",
-    ),
-}
+MISTAKES = [  # an error of a task, and what it is told
+    (lambda batch: batch["seed"], {}, "the loader's own numbers have one name: batch['lockstep'].seed"),
+    (lambda batch: batch["mean_weight"], {}, "the loader's own numbers have one name: batch['lockstep'].mean_weight"),
+    (lambda batch: (lambda x: 0)(**batch), {"x": 1, "lockstep": 2}, "leave that out: net(**contract.inputs(batch))"),
+    (lambda batch: batch["lockstep"], Encoding({}), "of a batch that is no dict it is an attribute: batch.lockstep"),
+    (lambda batch: batch.lockstep, {}, "of a dict it is a key: batch['lockstep']"),
+    (lambda batch: batch["seeds"], {}, ""),
+    (lambda batch: batch.lockstep, Grown(1), ""),
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_task_that_looks_for_the_loaders_numbers_elsewhere_is_told(launch, tmp_path, mistake):
-    form, code, what, todo = MISTAKES[mistake]
-    (tmp_path / "own.py").write_text(f"{OLD}    def loss(self, net, batch):\n        return {code}\n")
-    done = launch.python("train.py", str(tmp_path / "own.py"), f"own.form={form}", f"save_dir={tmp_path / 'run'}")
-    assert done.code == 1 and len(done.errors) == 1 and "own.py:6 in loss" in done.errors[0], done.err
-    assert done.errors[0].startswith(f"error: {what}") and done.errors[0].endswith(todo), done.err
+@pytest.mark.parametrize(("mistake", "batch", "todo"), MISTAKES)
+def test_a_task_that_looks_for_the_loaders_numbers_elsewhere_is_told(mistake, batch, todo):
+    with pytest.raises((KeyError, TypeError, AttributeError)) as caught:
+        mistake(batch)
+    assert hint(caught.value) == todo
+
+
+def test_it_is_told_where_it_looks(launch, tmp_path):
+    own = "from tests.tasks.forms import Task as Forms\n\nclass Task(Forms):\n    def loss(self, net, batch):\n"
+    (tmp_path / "own.py").write_text(own + "        return batch['seed']\n")
+    done = launch.python("train.py", str(tmp_path / "own.py"), f"save_dir={tmp_path / 'run'}")
+    assert done.code == 1 and len(done.errors) == 1 and "own.py:5 in loss" in done.errors[0], done.err
+    assert done.errors[0].startswith("error: KeyError: 'seed' (")
+    assert done.errors[0].endswith("have one name: batch['lockstep'].seed"), done.err
 
 
 def train(processes, *words):

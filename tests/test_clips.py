@@ -25,7 +25,7 @@ import tasks
 from engine.config import schema_of
 from engine.contract import Given, LockstepError, sample_seeds, uniform
 from engine.data.cache import CachedDataset
-from engine.data.samples import Source
+from engine.data.samples import Fetcher
 from formats import arrays
 from formats.clips import Clips, ClipsWriter, split_by_video
 from formats.synthetic_clips import CLASSES, POSE, SHARES, Recipe, class_counts, draw_poses, ensure, generate
@@ -99,7 +99,7 @@ class Pins(TorchFunctionMode):
 def test_clips_for_a_gpu_are_gathered_into_pinned_memory(packed, monkeypatch):
     """Held ones, too; and nothing is pinned without one in use, as in a loader process."""
     clips = Clips(packed)
-    held = CachedDataset(Source(clips), 1, torch.device("cpu"))
+    held = CachedDataset(Fetcher(clips), 1, torch.device("cpu"))
     x, y = ((2, *clips.shape), torch.uint8), ((2,), torch.int64)
     for dataset, pinned in ((clips, [x]), (held, [x, y])):
         right = dataset.__getitems__([2, 1])

@@ -1,11 +1,13 @@
 """The order, the shards and the position, as pure functions."""
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
 import operator
 import os
 import random
+import re
 import socket
 import threading
 from multiprocessing import resource_sharer
@@ -23,18 +25,20 @@ from data_loader import (
     EvalSampler,
     TrainLoader,
     TrainSampler,
-    ahead,
     balanced_order,
     create_data_loaders,
     fingerprint,
 )
 from engine import config, contract, errors, plan
+from engine.comm.digests import same_bits
 from engine.comm.world import World
 from engine.contract import LockstepError
+from engine.data.ahead import ahead, fetching
 from engine.data.batches import tensors
 from engine.data.cache import CachedDataset
 from engine.data.processes import _begin_worker
 from engine.launch import processes_sharing
+from engine.phases import phase
 
 
 def world(rank=0, size=1):
@@ -54,8 +58,8 @@ def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
     for rank in range(the_plan.processes):
         sampler = TrainSampler(range(the_plan.num_samples), the_plan, rank, seed, labels)
         sampler.set_epoch(epoch)
-        sampler.set_position(position)
-        ranks.append(list(sampler.micro_batches()))
+        sampler.position = position
+        ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1])
     return ranks
 
@@ -80,14 +84,20 @@ def steps_of(ranks):
     return [sorted(step) for step in steps]
 
 
-@pytest.mark.parametrize("num_samples", [1, 5, 12, 61, 100])
-def test_every_cut_gives_the_same_steps(num_samples):
-    straight = steps_of(epoch_of(make_plan(num_samples, 1, batch=12)))
+LABELS = np.repeat([0, 1, 2], [40, 15, 6])
+
+
+@pytest.mark.parametrize(("num_samples", "labels"), [(1, None), (5, None), (12, None), (61, None), (61, LABELS)])
+def test_every_cut_gives_the_same_steps_from_any_position(num_samples, labels):
+    straight = steps_of(epoch_of(make_plan(num_samples, 1, batch=12), labels=labels))
+    everything = [pair for step in straight for pair in step]
+    assert [place for place, _ in everything] == [*range(num_samples)]
+    assert labels is not None or sorted(index for _, index in everything) == [*range(num_samples)]
     for size, batch, accumulation in ((2, 6, 1), (2, 3, 2), (3, 4, 1), (3, 2, 2), (4, 3, 1), (12, 1, 1), (1, 1, 12)):
         cut = make_plan(num_samples, size, batch=batch, accumulation=accumulation)
-        assert steps_of(epoch_of(cut)) == straight
-    everything = [index for step in straight for _, index in step]
-    assert sorted(everything) == list(range(num_samples))
+        for done in (0, 1, 3):
+            rest = steps_of(epoch_of(cut, position=12 * done, labels=labels)) if 12 * done < num_samples else []
+            assert rest == straight[done:], (size, batch, accumulation, done)
 
 
 def test_drop_last_drops_whole_steps_only():
@@ -119,14 +129,6 @@ def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else():
     assert steps_of(epoch_of(the_plan, epoch=1, seed=5)) != steps_of(epoch_of(the_plan, epoch=0, seed=6))
 
 
-@pytest.mark.parametrize("done", [1, 3])
-def test_a_position_continues_the_epoch_on_any_number_of_processes(done):
-    straight = steps_of(epoch_of(make_plan(61, 1, batch=12)))
-    for size in (1, 2, 3, 4):
-        rest = steps_of(epoch_of(make_plan(61, size, global_batch=12), position=12 * done))
-        assert rest == straight[done:]
-
-
 def test_balanced_order_is_even_and_deals_each_class_as_a_deck():
     labels = np.repeat([0, 1, 2], [80, 15, 5])
     order = balanced_order(labels, np.random.default_rng(0))
@@ -137,16 +139,6 @@ def test_balanced_order_is_even_and_deals_each_class_as_a_deck():
     assert rare.max() - rare.min() <= 1, "a rare class repeats evenly"
     epochs = [balanced_order(labels, np.random.default_rng(epoch)) for epoch in range(20)]
     assert len(np.unique(epochs)) == 100, "in some epoch each sample comes"
-
-
-def test_balanced_shards_are_one_stream_and_never_overlap():
-    labels = np.repeat([0, 1, 2], [40, 15, 6])
-    straight = steps_of(epoch_of(make_plan(61, 1, batch=12), labels=labels))
-    for size in (2, 3, 4):
-        ranks = epoch_of(make_plan(61, size, global_batch=12), labels=labels)
-        assert steps_of(ranks) == straight
-        places = [p for micros in ranks for micro in micros if not micro.filler for p in places_of(micro)]
-        assert sorted(places) == list(range(61))
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 7, 61, 196])
@@ -171,7 +163,7 @@ class Table:
         return 10
 
     def __getitems__(self, indices):
-        return {"x": torch.tensor(indices) * 10}
+        return {"x": torch.tensor(indices) * 10, "missing": torch.full((len(indices), 2), torch.nan)}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -236,10 +228,17 @@ def test_a_reader_that_disconnects_leaves_no_traceback(capfd):
     assert worker.exitcode == 0 and capfd.readouterr().err == ""
 
 
-def test_balanced_without_labels_is_an_error_in_words():
-    cfg = config.Config(sampler="balanced")
-    with pytest.raises(LockstepError, match="have no labels"):
-        create_data_loaders(cfg, world(), make_plan(10, 1), Rows(), Rows())
+@pytest.mark.parametrize(
+    ("words", "val", "says"),
+    [
+        ({"sampler": "balanced"}, Rows(), "sampler=balanced, but .* have no labels"),
+        ({"patience": 3}, None, "patience=3 without validation data"),
+        ({}, [], "the validation set is empty"),
+    ],
+)
+def test_data_that_a_setting_cannot_use_are_refused(words, val, says):
+    with pytest.raises(LockstepError, match=f"^{says}"):
+        create_data_loaders(config.Config(**words), world(), make_plan(10, 1), Rows(), val)
 
 
 def test_uniform_is_uniform_and_depends_on_nothing_but_the_seed():
@@ -304,7 +303,7 @@ FLIPS = {
 def test_a_dataset_that_draws_at_random_is_refused(source):
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     drawn, fixed = Flipped(FLIPS[source]), Flipped(lambda: True)
-    says = r"^sample \d is another each time it is fetched: its 'x' is \(Flipped\): draw from the seed that __getitem__"
+    says = r"^'x' of sample \d changes between two fetches \(Flipped\): draw from the seed that __getitem__"
     for pair in ((drawn, fixed), (fixed, Drawn())):
         with pytest.raises(LockstepError, match=says if pair[0] is drawn else r"\(Drawn\)"):
             fingerprint(*pair)
@@ -317,11 +316,26 @@ def test_samples_drawn_at_random_may_be_trained_on_all_the_same(capsys):
     errors.set_up(main=True)
     digests = [fingerprint(Drawn(), Flipped(lambda: True), random_samples="warn") for _ in range(2)]
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and said[0].startswith("warning: sample 0 is another each time it is fetched: its 'x' is (Dr")
+    assert len(said) == 2 and said[0].startswith("warning: 'x' of sample 0 changes between two fetches (Dr")
     assert digests[0] == digests[1] != fingerprint(Drawn(), Flipped(lambda: False), random_samples="warn")
 
 
-def test_held_data_give_the_same_batches(monkeypatch):
+def test_fetching_is_in_the_phase_of_data_loading(monkeypatch):
+    """Of each pass, not only of the first of a step: the watchdog and the log's data wait go by that."""
+    seen = []
+    get = Table.__getitems__
+    monkeypatch.setattr(Table, "__getitems__", lambda self, some: seen.append(phase.name) or get(self, some))
+    loader, _ = create_data_loaders(config.Config(), world(), make_plan(10, 1, batch=2, accumulation=2), Table(), None)
+    seen.clear()
+    for passes in loader:
+        assert phase.name == "data loading"
+        for _ in passes:
+            phase("forward")
+    assert seen == ["data loading"] * 5
+
+
+def test_held_data_give_the_same_batches(monkeypatch, capsys):
+    errors.set_up(main=True)
     fetched = []
     monkeypatch.setattr(Table, "__getitems__", _counting(Table.__getitems__, fetched))
     seen = {}
@@ -337,7 +351,8 @@ def test_held_data_give_the_same_batches(monkeypatch):
     for cache, batches in seen.items():
         for ours, theirs in zip(batches, seen["none"], strict=True):
             assert ours.keys() == theirs.keys()
-            assert all(map(torch.equal, tensors(ours), tensors(theirs))), cache
+            assert all(map(same_bits, tensors(ours), tensors(theirs))), cache
+    assert capsys.readouterr().out.count("Holding 0 MB of data on cpu") == 2
 
 
 class Windows:
@@ -393,7 +408,7 @@ def test_the_mean_weight_of_a_step_is_that_of_its_own_samples(size):
     the_plan, steps = make_plan(61, size, batch=2, accumulation=2), {}
     for rank in range(size):
         sampler = TrainSampler(Windows(), the_plan, rank, seed=5)
-        for micro in sampler.micro_batches():
+        for micro in sampler:
             samples, means = steps.setdefault(micro.consumed, (set(), set()))
             samples.update([] if micro.filler else micro.indices)
             means.add(micro.mean_weight)
@@ -428,79 +443,47 @@ def test_held_data_are_prepared_pass_by_pass_where_that_has_other_bits(workers):
         cfg = config.Config(batch_size=3, cache=cache, virtual_workers=workers)
         loader, _ = create_data_loaders(cfg, world(), plan.make_plan(cfg, world(), 61), Windows(), None, Product())
         passes[cache] = [batch["x"].clone() for batch, _ in loader.passes()]
+        together = create_data_loaders(cfg, world(), loader.sampler.plan, Windows(), None, Noisy())[0].together
+        assert together is (cache == "host" and not workers)
     assert all(map(torch.equal, *passes.values()))
 
 
-PREPARES = """
-import torch
-from tests.tasks import toy
-
-class Task(toy.Task):
-    def prepare(self, batch):
-        draw = torch.Generator().manual_seed(0)
-        weights = torch.rand(8, 40, generator=draw)
-        return batch | {"x": batch["x"].float() @ weights @ weights.T / 10}
-"""
+PREPARE = "the task's `prepare`"
+OWN = torch.Generator()
 
 
-@pytest.mark.slow
-def test_prepared_data_are_the_same_bits_on_any_processes(launch, tmp_path):
-    """Held or not, on one, two and four processes that run four virtual workers."""
-    (tmp_path / "own.py").write_text(PREPARES)
-    words = ["train.py", str(tmp_path / "own.py"), "virtual_workers=4", "batch_size=3", "steps=9", "amp=off"]
-    hashes = set()
-    for processes, cache in ((1, "none"), (1, "device"), (2, "device"), (4, "device")):
-        run = [*words, f"cache={cache}", f"save_dir={tmp_path / f'{processes}{cache}'}"]
-        done = succeed(launch.python(*run) if processes == 1 else launch.torchrun(processes, *run))
-        hashes.add(done.out.rpartition("sha256 ")[2].split()[0])
-    assert len(hashes) == 1
+def seeded():
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    return float(torch.rand(())) + random.random() + np.random.rand()
 
 
-class Draws:
-    def __init__(self, draw):
-        self.draw, self.own = draw, torch.Generator()
+DRAWS = {  # what a prepare adds, and why it is refused
+    "torch": (lambda: torch.rand(()), "'x' of the same samples changes between two calls"),
+    "its own": (lambda: torch.rand((), generator=OWN), "'x' of the same samples changes between two calls"),
+    "NumPy": (np.random.rand, "'x' of the same samples changes between two calls"),
+    "torch, seldom": (lambda: torch.rand(()) < 1e-12, "it draws from torch's generator"),
+    "random, seldom": (lambda: random.random() < 1e-12, "it draws from random's generator"),
+    "NumPy, seldom": (lambda: np.random.rand() < 1e-12, "it draws from NumPy's generator"),
+    "seeded": (seeded, ""),
+}
 
-    def prepare(self, batch):
-        drawn = {"torch": torch.rand(()), "own": torch.rand((), generator=self.own), "numpy": float(np.random.rand())}
-        return batch | {"x": batch["x"] + drawn[self.draw]}
 
-
-@pytest.mark.parametrize("draw", ["torch", "own", "numpy"])
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("cache", ["none", "host"])
 def test_a_prepare_that_draws_from_a_generator_is_refused(capsys, draw, cache):
-    cfg = config.Config(batch_size=2, cache=cache)
+    drawn, why = DRAWS[draw]
+    task = type("Draws", (), {"prepare": lambda self, batch: batch | {"x": batch["x"] + drawn()}})()
     plan, before = make_plan(61, 1, batch=2), torch.get_rng_state()
-    with pytest.raises(
-        LockstepError, match=r"^'x' of the same samples is another each .* \(the task's `prepare`\): draw"
-    ):
-        create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
-    assert torch.equal(before, torch.get_rng_state())
     errors.set_up(main=True)
-    cfg = config.Config(batch_size=2, cache=cache, random_samples="warn")
-    create_data_loaders(cfg, world(), plan, Windows(), None, Draws(draw))
-    assert "warning: 'x' of the same samples is another each time they are prepared" in capsys.readouterr().out
-
-
-class Seldom:
-    """Draws what changes nothing most of the time, or seeds what it draws from."""
-
-    def __init__(self, draw, seed=None):
-        self.draw, self.seed = draw, seed
-
-    def prepare(self, batch):
-        if self.seed is not None:
-            torch.manual_seed(self.seed), random.seed(self.seed), np.random.seed(self.seed)
-        drawn = {"torch": lambda: float(torch.rand(())), "random": random.random, "NumPy": np.random.rand}[self.draw]()
-        return batch | {"x": batch["x"] + (drawn < 1e-12)}
-
-
-@pytest.mark.parametrize("draw", ["torch", "random", "NumPy"])
-def test_a_prepare_that_seldom_uses_what_it_draws_is_refused(draw):
-    cfg, plan = config.Config(batch_size=2), make_plan(61, 1, batch=2)
-    said = rf"^it draws from {draw}'s generator \(the task's `prepare`\): draw from batch\['lockstep'\].seed"
-    with pytest.raises(LockstepError, match=said):
-        create_data_loaders(cfg, world(), plan, Windows(), None, Seldom(draw))
-    create_data_loaders(cfg, world(), plan, Windows(), None, Seldom(draw, seed=3))
+    for random_samples in ("warn", "stop"):
+        cfg = config.Config(batch_size=2, cache=cache, random_samples=random_samples)
+        refused = pytest.raises(
+            LockstepError, match="^" + re.escape(f"{why} ({PREPARE}): draw from batch['lockstep'].s")
+        )
+        with refused if why and random_samples == "stop" else contextlib.nullcontext():
+            create_data_loaders(cfg, world(), plan, Windows(), None, task)
+        warned = f"warning: {why} ({PREPARE})" in capsys.readouterr().out
+        assert warned == bool(why and random_samples == "warn") and torch.equal(before, torch.get_rng_state())
 
 
 class Crossings(TorchFunctionMode):
@@ -562,17 +545,12 @@ class Changing(Table):
         return {"x": torch.zeros(len(indices), 5 if len(indices) < 4096 else 1)}
 
 
-class Missing(Table):
-    def __getitems__(self, indices):
-        return {"x": torch.full((len(indices), 2), torch.nan)}
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (Drawn, "Drawn gives another sample each time"),
-        (Padded, "Padded gives another sample .* or in other company"),
-        (Changing, "have another shape of 'x' than the first"),
+        (Drawn, "Drawn gives a sample that changes each time"),
+        (Padded, "Padded gives a sample that changes each time, or with the others"),
+        (Changing, "'x' of samples 4096 to 5999 has not the shape of the first ones"),
     ],
 )
 def test_data_that_cannot_be_held_are_refused(data, words):
@@ -623,14 +601,6 @@ def test_processes_that_share_a_gpu_share_its_memory(monkeypatch, four_here, gpu
     assert processes_sharing(torch.device("cuda", 0)) == copies
 
 
-def test_missing_values_can_be_held(capsys):
-    cfg = config.Config(batch_size=3, cache="host")
-    errors.set_up(main=True)
-    _, val = create_data_loaders(cfg, world(), make_plan(10, 1), Missing(), Missing())
-    assert all(batch["x"].isnan().all() for batch in val)
-    assert "Holding 0 MB of data on cpu" in capsys.readouterr().out
-
-
 def test_the_next_batch_is_fetched_meanwhile():
     """A GPU gets its batches in order, one ahead, errors where they belong, and no thread stays; all but the copy."""
     begun = [threading.Event() for _ in range(4)]
@@ -652,6 +622,11 @@ def test_the_next_batch_is_fetched_meanwhile():
     next(left)
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    hangs = threading.Event()
+    stuck = ahead(((number, hangs.wait(30 * number)) for number in range(2)), torch.device("cpu"))
+    next(stuck)
+    stuck.close()  # a run that fails does not wait for a fetch that hangs
+    hangs.set()
 
 
 def test_a_dataset_is_told_of_the_next_batch_before_it_gives_this_one(monkeypatch):
@@ -687,19 +662,6 @@ def test_a_dataset_that_fails_to_look_ahead_is_named_with_those_samples(monkeypa
         next(batches)
 
 
-def test_a_failing_run_does_not_wait_for_a_fetch_that_hangs():
-    hangs = threading.Event()
-
-    def batches():
-        yield 0, {"x": torch.tensor([0])}
-        hangs.wait()
-
-    coming = ahead(batches(), torch.device("cpu"))
-    next(coming)
-    coming.close()  # would never return
-    hangs.set()
-
-
 def test_two_loaders_never_fetch_at_once():
     inside, most = [], []
 
@@ -721,7 +683,7 @@ def test_no_loader_process_is_forked_while_a_batch_is_fetched(monkeypatch):
 
     class Loader:
         def __iter__(self):
-            forked.append(data_loader._fetching.locked())
+            forked.append(fetching.locked())
             return iter([])
 
     forked = []
@@ -729,7 +691,7 @@ def test_no_loader_process_is_forked_while_a_batch_is_fetched(monkeypatch):
     monkeypatch.setattr(val, "loader", Loader())
     with pytest.raises(LockstepError):
         next(iter(val))  # there is no batch
-    assert forked == [True] and not data_loader._fetching.locked()
+    assert forked == [True] and not fetching.locked()
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""Batches of any form: what is a container, what is in it, how samples become one, where the loader's numbers lie.
+"""Nested batches: traverse, collate, and attach the loader's own numbers.
 
 Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples and dataclasses, in
-each other. Whatever else is no tensor is an object: a text, a number, None, a graph, and also a list of nothing but
-numbers and texts, which may be longer in one sample than in another. Objects stay as they are, on the host.
+each other. Leaves are tensors and objects: a text, a number, None, a graph, and also a list of nothing but numbers and
+texts, which may be longer in one sample than in the next. Objects stay as they are, on the host.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PLAIN = {int, float, bool, str, bytes, type(None)}
 STACKED = (Tensor, np.ndarray, np.number, np.bool_, int, float)
 
 
-def parts_of(value: Any) -> dict[Any, Any] | None:
-    """Return what is in a container, by key, number or field; None for a tensor or an object."""
+def children(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a container by key, number or field; None for a leaf."""
     if isinstance(value, dict):
         return value
     if isinstance(value, UserDict):
@@ -38,13 +38,13 @@ def parts_of(value: Any) -> dict[Any, Any] | None:
     if type(value) is tuple:
         return dict(enumerate(value))
     if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
-        return dict(zip(value._fields, value, strict=True))
+        return value._asdict()  # type: ignore[attr-defined]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return None
 
 
-def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
     """Return a container like `value` with other parts. Of a dataclass neither `__init__` nor `__post_init__` runs."""
     if type(value) is dict:
         return parts
@@ -61,46 +61,34 @@ def rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
     return new
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` of each tensor and object in it."""
-    parts = parts_of(value)
+def tree_map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` of each leaf in it."""
+    parts = children(value)
     if parts is None:
         return change(value)
-    return rebuilt(value, {name: map_leaves(part, change) for name, part in parts.items()})
+    return unflatten(value, {name: tree_map(part, change) for name, part in parts.items()})
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Return the batch with `change` of each tensor in it, and its objects as they are."""
-    return map_leaves(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+    return tree_map(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and objects of a batch, each with its path, such as `boxes.0`."""
-    parts = parts_of(value)
+def tree_leaves(
+    value: Any, name: str = "", is_leaf: Callable[[Any], bool] = lambda value: False
+) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a batch, each with its path, such as `boxes.0`; also the containers that `is_leaf`."""
+    parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield name, value
     else:
         for key, part in parts.items():
-            yield from leaves(part, f"{name}.{key}" if name else str(key))
+            yield from tree_leaves(part, f"{name}.{key}" if name else str(key), is_leaf)
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:
     """Yield the tensors of a batch."""
-    return (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
-
-
-def rows(value: Any, count: int, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the length of each tensor of a batch, with its path; of `count` values in a list or tuple that of all."""
-    if isinstance(value, Tensor):
-        yield name, len(value) if value.ndim else 0
-    elif isinstance(value, (list, tuple)) and len(value) == count:
-        yield name, count
-    else:
-        for key, part in (parts_of(value) or {}).items():
-            yield from rows(part, count, f"{name}.{key}" if name else str(key))
-
-
-# ---- samples become a batch ------------------------------------------------------------------------------------------
+    return (leaf for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> Batch:
@@ -109,38 +97,33 @@ def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> 
 
     numbers, name  of the samples, and the path to these parts of them, for the message
     """
-    first = parts_of(samples[0])
-    if any(each is None for each in samples) and any(_has_form(each) for each in samples):
-        at = next(k for k, each in enumerate(samples) if each is None)
+    first = children(samples[0])
+    at = next((k for k, sample in enumerate(samples) if sample is None), None)
+    if at is not None and any(isinstance(each, STACKED) or children(each) is not None for each in samples):
         which = f"sample {numbers[at]}" if numbers else "one sample"
         raise ValueError(f"{name!r} of {which} is None, and of others it is not")
     if first is None:
         return default_collate(samples) if isinstance(samples[0], STACKED) else [*samples]
-    everyone = [parts_of(sample) for sample in samples]
-    for parts in everyone:
-        if parts is None or parts.keys() != first.keys():
-            there = "an object" if parts is None else ", ".join(map(str, parts)) or "nothing"
-            raise ValueError(f"one sample has {', '.join(map(str, first)) or 'nothing'}, and another has {there}")
-    return rebuilt(
-        samples[0],
-        {
-            key: collate([parts[key] for parts in everyone if parts], numbers, f"{name}.{key}" if name else str(key))
-            for key in first
-        },
-    )
+    everyone = [children(sample) or {} for sample in samples]
+    for sample, parts in zip(samples, everyone, strict=True):
+        if parts.keys() != first.keys():
+            here, there = (", ".join(map(str, each)) or "nothing" for each in (first, parts))
+            there = "an object" if children(sample) is None else there
+            raise ValueError(f"one sample has {here}, and another has {there}")
 
+    def column(key: Any) -> Batch:
+        return collate([parts[key] for parts in everyone], numbers, f"{name}.{key}" if name else str(key))
 
-def _has_form(value: Any) -> bool:
-    return isinstance(value, STACKED) or parts_of(value) is not None
+    return unflatten(samples[0], {key: column(key) for key in first})
 
 
 def with_tensors(batch: Batch) -> Batch:
     """Return the batch with tensors for its arrays of numbers, which share their memory."""
-    return map_leaves(batch, lambda leaf: torch.as_tensor(leaf) if _is_numbers(leaf) else leaf)
 
+    def as_tensor(leaf: Any) -> Any:
+        return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
 
-def _is_numbers(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+    return tree_map(batch, as_tensor)
 
 
 # ---- the loader's own numbers ----------------------------------------------------------------------------------------

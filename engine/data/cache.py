@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.data.batches import leaves, map_tensors, tensors
 from engine.comm.digests import same_bits
-from engine.errors import console
 from engine.contract import Batch
-from engine.errors import LockstepError, amount
-from engine.data.samples import Source, ask
+from engine.data.batches import map_tensors, tensors, tree_leaves
+from engine.data.samples import Fetcher
+from engine.errors import LockstepError, amount, console
 
 SHARE = 1 / 3
 """Share of the free memory, before there is a model, that `cache=auto` takes of a GPU at most."""
@@ -27,24 +26,21 @@ CHUNK = 64 << 20
 class CachedDataset:
     """A dataset like the one it was filled from. Its batches lie on `device` already."""
 
-    def __init__(self, source: Source, sample_bytes: int, device: torch.device):
-        self.device, self.length = device, len(source)
+    def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
+        self.device, self.length = device, len(fetcher)
         self.columns: Any = None  # a batch of all samples
         step = max(1, min(4096, CHUNK // max(1, sample_bytes)))
         for first in range(0, self.length, step):
-            last = min(first + step, self.length)
-            batch = source.get(ask(list(range(first, last)), seeded=False))
+            some = range(first, min(first + step, self.length))
+            batch = fetcher.fetch([*some])
             if self.columns is None:
                 self.columns = map_tensors(batch, self._column)
-            parts = dict(leaves(batch))
-            for name, column in leaves(self.columns):
-                rows = column[first:last]
+            parts = dict(tree_leaves(batch))
+            for name, column in tree_leaves(self.columns):
+                rows = column[some.start : some.stop]
                 if rows.shape != parts[name].shape:  # copying would repeat a single value silently
-                    raise LockstepError(
-                        f"samples {first} to {last - 1} have another shape of {name!r} than the first",
-                        "cache",
-                        "use cache=none"
-                    )
+                    what = f"{name!r} of samples {some[0]} to {some[-1]} has not the shape of the first ones"
+                    raise LockstepError(what, "cache", "use cache=none")
                 rows.copy_(parts[name])
 
     def _column(self, values: Tensor) -> Tensor:
@@ -70,7 +66,7 @@ class CachedDataset:
         return map_tensors(self.columns, gathered)
 
     def collate(self, batch: Batch) -> Batch:
-        """Return the batch: what looks like a list of samples is one already."""
+        """Identity: `rows` returns a batch, also where it is a list."""
         return batch
 
     @property
@@ -79,57 +75,50 @@ class CachedDataset:
 
 
 def cache_datasets(
-    wanted: str,
-    datasets: list[Any],
-    device: torch.device,
-    processes_sharing: Callable[[torch.device], int],
+    wanted: str, datasets: list[Any], device: torch.device, processes_sharing: Callable[[torch.device], int]
 ) -> list[CachedDataset] | None:
     """Return the datasets in memory as `cache` asks, or None to leave them as they are.
 
     wanted             auto is the device, if it is a GPU in which they take up no more than a third of the free memory
     processes_sharing  returns how many processes hold their data in a memory
     """
-    if wanted == "none" or (wanted == "auto" and device.type == "cpu"):
+    auto = wanted == "auto"
+    if wanted == "none" or (auto and device.type == "cpu"):
         return None
     memory = torch.device("cpu") if wanted == "host" else device
-    sources, sizes = [Source(dataset) for dataset in datasets], []
-    for source in sources:
-        size, problem = _sample_bytes(source)
-        if problem and wanted == "auto":
+    fetchers, sizes = [Fetcher(dataset) for dataset in datasets], []
+    for fetcher in fetchers:
+        size, obstacle, todo = _sample_bytes(fetcher)
+        if obstacle and auto:
             return None
-        if problem:
-            what, todo = problem
-            raise LockstepError(f"cache={wanted}, but {source.name} {what}", "cache", todo)
+        if obstacle:
+            raise LockstepError(f"cache={wanted}, but {fetcher.name} {obstacle}", "cache", todo)
         sizes.append(size)
-    needed = sum(size * len(source) for size, source in zip(sizes, sources, strict=True))
+    needed = sum(size * len(fetcher) for size, fetcher in zip(sizes, fetchers, strict=True))
     free, copies = _free_bytes(memory), processes_sharing(memory)
-    if wanted == "auto" and copies * needed > SHARE * free:
+    if auto and copies * needed > SHARE * free:
         return None
     if copies * needed > free:
-        raise LockstepError(
-            f"cache={wanted}: the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}, and "
-            f"{free / 1e9:.1f} GB are free",
-            "cache",
-            "use cache=none"
-        )
+        what = f"the data take {needed / 1e9:.1f} GB in each of {amount(copies, 'process')}"
+        raise LockstepError(f"cache={wanted}: {what}, and {free / 1e9:.1f} GB are free", "cache", "use cache=none")
     console.info(f"Holding {needed / 1e6:.0f} MB of data on {memory} ({free / 1e6:.0f} MB are free)...\n")
-    return [CachedDataset(source, size, memory) for size, source in zip(sizes, sources, strict=True)]
+    return [CachedDataset(fetcher, size, memory) for size, fetcher in zip(sizes, fetchers, strict=True)]
 
 
-def _sample_bytes(source: Source) -> tuple[int, tuple[str, str] | None]:
+def _sample_bytes(fetcher: Fetcher) -> tuple[int, str, str]:
     """Return the bytes of a sample, from a look at sixteen; and why they cannot be held, with what to do about it."""
-    if source.seeded:
-        return 0, ("draws its samples from seeds: they are others in each epoch", "use cache=none")
-    some = sorted({len(source) * k // 16 for k in range(16)} if len(source) else ())
-    together = dict(leaves(source.get(ask(some, seeded=False)))) if some else {}
-    if not all(isinstance(values, Tensor) and len(values.shape[:1]) for values in together.values()):
-        return 0, ("gives more than tensors with the batch as their leading axis", "use cache=none")
+    if fetcher.seeded:
+        return 0, "draws its samples from seeds: they change with each epoch", "use cache=none"
+    some = sorted({len(fetcher) * k // 16 for k in range(16)})
+    together = dict(tree_leaves(fetcher.fetch(some)))
+    if not all(isinstance(values, Tensor) and values.ndim for values in together.values()):
+        return 0, "gives more than tensors with the batch as their leading axis", "use cache=none"
     for k, index in enumerate(some):
-        alone = dict(leaves(source.get(ask([index], seeded=False))))
+        alone = dict(tree_leaves(fetcher.fetch([index])))
         if not all(same_bits(values[k], alone[name][0]) for name, values in together.items()):
             todo = "draw from batch['lockstep'].seed in the task's prepare, pad to one length, or use cache=none"
-            return 0, ("gives another sample each time, or in other company", todo)
-    return sum(values.nbytes for values in together.values()) // max(1, len(some)), None
+            return 0, "gives a sample that changes each time, or with the others of its batch", todo
+    return sum(values.nbytes for values in together.values()) // len(some), "", ""
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Processes that fetch batches: started, ended with their rank, explained where shared memory fails them."""
+"""Loader processes: how they start, end with their rank, and fail where shared memory does."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from engine.data.batches import tensors
+from engine.comm.scratch import end_with_parent
 from engine.config import Config
 from engine.contract import Batch
+from engine.data.batches import tensors
 from engine.errors import LockstepError
-from engine.comm.scratch import end_with_parent
-from engine.data.samples import Source, no_shared_memory
 
 
-def in_processes(source: Source, batches: Any, cfg: Config) -> DataLoader[Any]:
-    """Return torch's loader, whose processes ask the source for what the batch sampler yields."""
+def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
+    """Return torch's loader, whose processes ask the fetcher for what the batch sampler yields."""
     return DataLoader(
-        source,  # type: ignore[arg-type]  # it has what a Dataset needs
+        fetcher,
         batch_sampler=batches,
         collate_fn=_shared,
         num_workers=cfg.num_workers,
@@ -42,20 +41,20 @@ def in_processes(source: Source, batches: Any, cfg: Config) -> DataLoader[Any]:
 
 
 def _shared(batch: Batch) -> Batch:
-    """Put a batch into shared memory here, not in the thread that sends it: that one cannot say that there is no room,
-    and the batch never comes."""
+    """Put a batch into shared memory in the worker's main thread: the one that sends it would drop the batch silently
+    if /dev/shm is full."""
     for value in tensors(batch):
         value.share_memory_()
     return batch
 
 
-def _unusable_shared_memory(error: OSError) -> LockstepError:
-    return LockstepError(
-        f"/dev/shm cannot be used: {error.strerror}",
-        "the loader's processes",
-        "mount it so that this user can write there (docker run --tmpfs /dev/shm), or num_workers=0",
-        exit_code=5
-    )
+def shm_error(error: OSError | None = None) -> LockstepError:
+    """Return the error of a /dev/shm that is full, or with `error` of one that cannot be used."""
+    what, todo = "/dev/shm is full", "give it more (docker run --shm-size=8g)"
+    if error and error.errno != errno.ENOSPC:
+        what = f"/dev/shm cannot be used: {error.strerror}"
+        todo = "mount it so that this user can write there (docker run --tmpfs /dev/shm)"
+    return LockstepError(what, "the loader's processes", f"{todo}, or num_workers=0", exit_code=5)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -70,23 +69,15 @@ def starting_processes() -> Iterator[None]:
     except OSError as error:  # semaphores lie in /dev/shm, too
         for process in multiprocessing.active_children():  # torch would wait five seconds for each
             process.kill()
-        if error.errno == errno.ENOSPC:
-            raise no_shared_memory() from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
-            raise _unusable_shared_memory(error) from error
+        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT):
+            raise shm_error(error) from error
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Print an exception of a loader process, but not of its socket's thread when the process it works for ends."""
-    if not isinstance(error, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, traceback)
-
-
 def _begin_worker(parent: int, worker: int) -> None:
-    """Leave signals to the process that this loader process works for, and don't outlive it."""
+    """Leave signals to the process that this loader process works for, and end with it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -94,3 +85,9 @@ def _begin_worker(parent: int, worker: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # it died before that call
         os._exit(1)
+
+
+def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Print an exception of a loader process, but not of its socket's thread when the process it works for ends."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)

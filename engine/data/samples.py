@@ -1,47 +1,35 @@
-"""A dataset is asked for samples: what it must be able to do, how it is asked, and what is said where it fails."""
+"""Fetch batches from a dataset; errors name the sample."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from engine.data import batches
-from engine.errors import console
 from engine.contract import Batch, amount
-from engine.errors import LockstepError
+from engine.data import batches
+from engine.data.processes import shm_error
+from engine.errors import LockstepError, console
 from engine.seeds import data_seeds, kept_generators, seed_everything
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """The samples of a batch, and for a dataset that draws at random the seed of each."""
 
     indices: list[int]
     seeds: list[int] | None = None
 
 
-def ask(indices: list[int], seeded: bool) -> Asked:
-    """Return a question for samples outside of any epoch: their seeds are functions of their numbers alone."""
-    return Asked(indices, data_seeds(0, 0, torch.tensor(indices)) if seeded else None)
+class Fetcher:
+    """Fetch batches from a dataset.
 
-
-def _takes(method: Any, name: str) -> bool:
-    try:
-        return name in inspect.signature(method).parameters
-    except (TypeError, ValueError):  # none, or written in C
-        return False
-
-
-class Source:
-    """A dataset as the loaders ask it: `get` returns a batch.
-
-    seeded  the seeds of the samples are given to it
+    seeded  it is given the seeds of its samples
     """
 
     def __init__(self, dataset: Any):
@@ -60,9 +48,41 @@ class Source:
     def __len__(self) -> int:
         return self.length
 
-    def __getitems__(self, asked: Any) -> Batch:
+    def request(self, indices: list[int]) -> Request:
+        """Return a request outside of any epoch: the seeds are functions of the samples' numbers alone."""
+        return Request(indices, data_seeds(0, 0, torch.tensor(indices)) if self.seeded else None)
+
+    def fetch(self, indices: list[int]) -> Batch:
+        """Return the batch of such a request."""
+        return self.get(self.request(indices))
+
+    def get(self, request: Any, fetched: Iterator[Batch] | None = None) -> Batch:
+        """Return a batch, the next of `fetched` if loader processes made it. Raises LockstepError that names the sample
+        where the dataset fails."""
+        try:
+            batch = self.__getitems__(request) if fetched is None else next(fetched)
+        except _OF_THE_DEVICE:
+            raise  # nothing is wrong with these samples
+        except Exception as error:
+            # A worker passes on its traceback as text, whose last line holds the error.
+            text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
+                raise  # the process, not the sample; engine/survive/blame.py explains it
+            if fetched is not None and isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text[0]:
+                raise RuntimeError("DataLoader worker was killed, or has ended") from None
+            if "unable to allocate shared memory" in str(error):
+                raise shm_error() from error
+            what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
+            raise self._failure(request, what) from error
+        rows = (len(request.indices),)
+        if type(batch) is dict and all(isinstance(v, Tensor) and v.shape[:1] == rows for v in batch.values()):
+            return batch
+        self._check_rows(batch, request.indices)
+        return batch
+
+    def __getitems__(self, request: Any) -> Batch:
         """Return a batch; also what a loader process calls. A list is of samples, anything else is a batch already."""
-        indices, seeds = asked.indices, asked.seeds
+        indices, seeds = request.indices, request.seeds
         if self.rows is not None:
             indices = [self.rows[index] for index in indices]
         if self.many:
@@ -74,62 +94,54 @@ class Source:
         if isinstance(batch, list):
             if self.collate is None and any(sample is None for sample in batch):
                 raise ValueError("it is None")
-            batch = self.collate(batch) if self.collate else batches.collate(batch, asked.indices)
+            batch = self.collate(batch) if self.collate else batches.collate(batch, request.indices)
         if type(batch) is dict and all(isinstance(value, Tensor) for value in batch.values()):
             return batch
         return batches.with_tensors(batch)
 
-    def get(self, asked: Any, fetched: Iterator[Batch] | None = None) -> Batch:
-        """Return a batch, the next of `fetched` if loader processes made it; where the dataset fails, name the sample
-        it fails on."""
-        try:
-            batch = self.__getitems__(asked) if fetched is None else next(fetched)
-        except Exception as error:
-            if isinstance(error, _OF_THE_DEVICE):
-                raise  # nothing is wrong with these samples
-            # A worker passes on its traceback as text, whose last line says what happened.
-            text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
-                raise  # the process, not the sample; engine/survive/blame.py explains it
-            if fetched is not None and isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text[0]:
-                raise RuntimeError("DataLoader worker was killed, or has ended") from None
-            if "unable to allocate shared memory" in str(error):
-                raise no_shared_memory() from error
-            what = text[-1] if text[0].startswith("Caught ") else f"{type(error).__name__}: {text[0]}"
-            raise self._failure(asked, what) from error
-        rows = (len(asked.indices),)
-        if type(batch) is dict and all(isinstance(v, Tensor) and v.shape[:1] == rows for v in batch.values()):
-            return batch
-        self._check_rows(batch, asked.indices)
-        return batch
-
-    def _check_rows(self, batch: Batch, indices: list[int]) -> None:
-        """Raise unless each tensor has a row for each sample; of what a `collate` has made, one is enough."""
-        count = len(indices)
-        rows = dict(batches.rows(batch, count))
-        wrong = [name for name, length in rows.items() if length != count]
-        if wrong and not (self.collate and len(wrong) < len(rows)):
-            of = f"a batch of {amount(count, 'sample')} ({named(indices)})"
-            what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
-            todo = (
-                "let `collate` drop and add none; what it packs needs a tensor with a row for each beside it"
-                if self.collate
-                else "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
-            )
-            raise LockstepError(what, self.name, todo, exit_code=5)
-
-    def _failure(self, asked: Any, what: str) -> LockstepError:
+    def _failure(self, request: Any, what: str) -> LockstepError:
         """Return the error for samples that cannot be loaded; names the first that cannot be loaded alone."""
-        alone = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
-        todo = alone + "dataset makes batches of others"
-        name = named(asked.indices)
-        for index, seed in zip(asked.indices, asked.seeds or asked.indices, strict=True):
+        name = named(request.indices)
+        todo = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
+        todo += "dataset makes batches of others"
+        for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
             try:
-                self.__getitems__(Asked([index], [seed]))
+                self.__getitems__(Request([index], [seed]))
             except Exception:
                 name, todo = str(index), "fix or remove it"
                 break
         return LockstepError(f"sample {name} cannot be loaded: {what}", self.name, todo, exit_code=5)
+
+    def _check_rows(self, batch: Batch, indices: list[int]) -> None:
+        """Raise unless each tensor has a row for each sample; of what a `collate` has made, one is enough."""
+        count = len(indices)
+
+        def of_samples(value: Any) -> bool:
+            return isinstance(value, (list, tuple)) and len(value) == count
+
+        rows = {
+            name: getattr(part, "ndim", 1) and len(part)
+            for name, part in batches.tree_leaves(batch, is_leaf=of_samples)
+            if isinstance(part, Tensor) or of_samples(part)
+        }
+        wrong = [name for name, length in rows.items() if length != count]
+        if wrong and not (self.collate and len(wrong) < len(rows)):
+            of = f"a batch of {amount(count, 'sample')} ({named(indices)})"
+            what = f"{wrong[0] or 'value'!r} of {of} has {amount(rows[wrong[0]], 'row')}"
+            todo = "give every tensor a row for each sample; a list is one of samples, a batch of two a tuple (x, y)"
+            if self.collate:
+                todo = "let `collate` drop and add none; what it packs needs a tensor with a row for each beside it"
+            raise LockstepError(what, self.name, todo, exit_code=5)
+
+
+_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+def _takes(method: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # none, or written in C
+        return False
 
 
 def named(indices: list[int]) -> str:
@@ -137,55 +149,66 @@ def named(indices: list[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
-_OF_THE_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+# ---- what a dataset must be ------------------------------------------------------------------------------------------
 
 
-def no_shared_memory() -> LockstepError:
-    todo = "give it more (docker run --shm-size=8g), or num_workers=0"
-    return LockstepError("/dev/shm is full", "the loader's processes", todo, exit_code=5)
+def per_sample(dataset: Any, name: str) -> np.ndarray | None:
+    """Return the dataset's (N,) attribute of that name, if it has one."""
+    values = getattr(dataset, name, None)
+    if values is None:
+        return None
+    values = np.asarray(values)
+    if values.shape != (len(dataset),):
+        what = f"the `{name}` of the dataset have the shape {values.shape}, and it has {len(dataset)} samples"
+        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
+    return values
 
 
 def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
-    """A digest of the datasets' lengths and of the first, the middle and the last sample of each. They are fetched
-    twice: what is not the same both times is not in it, and `random_samples` says whether that may be."""
-    digest, drawn_at_random = hashlib.sha256(), list[LockstepError]()
+    """Return a digest of the datasets' lengths and of the first, the middle and the last sample of each. Leaves that
+    differ between two fetches are left out, and raise LockstepError unless random_samples=warn."""
+    digest, changed = hashlib.sha256(), list[tuple[str, str]]()
     with kept_generators():
         seed_everything(0)
-        for dataset in (each for each in datasets if each is not None):
-            source = Source(dataset)
-            digest.update(str(len(dataset)).encode())
-            for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
-                batch, again = (source.get(ask([index], source.seeded)) for _ in range(2))
-                batches.check(batch, source.name)
-                others = {name: _content(leaf) for name, leaf in batches.leaves(again)}
-                for name, leaf in sorted(batches.leaves(batch), key=operator.itemgetter(0)):
-                    if (content := _content(leaf)) == others.get(name):
-                        digest.update(f"{name} ".encode() + content)
+        for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
+            digest.update(str(len(fetcher)).encode())
+            for index in sorted({0, len(fetcher) // 2, len(fetcher) - 1}):
+                content, again = (_contents(fetcher, index) for _ in range(2))
+                for name in sorted(content):
+                    if content[name] == again.get(name):
+                        digest.update(f"{name} ".encode() + content[name])
                     else:
-                        drawn_at_random.append(_another_each_time(source.name, index, name))
-    if drawn_at_random and random_samples == "stop":
-        raise drawn_at_random[0]
-    if drawn_at_random:
-        console.warning(drawn_at_random[0])
+                        changed.append((f"{name or 'value'!r} of sample {index}", fetcher.name))
+    if changed:
+        what, where = changed[0]
+        todo = "draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
+        todo += "no two runs are alike, and no two cuts; random_samples=warn trains all the same"
+        stop_or_warn(LockstepError(f"{what} changes between two fetches", where, todo), random_samples)
     return digest.hexdigest()[:12]
 
 
+def _contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
+    """Return the bytes to hash of each leaf of a sample."""
+    batch = fetcher.fetch([index])
+    batches.check(batch, fetcher.name)
+    return {name: _content(leaf) for name, leaf in batches.tree_leaves(batch)}
+
+
+def stop_or_warn(error: LockstepError, random_samples: str) -> None:
+    """Raise the error of samples drawn from a generator, or print it as a warning where such samples are allowed."""
+    if random_samples == "stop":
+        raise error
+    console.warning(error)
+
+
 def _content(leaf: Any, depth: int = 3) -> bytes:
-    """Return what a tensor or an object is told by: its class and its attributes, but neither its bytes nor its words,
-    which may be others in each process."""
+    """Return the bytes to hash: a tensor's contents; of an object class and attributes, because its repr may differ
+    from process to process."""
     if isinstance(leaf, Tensor):
         content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
         return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + content
-    plain = type(leaf) in batches.PLAIN or isinstance(leaf, list)
-    attributes = [*batches.leaves(vars(leaf))] if depth and not plain and hasattr(leaf, "__dict__") else []
+    if type(leaf) in batches.PLAIN or isinstance(leaf, list):
+        return repr(leaf).encode()
+    attributes = batches.tree_leaves(vars(leaf)) if depth and hasattr(leaf, "__dict__") else ()
     inner = [f" {name} ".encode() + _content(part, depth - 1) for name, part in attributes]
-    return b"".join([(repr(leaf) if plain else type(leaf).__qualname__).encode(), *inner])
-
-
-def _another_each_time(name: str, index: int, leaf: str) -> LockstepError:
-    return LockstepError(
-        f"sample {index} is another each time it is fetched: its {leaf or 'value'!r} is",
-        name,
-        "draw from the seed that __getitem__(i, seed) is given, in `prepare` from batch['lockstep'].seed, or "
-        "no two runs are alike, and no two cuts; random_samples=warn trains all the same"
-    )
+    return b"".join([type(leaf).__qualname__.encode(), *inner])

@@ -59,7 +59,7 @@ def _check_plain(held: Any, where: str) -> None:
     """Raise LockstepError for what `weights_only=True` would not load; tensors are left out of the file."""
     file, empty = io.BytesIO(), torch.empty(0)
     try:
-        torch.save(batches.map_leaves(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
+        torch.save(batches.tree_map(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
         archive.examine(file)
     except Exception as error:
         _pass_on(error)
@@ -80,7 +80,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     _check_plain(state, f"what {kind} keeps")
     shared = _shared(state)
     twice = {id(value) for value in shared.values()}  # copies in a checkpoint: one each
-    saved = batches.map_leaves(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf) if twice else state
+    saved = batches.tree_map(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf) if twice else state
     torchs = type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine."))
     try:
         load_state(twin, saved if torchs else copy.deepcopy(saved))  # another's might change in place what it is given
@@ -89,8 +89,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
         _pass_on(error)
         what = f"{kind} cannot load what it has saved: {type(error).__name__}: {headline(error)}"
         raise _error(what, "mend its load_state_dict") from error
-    then = dict(batches.leaves(restored))
-    for name, value in batches.leaves(state):
+    then = dict(batches.tree_leaves(restored))
+    for name, value in batches.tree_leaves(state):
         if not _same(value, then.get(name)):
             raise _error(f"{kind} does not get {name} back as it was saved", "mend its load_state_dict")
     if lost := sorted(shared.keys() - _shared(restored).keys()):
@@ -110,7 +110,7 @@ def _error(what: str, todo: str) -> LockstepError:
 def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of an optimizer's state that are there under several names."""
     places: dict[Any, dict[str, Tensor]] = {}
-    for name, value in batches.leaves(state.get("state", {})):
+    for name, value in batches.tree_leaves(state.get("state", {})):
         if isinstance(value, Tensor) and value.numel():
             places.setdefault((value.data_ptr(), value.shape, value.stride()), {})[name] = value
     return {name: value for same in places.values() if len(same) > 1 for name, value in same.items()}
@@ -120,7 +120,7 @@ def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
     """Yield the places of numbers, tensors and generators that differ, or were not there."""
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
-    inner, others = batches.parts_of(now), batches.parts_of(then) or {}
+    inner, others = batches.children(now), batches.children(then) or {}
     if inner is not None:
         for key, part in inner.items():  # a parameter may be a key, whose text would be long
             yield from _changed(f"{name}.{key}" if isinstance(key, str | int) else name, part, others.get(key))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.data.batches import leaves, map_tensors
+from engine.data.batches import map_tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
@@ -84,7 +84,7 @@ class StepGraph:
         ((batch, micro),) = passes = [*passes]
         rate = run.lr
         self.inside.lr.fill_(rate)
-        parts = dict(leaves(batch))
+        parts = dict(tree_leaves(batch))
         form = {name: (part.shape, part.dtype) if _is_tensor(part) else type(part) for name, part in parts.items()}
         if self.graph is None and form != self.form:
             self.form, self.taken = form, 0
@@ -117,7 +117,7 @@ class StepGraph:
     def _watched(self, passes: Any) -> Outcome:
         """Take a step kernel by kernel, and give up where it could not be recorded, while nothing is broken by that."""
         (batch, _), *_ = passes
-        objects = [name for name, part in leaves(batch) if not _is_tensor(part) and part is not None]
+        objects = [name for name, part in tree_leaves(batch) if not _is_tensor(part) and part is not None]
         buffers = self.run.workers.buffers
         mode, before = torch.cuda.get_sync_debug_mode(), [*map(id, buffers().values())]
         with warnings.catch_warnings(record=True) as seen:
@@ -153,7 +153,7 @@ class StepGraph:
         finally:
             phase.listeners = listeners
         self.graph, self.outcome, self.loss = graph, self.inside.outcome, self.run.meter.losses[0][1]
-        self.inputs = [part for _, part in leaves(self.batch) if _is_tensor(part)]
+        self.inputs = [part for _, part in tree_leaves(self.batch) if _is_tensor(part)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
 
     def _launch(self, parts: dict[str, Any], micro: Any) -> Outcome:

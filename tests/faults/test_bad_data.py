@@ -53,18 +53,26 @@ def save_windows(path, **change):
 # ---------------------------------------------------------------------------------------------------- sensors
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "a.npz is cut short or no .npz file: the file is empty"),
-        (b"time,x,y\n1,2,3\n", "a.npz is cut short or no .npz file: File is not a zip file"),
-        (b"PK\x03\x04" + bytes(50), "a.npz is cut short or no .npz file: File is not a zip file"),
-    ],
-)
-def test_what_is_named_npz_and_is_none(tmp_path, content, says):
-    (tmp_path / "a.npz").write_bytes(content)
-    line = refused("har", root=str(tmp_path / "a.npz"))
-    assert says in line and line.endswith("write the file again, with numpy.savez")
+FILES = {  # a file or folder of another kind than its name tells: (task, name, content, what is said)
+    "empty": ("har", "a.npz", b"", "a.npz is cut short or no .npz file: the file is empty"),
+    "csv": ("har", "a.npz", b"time,x,y\n1,2,3\n", "a.npz is cut short or no .npz file: File is not a zip file"),
+    "cut": ("har", "a.npz", b"PK\x03\x04" + bytes(50), "a.npz is cut short or no .npz file: File is not a zip file"),
+    "bell": ("har", "a.ts", b"@t\n@classLabel true u\x07p down\n", "a control character (#x07)", "a.ts:2)"),
+    "escape": ("har", "a.ts", b"@t\n@classLabel true up\x1b[2J\n", "a control character (#x1b)", "a.ts:2)"),
+    "no channels": ("har", "a.ts", b"@classLabel true up down\n@data\nup\n", "no ':' between values and label"),
+    "sensors in no folder": ("har", "", b"", "no sensor data found"),
+    "videos in no folder": ("video", "", b"", "no classes.txt"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_are_no_data(tmp_path, kind):
+    task, name, content, *says = FILES[kind]
+    if name:
+        (tmp_path / name).write_bytes(content)
+    line = refused(task, root=str(tmp_path / name))
+    assert all(words in line for words in says), line
+    assert not name.endswith("npz") or line.endswith("write the file again, with numpy.savez")
 
 
 @pytest.mark.parametrize("name", ["gone", "~nobody-of-this-name/x", "x" * 5000, "a\0b"])
@@ -72,11 +80,6 @@ def test_what_is_named_npz_and_is_none(tmp_path, content, says):
 def test_data_that_are_not_there(task, name):
     with pytest.raises(LockstepError, match=r"no such file|no folder|cannot read"):
         make(task, root=name).datasets()
-
-
-def test_an_empty_folder(tmp_path):
-    assert "no sensor data found" in refused("har", root=str(tmp_path))
-    assert "no classes.txt" in refused("video", root=str(tmp_path))
 
 
 @pytest.mark.parametrize("save", [save_recordings, save_windows], ids=["recordings", "windows"])
@@ -146,12 +149,6 @@ def test_text_of_what_is_no_character(tmp_path, code, order):
     assert "text with control characters" in refused("har", root=save_recordings(tmp_path / "a.npz", classes=names))
 
 
-@pytest.mark.parametrize("raw", ["@classLabel true u\x07p down\n@data\n1,2:up\n", "@classLabel true up\x1b[2J down\n"])
-def test_control_characters_in_a_text_file(tmp_path, raw):
-    (tmp_path / "a.ts").write_text("@timeStamps false\n" + raw)
-    assert re.search(r"a control character \(#x(07|1b)\) \(.*a.ts:2\)", refused("har", root=str(tmp_path / "a.ts")))
-
-
 def test_subjects_may_be_unknown(tmp_path):
     """One archive of recordings without `subject` trains; it is asked for only where it is needed."""
     path = save_recordings(tmp_path / "a.npz", lengths=np.full(6, 10), label=np.arange(6) % 2)
@@ -165,11 +162,6 @@ def test_subjects_may_be_unknown(tmp_path):
 def test_no_part_of_the_data_is_on_both_sides(tmp_path):
     root = save_recordings(tmp_path / "a.npz", subject=np.array([1, 2, 2]), val=np.array([False, False, True]))
     assert "subject 2 is in both train and test" in refused("har", root=root, length=8)
-
-
-def test_a_line_of_a_ts_file_without_channels(tmp_path):
-    (tmp_path / "a.ts").write_text("@classLabel true up down\n@data\nup\n")
-    assert "no ':' between values and label" in refused("har", root=str(tmp_path / "a.ts"))
 
 
 def test_a_single_class_is_nothing_to_learn(tmp_path, launch):
@@ -203,21 +195,19 @@ def write_clips(folder, labels=("rest", "walk", "rest")):
         ("trials.csv", "0,a,rest", "0", r"first_frame=, num_frames=.*\(.*trials.csv:2\)"),
         ("trials.csv", "walk", "2", r"unknown label '2' \(.*trials.csv:3\): choose one of rest, walk"),
         ("frames.npy", "", None, r"frames.npy is cut short or no .npy file: the file is empty"),
+        ("frames.npy", "an archive", None, r"no .npy file"),
         ("frames.npy", "NUMPY", "NVMPY", r"frames.npy is cut short or no .npy file: the magic string"),
     ],
-    ids=["video", "field", "short", "label", "empty", "magic"],
+    ids=["video", "field", "short", "label", "empty", "archive", "magic"],
 )
 def test_a_damaged_folder_of_clips(tmp_path, file, old, new, says):
     path = write_clips(tmp_path / "clips") / file
-    path.write_bytes(b"" if new is None else path.read_bytes().replace(old.encode(), new.encode(), 1))
+    if old == "an archive":
+        save_windows(tmp_path / "a.npz")
+        (tmp_path / "a.npz").rename(path)
+    else:
+        path.write_bytes(b"" if new is None else path.read_bytes().replace(old.encode(), new.encode(), 1))
     assert re.search(says, refused("video", root=str(tmp_path / "clips"), frames=4))
-
-
-def test_an_archive_named_as_the_frames(tmp_path):
-    frames = write_clips(tmp_path / "clips") / "frames.npy"
-    save_windows(tmp_path / "a.npz")
-    (tmp_path / "a.npz").rename(frames)
-    assert "no .npy file" in refused("video", root=str(tmp_path / "clips"), frames=4)
 
 
 def annotated(tmp_path, text):

@@ -149,12 +149,10 @@ def test_data_drawn_at_random_are_refused_or_warned_of(launch, tmp_path):
     words = ["train.py", str(tmp_path / "own.py"), "steps=2", f"save_dir={tmp_path / 'run'}"]
     done = launch.python(*words)
     assert done.code == 2 and len(done.err.splitlines()) == 1, done.err
-    assert done.errors[0].startswith(
-        "error: sample 0 is another each time it is fetched: its 'x' is (Drawn): draw from"
-    )
+    assert done.errors[0].startswith("error: 'x' of sample 0 changes between two fetches (Drawn): draw from")
     assert not (tmp_path / "run").exists()
     done = succeed(launch.python(*words, "random_samples=warn"))
-    assert done.out.count("warning: sample 0 is another each time it is fetched: its 'x' is (Drawn)") == 1
+    assert done.out.count("warning: 'x' of sample 0 changes between two fetches (Drawn)") == 1
 
 
 SUMS = """    def loss(self, net, batch):

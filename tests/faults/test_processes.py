@@ -17,7 +17,7 @@ import torch
 from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
 
 from engine.comm import scratch
-from engine.data.samples import Source, ask
+from engine.data.samples import Fetcher, Request
 from engine.errors import LockstepError
 from engine.survive import blame
 
@@ -110,9 +110,9 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
         raise error
         yield
 
-    source = Source([{"x": torch.zeros(2)}] * 9)
+    fetcher = Fetcher([{"x": torch.zeros(2)}] * 9)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker was killed, or has ended$") as gone:
-        source.get(ask([7], False), fetched(error))
+        fetcher.get(Request([7]), fetched(error))
     said = str(blame.translate(gone.value, None))
     assert said.startswith(
         "a loader process failed: DataLoader worker was killed, or has ended (engine/data/samples.py"
@@ -120,7 +120,7 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
     assert "fewer num_workers" in said
     own = type(error)("Caught it in DataLoader worker process 0.\nOriginal Traceback\nEOFError: short file")
     with pytest.raises(LockstepError, match=r"^sample 7 cannot be loaded: EOFError: short file"):
-        source.get(ask([7], False), fetched(own))
+        fetcher.get(Request([7]), fetched(own))
 
 
 @pytest.mark.slow

@@ -18,25 +18,10 @@ ALLOWED = {
     ("engine/comm/sealed.py", "pickle.loads()"),  # what ranks send each other; bears the run's seal, checked before
 }
 
-FORBIDDEN_CALLS = {
-    "eval",  # only as a builtin: Module.eval is something else
-    "exec",
-    "compile",
-    "__import__",
-    "os.system",
-    "os.popen",
-    "pickle.load",
-    "pickle.loads",
-    "pickle.Unpickler",
-    "marshal.load",
-    "marshal.loads",
-    "shelve.open",
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.unsafe_load",
-    "yaml.unsafe_load_all",
-    "yaml.full_load",
-    "yaml.full_load_all",
+FORBIDDEN_CALLS = {  # eval only as a builtin: Module.eval is something else
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "shelve.open", "marshal.load", "marshal.loads"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler"),
+    *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"),
 }
 FORBIDDEN_ARGUMENTS = {("weights_only", False), ("allow_pickle", True), ("shell", True)}
 

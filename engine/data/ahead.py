@@ -1,0 +1,120 @@
+"""Fetch a batch while the one before it is worked on: tell the dataset, run a thread, copy to the GPU."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from engine.contract import Batch
+from engine.data.batches import map_tensors, tensors
+from engine.data.processes import starting_processes
+from engine.data.samples import Fetcher, named
+from engine.errors import LockstepError
+from engine.phases import phase
+
+Pairs = Iterator[tuple[Any, Batch]]
+"""Requests, each with its batch."""
+
+fetching = threading.Lock()
+"""Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are active. No process is
+forked meanwhile, either."""
+
+
+def fetched(fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device) -> Pairs:
+    """Return the requests, each with its batch on the device."""
+    if loader is None:
+        requests = _announced(fetcher, requests) if fetcher.prefetch else requests
+        pairs = ((request, fetcher.get(request)) for request in requests)
+    else:
+        with fetching, starting_processes():  # a fork amid a fetch would copy locks that nobody opens
+            batches = iter(loader)
+        # The sampler runs a second time in this process; in the loader's it is several batches ahead.
+        pairs = ((request, fetcher.get(request, batches)) for request in requests)
+    return pairs if device.type == "cpu" else ahead(pairs, device)
+
+
+def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
+    """Yield the requests; prefetch each batch one step ahead."""
+    last = None
+    for request in requests:
+        try:
+            fetcher.prefetch(request.indices)
+        except Exception as error:
+            what = f"`prefetch` of samples {named(request.indices)} has failed: {type(error).__name__}: {error}"
+            raise LockstepError(what, fetcher.name, "fix it or remove it", exit_code=5) from error
+        if last is not None:
+            yield last
+        last = request
+    if last is not None:
+        yield last
+
+
+def ahead(pairs: Pairs, device: torch.device) -> Pairs:
+    """Keep the next batch on its way to the device: a thread fetches and pins it while the last one is worked on, and
+    on a GPU it is copied on a stream of its own."""
+    on_gpu = device.type == "cuda"
+    wanted, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
+
+    def fetch() -> Any:
+        with fetching:
+            pair = next(pairs, None)
+            if pair is None or not on_gpu:
+                return pair
+            with torch.cuda.stream(_copies(device)):
+                return pair[0], to_device(pair[1], device)
+
+    def work() -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)  # a thread begins with GPU 0
+        while wanted.acquire() and not over.is_set():
+            try:
+                arrived.put(fetch())
+            except Exception as error:
+                arrived.put(error)
+
+    # A daemon: a run that fails doesn't wait for a loader process that will never answer.
+    thread = threading.Thread(target=work, name="loader", daemon=True)
+    thread.start()
+    try:
+        while (pair := arrived.get()) is not None:
+            if isinstance(pair, Exception):
+                raise pair
+            if on_gpu:
+                phase("host to device")  # the rest of the copy: this stream waits for it, the host doesn't
+                here = torch.cuda.current_stream(device)
+                here.wait_stream(_copies(device))
+                for value in tensors(pair[1]):
+                    value.record_stream(here)  # or its memory would be given to the next batch while it is in use
+            wanted.release()
+            yield pair
+    finally:
+        over.set()
+        wanted.release()
+        thread.join(1.0)
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all loaders: the allocator keeps the memory of each stream apart."""
+    return torch.cuda.Stream(device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy the tensors of a batch; asynchronously to a GPU, from pinned memory. What is there already stays."""
+    if device.type == "cpu":
+        return batch
+
+    def copied(value: Tensor) -> Tensor:
+        if value.device == device:
+            return value
+        pinned = value if value.is_pinned() or device.type != "cuda" else value.pin_memory()
+        return pinned.to(device, non_blocking=True)
+
+    return map_tensors(batch, copied)
