@@ -485,7 +485,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(batch, copied)
 
 
-def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple[Any, Any]:
+def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
     """Return the datasets to train on and to score, which is None without validation data. Raises LockstepError where
     they give no sample by its number.
 
@@ -494,7 +494,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
     """
     console.info("Loading data...\n")
     if split == "all":
-        task.load_metadata((state or {}).get("known", {}))
+        task.load_metadata(metadata or {})
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()

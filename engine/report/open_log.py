@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def already_complete(run: Run) -> bool:
         more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
         more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
-    console.info(f"Already complete: {run.resumed} stands at step {p.step} of {run.plan.total_steps}{more}")
+    console.info(f"Already complete: {run.resumed.path} stands at step {p.step} of {run.plan.total_steps}{more}")
     return True
 
 
@@ -37,30 +38,30 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
     last checkpoint and print how the run ended. From here on a signal requests a stop in good order."""
     world, progress = run.world, run.progress
-    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed))
+    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed.path))
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
-    status.current.begin(path, progress.step, run.resumed, words)
+    status.current.begin(path, progress.step, run.resumed.path, words)
     if isinstance(run.stop, StopRequest):
         run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     run.record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     run.record.profile = Profile(run, path, run.record.log.say) if profile else None
     if isinstance(run.record.log, log.Log) and made:
-        run.record.checkpoints = CheckpointWriter(
-            made[1], run.record.log, log.SHORT.get(run.task.monitor, run.task.monitor)
-        )
+        label = log.SHORT.get(run.task.monitor, run.task.monitor)
+        minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
+        run.record.checkpoints = CheckpointWriter(made[1], run.record.log, label, minutes)
         sealed.remember("folder", str(path))
         status.current.write("running")
-    if run.resumed:
+    if run.resumed.path:
         run.record.log.say(
-            f"Resuming {run.resumed}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
+            f"Resuming {run.resumed.path}: step {progress.step}, epoch {progress.epoch + 1}, sample {progress.position}"
         )
-        run.record.log.changed(run, run.changes)
-        if run.resumed_horizon not in (None, run.plan.horizon):
-            change = f"{run.plan.horizon} steps instead of {run.resumed_horizon}"
-            keep = f"schedule.horizon={run.resumed_horizon} keeps it as it was"
+        run.record.log.changed(run, [*run.resumed.changes.values()])
+        if run.resumed.horizon != run.plan.horizon:
+            change = f"{run.plan.horizon} steps instead of {run.resumed.horizon}"
+            keep = f"schedule.horizon={run.resumed.horizon} keeps it as it was"
             run.record.log.say(f"  note: the schedule now spans {change}; {keep}")
-        if run.plan.workers and (moved := _changed(run.resumed_environment, environment(run))):
+        if run.plan.workers and (moved := _changed(run.resumed.environment, environment(run))):
             run.record.log.say(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
     try:
         run.record.log.say("Starting training...\n")
