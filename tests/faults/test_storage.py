@@ -35,7 +35,16 @@ import torch
 from engine import config
 from engine.contract import LockstepError
 from engine.files import archive, atomic, run_folder, status
-from engine.files.checkpoints import FILES, LAST, LOCK, MANIFEST, Checkpoints, CheckpointWriter, find_checkpoint
+from engine.files.checkpoints import (
+    FILES,
+    LAST,
+    LOCK,
+    MANIFEST,
+    Checkpoints,
+    CheckpointWriter,
+    find_checkpoint,
+    tensor_bytes,
+)
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
 from engine.run import Progress
@@ -68,8 +77,14 @@ def step_of(path: Path) -> int:
     return step
 
 
+def save(checkpoints: Checkpoints, about: dict, name: str, best: bool = False) -> Path:
+    with checkpoints.commit(name, about["progress"]["step"], best, tensor_bytes(about)) as file:
+        torch.save(about, file)
+    return checkpoints.last
+
+
 def commit(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 64) -> Path:
-    return checkpoints.commit(state(step, size), f"step_{step}.pt", best)
+    return save(checkpoints, state(step, size), f"step_{step}.pt", best)
 
 
 def found(folder: Path) -> int | None:
@@ -305,23 +320,23 @@ def strike(folder: Path, scene: str, faults: Faults) -> LockstepError | None:
     return None
 
 
-def works_afterwards(folder: Path, scene: str) -> None:
-    """The next start finds its checkpoint and saves, and nothing torn stays behind."""
-    path, _ = find_checkpoint("auto", folder)
-    checkpoints = Checkpoints(folder, SCENES[scene][1])
-    if path:
-        checkpoints.forget_after(path)
-    commit(checkpoints, 9)
-    assert found(folder) == 9 and checkpoints.warnings == []
-    assert temporary(folder) == []
-    assert step_of(folder / LAST) == 9
-
-
-def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
-    shutil.copytree(folder, scratch, symlinks=True)
-    faults = Faults(0, "none")
-    assert strike(scratch, scene, faults) is None
-    return faults.calls
+def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: Path):
+    """Yield the n-th call's name, a scene's folder and a fault there, for each call and for one more."""
+    calls, faults = tmp_path / "calls", Faults(0, "none")
+    shutil.copytree(scenes / scene, calls, symlinks=True)
+    assert strike(calls, scene, faults) is None
+    for n in range(1, len(faults.calls) + 2):
+        folder = tmp_path / str(n)
+        shutil.copytree(scenes / scene, folder, symlinks=True)
+        yield faults.calls[n - 1 : n], folder, Faults(n, mode, for_good)
+        path, _ = find_checkpoint("auto", folder)  # the next start finds its checkpoint and saves
+        checkpoints = Checkpoints(folder, SCENES[scene][1])
+        if path:
+            checkpoints.forget_after(path)
+        commit(checkpoints, 9)
+        assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
+        shutil.rmtree(folder)
+    assert n > 60
 
 
 @pytest.mark.parametrize(("mode", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)])
@@ -329,25 +344,16 @@ def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
 def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
     befores, _, (new, _) = SCENES[scene]
     old = befores[-1][0] if befores else None
-    for n in range(1, len(calls_of(scenes / scene, scene, tmp_path / "0")) + 2):
-        folder = tmp_path / str(n)
-        shutil.copytree(scenes / scene, folder, symlinks=True)
+    for call, folder, faults in struck(scenes, scene, mode, for_good, tmp_path):
         before = snapshot(folder)
-        faults = Faults(n, mode, for_good)
         error = strike(folder, scene, faults)
-        what = f"call {n}: {faults.calls[n - 1 : n]}"
         if error:  # zipfile turns what it meets into an error of its own
-            assert error.exit_code == 3, what
-            assert os.strerror(mode) in str(error) or (faults.calls[n - 1] == "read" and "BadZip" in str(error)), what
-        if for_good:
-            assert found(folder) in (old, new), what
-        elif error:
-            assert snapshot(folder) == before, what
-        assert found(folder) == old if error and not for_good else found(folder) in (old, new), what
-        assert error or found(folder) == new, what
-        works_afterwards(folder, scene)
-        shutil.rmtree(folder)
-    assert not faults.struck and n > 60
+            assert error.exit_code == 3, call
+            assert os.strerror(mode) in str(error) or (call[0] == "read" and "BadZip" in str(error)), call
+        if error and not for_good:
+            assert snapshot(folder) == before and found(folder) == old, call
+        assert found(folder) in (old, new) if error else found(folder) == new, call
+    assert not faults.struck
 
 
 @pytest.mark.slow
@@ -360,29 +366,23 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
 def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tmp_path):
     befores, _, (new, _) = SCENES[scene]
     old = befores[-1][0] if befores else None
-    calls = ["", *calls_of(scenes / scene, scene, tmp_path / "0")]
-    for n in range(1, len(calls) + 1):
-        if calls[n - 1 : n + 1] == ["read", "read"]:  # a read changes nothing: this is the kill before
-            continue
-        folder = tmp_path / str(n)
-        shutil.copytree(scenes / scene, folder, symlinks=True)
-        faults = Faults(n, mode)
+    before = ""
+    for call, folder, faults in struck(scenes, scene, mode, False, tmp_path):
+        if [before, *call[:1]] != ["read", "read"]:  # a read changes nothing: this is the kill before
 
-        def save(folder=folder, faults=faults):
-            error = strike(folder, scene, faults)
-            if mode.startswith("power"):
-                faults.lose()
-            return error
+            def save(folder=folder, faults=faults):
+                error = strike(folder, scene, faults)
+                if mode.startswith("power"):
+                    faults.lose()
+                return error
 
-        status, said = in_child(save)
-        what = f"call {n}: {calls[n : n + 1]}"
-        if n == len(calls):
-            assert (status, said) == (0, "None") and found(folder) == new
-        else:
-            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (what, said)
-        assert found(folder) in (old, new), what
-        works_afterwards(folder, scene)
-        shutil.rmtree(folder)
+            status, said = in_child(save)
+            if call:
+                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (call, said)
+            else:
+                assert (status, said) == (0, "None") and found(folder) == new
+            assert found(folder) in (old, new), call
+        before = (call or [""])[0]
 
 
 @pytest.mark.slow
@@ -433,8 +433,8 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
     if not manifest:
         (folder / MANIFEST).unlink()
     asked = {"auto": "auto", "the file": str(folder / "step_2.pt"), "the folder": str(folder)}[resume]
-    n = 0
-    while True:
+    n, faults = 0, Faults(1, errno.EIO)
+    while not n or faults.struck:
         n += 1
         faults = Faults(n, errno.EIO)
         with pytest.MonkeyPatch.context() as patch:
@@ -447,8 +447,6 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
                 assert error.exit_code == 3 or resume != "auto"
                 step = 2
         assert step == 2 if resume == "the file" else step in (1, 2)
-        if not faults.struck:
-            break
     assert n > 10
 
 
@@ -471,13 +469,13 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
         assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n}000)" for n, name in enumerate(names, 1)]
         shutil.rmtree(tmp_path / "run")
         checkpoints.write(best(3), best=True)
-        checkpoints.wait(60)
     assert len(said) == 3 and said[2].startswith("warning: the checkpoint could not be written: No such file")
 
 
 def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
-    """After ten seconds, or once the last one's CPU time is a hundredth of the time since; at once, if that failed."""
-    clock = SimpleNamespace(now=100.0, used=0.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
+    """At the end of an epoch after ten seconds, or once the last one's CPU time is a hundredth of the time since; at
+    once, if that failed. Within an epoch after `minutes`, and that hundredth; after failures sooner."""
+    clock = SimpleNamespace(used=0.0, monotonic=lambda: 100.0, thread_time=lambda: clock.used)
     monkeypatch.setattr(CHECKPOINTS, "time", clock)
     go_on = threading.Event()
 
@@ -485,47 +483,40 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
         go_on.wait(60)
         clock.used += 0.03
 
+    (run := tmp_path / "run").mkdir()
     logger = SimpleNamespace(say=lambda text: None, sync=sync)
-    (tmp_path / "run").mkdir()
-    with contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "F1")) as writer:
+    with contextlib.closing(CheckpointWriter(Checkpoints(run), logger, "F1", minutes=0.01)) as writer:
 
-        def worth_it_after(seconds, began):
-            clock.now = began + seconds
-            return writer.worth_it()
+        def due(minutes):
+            writer.minutes = minutes
+            writer.write(state(1))
+            with contextlib.suppress(LockstepError):
+                writer.settle()
+            return round(writer.epoch_due_at - 100, 6), round(writer.due_at - 100, 6)
 
-        assert worth_it_after(0, 100), "there is none yet"
+        assert (writer.epoch_due_at, writer.due_at) == (100, 100.6), "there is none yet"
         writer.write(state(1))
-        assert not worth_it_after(9.9, 100) and worth_it_after(10, 100), "it is still being written"
+        assert (writer.epoch_due_at, writer.due_at) == (110, math.inf), "it is still being written"
         go_on.set()
-        writer.settle()
-        assert not worth_it_after(2.9, 100) and worth_it_after(3.1, 100)
-        within = [(minutes, writer.worth_it(minutes)) for minutes in (0.01, 0.05, 0.06)]
-        assert within == [(0.01, True), (0.05, True), (0.06, False)], "3.1 s have passed, and 100 times the cost"
-        clock.now = 102.9
-        assert not writer.worth_it(0.01), "100 times the cost have not"
-        shutil.rmtree(tmp_path / "run")
-        writer.write(state(2))
-        writer.wait(60)
-        assert worth_it_after(0, clock.now), "it has failed"
-        for times, seconds in ((1, 30), (2, 60), (7, 600)):
-            writer.failures, clock.now = times, writer.since + seconds - 1
-            assert not writer.worth_it(math.inf), "within an epoch, also with save_every"
-            clock.now += 2
-            assert writer.worth_it(math.inf)
+        assert [due(minutes) for minutes in (0.01, 0.06, math.inf)] == [(3.0, 3.0), (3.0, 3.6), (3.0, math.inf)]
+        shutil.rmtree(run)
+        for times, seconds in ((1, 30), (2, 60), (7, 600), (2000, 600)):
+            writer.failures = times - 1
+            assert due(math.inf) == (0.0, seconds), "also with save_every"
 
 
 FULL_FROM_9 = """
 import errno
 from engine.files import checkpoints
 from tests.tasks import toy
-real, tried = checkpoints.write_atomically, []
-def write(path, give):
+real, tried = checkpoints.atomically, []
+def write(path):
     step = path.stem.removeprefix("step_")
     if path.suffix == ".pt" and not (step.isdigit() and int(step) <= 8) and len(tried) < {times}:
         tried.append(path)
         raise OSError(errno.ENOSPC, "No space left on device")
-    return real(path, give)
-checkpoints.write_atomically = write
+    return real(path)
+checkpoints.atomically = write
 class Task(toy.Task):
     pass
 """
@@ -552,8 +543,8 @@ FULL_FROM_5 = """
 import errno, os
 from engine.files import checkpoints
 from tests.tasks import toy
-real = checkpoints.write_atomically
-def write(path, give):
+real = checkpoints.atomically
+def write(path):
     if path.suffix == ".pt" and path.name != "step_4.pt":
         with open(path.parent / "somebody_else", "ab", buffering=0) as file:
             try:
@@ -561,8 +552,8 @@ def write(path, give):
                     pass
             except OSError:
                 pass
-    return real(path, give)
-checkpoints.write_atomically = write
+    return real(path)
+checkpoints.atomically = write
 class Task(toy.Task):
     pass
 """
@@ -633,7 +624,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
     commit(checkpoints, 1)
     before = snapshot(tmp_path)
     for held, named in ((np.float64(1), "numpy"), (lambda: 0, "")):
-        error = error_of(lambda: checkpoints.commit(state(2) | {"tally": held}, "step_2.pt", False))  # noqa: B023
+        error = error_of(lambda: save(checkpoints, state(2) | {"tally": held}, "step_2.pt"))  # noqa: B023
         assert error.exit_code == 3 and named in str(error)
         assert snapshot(tmp_path) == before and found(tmp_path) == 1
 
@@ -853,12 +844,12 @@ def test_going_back_to_an_older_one(run):
         checkpoints.forget_after((folder / "step_1.pt").resolve())
         faults = Faults(n, "kill")
 
-        def save(checkpoints=checkpoints, faults=faults):
+        def again(checkpoints=checkpoints, faults=faults):
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
-                checkpoints.commit(state(4), "step_3.pt", False)
+                save(checkpoints, state(4), "step_3.pt")
 
-        killed = os.WIFSIGNALED(in_child(save)[0])
+        killed = os.WIFSIGNALED(in_child(again)[0])
         path, warnings = find_checkpoint("auto", folder)
         assert path and warnings == [] and step_of(path) in (3, 1, 4)
         shutil.rmtree(folder)
@@ -1062,7 +1053,8 @@ def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
     ]
     weights = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
     weights |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "view": torch.arange(8.0)[2:6:2]}
-    path = Checkpoints(tmp_path).commit(state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}, "a.pt", True)
+    about = state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}
+    path = save(Checkpoints(tmp_path), about, "a.pt", best=True)
     with zipfile.ZipFile(path) as contents:
         (pickled,) = (contents.read(name) for name in contents.namelist() if name.endswith("data.pkl"))
     names = [given for code, given, _ in pickletools.genops(pickled) if code.name in ("GLOBAL", "STACK_GLOBAL", "INST")]
@@ -1095,7 +1087,7 @@ def test_last_best_and_k_more_stay(keep, tmp_path):
 
 def test_a_name_that_counts_is_never_written_into(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    paths = [checkpoints.commit(state(step), "best.pt", True) for step in (1, 2, 2, 3)]
+    paths = [save(checkpoints, state(step), "best.pt", best=True) for step in (1, 2, 2, 3)]
     assert len(set(paths)) == 4 and [step_of(path) for path in paths] == [1, 2, 2, 3]
 
 
@@ -1141,94 +1133,92 @@ def failing_unlink(name: str):
 def test_a_failed_removal_is_a_warning(run, monkeypatch):
     monkeypatch.setattr(CHECKPOINTS, "os", failing_unlink("step_1.pt"))
     said: list[str] = []
-    writer = writer_of(Checkpoints(run), said.append)
-    writer.write(state(3))
-    writer.settle()
+    with writer_of(Checkpoints(run), said.append) as writer:
+        writer.write(state(3))
     assert len(said) == 1 and "step_1.pt" in said[0] and "not permitted" in said[0]
-    writer.close()
     assert found(run) == 3 and (run / "step_1.pt").exists()
 
 
 @pytest.fixture(autouse=True)
 def no_writer_stays(monkeypatch):
     """Which the end of this process would wait for."""
-    monkeypatch.setattr(status.current, "settle", status.current.settle)
+    monkeypatch.setattr(status, "current", status.Status())
 
 
 def writer_of(checkpoints, say):
-    return CheckpointWriter(checkpoints, SimpleNamespace(say=say, sync=lambda: None), "F1")
+    return contextlib.closing(CheckpointWriter(checkpoints, SimpleNamespace(say=say, sync=lambda: None), "F1"))
 
 
 class Gated(Checkpoints):
-    """Commits only when told to, and counts how many at once."""
+    """Commits only when told to, counts how many at once, and fails for steps of `fails`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, fails=()):
         super().__init__(folder)
-        self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.gate, self.begun, self.fails = threading.Semaphore(0), threading.Semaphore(0), fails
         self.now = self.most = 0
-        self.fail = False
 
-    def commit(self, state, file, best):
+    @contextlib.contextmanager
+    def commit(self, name, step, *about):
         self.now += 1
         self.most = max(self.most, self.now)
         self.begun.release()
         self.gate.acquire()
         self.now -= 1
-        if self.fail:
+        if step in self.fails:
             raise LockstepError("it failed", exit_code=3)
-        return super().commit(state, file, best)
+        with super().commit(name, step, *about) as file:
+            yield file
 
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path, monkeypatch):
-    checkpoints, said, saved = Gated(tmp_path), list[str](), list[int]()
-    writer = writer_of(checkpoints, said.append)
+    checkpoints, said, saved, taken = Gated(tmp_path), list[str](), list[int](), list[int]()
     monkeypatch.setattr(status.current, "update", lambda step, checkpoint: saved.append(step))
-    writer.write(state(1))
-    checkpoints.begun.acquire()
-    assert said == saved == [] and found(tmp_path) is None  # in flight, and we do not wait
+    with writer_of(checkpoints, said.append) as writer:
+        writer.write(state(1))
+        checkpoints.begun.acquire()
+        assert said == saved == [] and found(tmp_path) is None  # in flight, and we do not wait
 
-    taken: list[int] = []
+        def let_it_write() -> None:
+            for step in (2, 3, 4):
+                writer.write(state(step))
+                taken.append(step)
 
-    def let_it_write() -> None:
-        for step in (2, 3, 4):
-            writer.write(state(step))
-            taken.append(step)
-
-    more = threading.Thread(target=let_it_write)
-    more.start()
-    # The second waits for the first, and so does who brings it: no more than one state is held in memory.
-    assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
-    for _ in range(4):
-        checkpoints.gate.release()
-    more.join()
-    writer.settle()
-    writer.close()
+        more = threading.Thread(target=let_it_write)
+        more.start()
+        # The second waits for the first, and so does who brings it: no more than one state is held in memory.
+        assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
+        for _ in range(4):
+            checkpoints.gate.release()
+        more.join()
+        writer.settle()
     assert checkpoints.most == 1 and saved == [1, 2, 3, 4] and found(tmp_path) == 4
 
 
 def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_path):
-    checkpoints, said = Gated(tmp_path), list[str]()
-    writer = writer_of(checkpoints, said.append)
-    for _ in range(4):
-        checkpoints.gate.release()
-
-    def save(step: int, fail: bool) -> None:
-        checkpoints.fail = fail
-        writer.write(state(step))
-        assert writer.pending is not None
-        writer.wait(60)
-
-    save(1, fail=True)
-    assert said == ["warning: it failed"]
-    assert error_of(writer.settle).exit_code == 3
-    save(2, fail=False)
-    writer.settle()
-    assert len(said) == 1 and found(tmp_path) == 2
-
-    save(3, fail=True)
-    save(4, fail=False)  # nobody has asked in between: it is said nevertheless
+    checkpoints, said = Gated(tmp_path, fails=(1, 3)), list[str]()
+    checkpoints.gate.release(4)
+    with writer_of(checkpoints, said.append) as writer:
+        writer.write(state(1))
+        assert error_of(writer.settle).exit_code == 3 and said == ["warning: it failed"]
+        writer.write(state(2))
+        writer.settle()
+        assert len(said) == 1 and found(tmp_path) == 2
+        writer.write(state(3))
+        writer.write(state(4))  # nobody has asked in between: it is said nevertheless
+        writer.settle()
     assert said == ["warning: it failed"] * 2 and found(tmp_path) == 4
-    writer.close()
+
+
+def test_what_is_unsaved_is_written_before_the_process_ends(tmp_path):
+    """By the end of the run, by the watchdog, or by one after the other."""
+    checkpoints = Gated(tmp_path)
+    with writer_of(checkpoints, print) as writer:
+        assert status.current.checkpoints is writer
+        writer.unsaved = state(1)
+        writer.close(0.01)
+        assert checkpoints.begun.acquire(timeout=60) and found(tmp_path) is None, "it waits no longer than that"
+        checkpoints.gate.release()
+    assert found(tmp_path) == 1
 
 
 # ---- one owner ------------------------------------------------------------------------------------------------------
