@@ -135,10 +135,10 @@ def error_of(work) -> LockstepError:
 class Faults:
     """Stands in for what these files do I/O with; the n-th call goes wrong.
 
-    error   fails with this errno; with `for_good`, so do all after it
-    kill    SIGKILL before the call
-    torn    half of a write reaches the file, any other call is done; then SIGKILL
-    power   as kill, and what was not fsynced is lost: what files got since, and renames, though not deletions
+    an errno  it fails; with `for_good`, so do all after it
+    kill      SIGKILL before the call
+    torn      half of a write reaches the file, any other call is done; then SIGKILL
+    power     as kill, and what was not fsynced is lost: what files got since, and renames, though not deletions
     power, renames stay  the same, but renames are on the disk, as a disk may order it
     """
 
@@ -161,10 +161,14 @@ class Faults:
             if self.mode == "torn":
                 with contextlib.suppress(OSError):
                     (torn or (lambda: real(*given, **named)))()
-            if str(self.mode).startswith("power"):
+            if self.mode.startswith("power"):
                 self.lose()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*given, **named)
+
+    def counted(self, owner, name: str):
+        real = getattr(owner, name)
+        return lambda *given, **named: self.call(name, real, *given, **named)
 
     def lose(self) -> None:
         for source, target, before in reversed(self.renames if self.mode == "power" else []):
@@ -173,27 +177,24 @@ class Faults:
             if before is not None:
                 target.write_bytes(before)
             self.unsynced = {source if path == target else path for path in self.unsynced}
-        for path in self.unsynced:
-            if path.exists():
-                os.truncate(path, self.synced.get(path, 0))
+        for path in filter(Path.exists, self.unsynced):
+            os.truncate(path, self.synced.get(path, 0))
 
     def open(self, path, mode="r", **how):
-        file = self.call("open", open, path, mode, **how)
-        self.paths[file.fileno()] = Path(path)
-        if "a" in mode and Path(path) not in self.unsynced:
-            self.synced[Path(path)] = os.path.getsize(path)
-        return File(self, file, Path(path))
+        file, path = self.call("open", open, path, mode, **how), Path(path)
+        self.paths[file.fileno()] = path
+        if "a" in mode and path not in self.unsynced:
+            self.synced[path] = os.path.getsize(path)
+        return File(self, file, path)
 
     def replace(self, source, target):
-        before = Path(target).read_bytes() if os.path.isfile(target) else None
-        link = os.path.islink(source)  # last.pt, a convenience
+        source, target = Path(source), Path(target)
+        before, link = target.read_bytes() if target.exists() else None, source.is_symlink()
         self.call("replace", os.replace, source, target)
-        if not link:
-            self.renames.append((Path(source), Path(target), before))
-        if Path(source) in self.unsynced:
-            self.unsynced = (self.unsynced - {Path(source)}) | {Path(target)}
-        if not link:
-            self.synced[Path(target)] = self.synced.pop(Path(source), 0)
+        if not link:  # last.pt is a convenience
+            self.renames.append((source, target, before))
+            self.synced[target] = self.synced.pop(source, 0)
+        self.unsynced = {target if path == source else path for path in self.unsynced}
 
     def fsync(self, descriptor):
         self.call("fsync", os.fsync, descriptor)
@@ -209,35 +210,23 @@ class Faults:
         self.paths.pop(descriptor, None)
         return descriptor
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        def counted(module, name):
-            real = getattr(module, name)
-            return lambda *given, **named: self.call(name, real, *given, **named)
+    def zip_file(self, path):
+        raw = self.open(path, "rb")
+        opened = zipfile.ZipFile(raw)
+        opened.close = lambda close=opened.close: (close(), raw.file.close())
+        return opened
 
-        plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat", "statvfs")
-        mine = {name: counted(os, name) for name in plain}
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat")
+        mine = {name: self.counted(os, name) for name in plain}
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
         for file in (*MODULES, log):
             patch.setattr(file, "os", Stand(os, mine))
             patch.setattr(file, "open", self.open, raising=False)
-        patch.setattr(archive, "torch", Stand(torch, {"load": counted(torch, "load")}))
+        patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
+        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": self.zip_file}))
         for name in ("is_dir", "is_file", "resolve"):
-            patch.setattr(Path, name, counted(Path, name))
-        faults = self
-
-        class Zip(zipfile.ZipFile):
-            raw = None
-
-            def __init__(self, path):
-                self.raw = faults.open(path, "rb")
-                super().__init__(self.raw)
-
-            def close(self):
-                super().close()
-                if self.raw:
-                    self.raw.file.close()
-
-        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": Zip}))
+            patch.setattr(Path, name, self.counted(Path, name))
 
 
 class Stand:
@@ -251,7 +240,7 @@ class Stand:
         return getattr(self._module, name)
 
 
-class File:
+class File(contextlib.AbstractContextManager):
     """An open file whose reads, writes, flushes and closing are counted."""
 
     def __init__(self, faults: Faults, file, path: Path):
@@ -259,9 +248,6 @@ class File:
 
     def __getattr__(self, name):
         return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -505,58 +491,47 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
             assert due(math.inf) == (0.0, seconds), "also with save_every"
 
 
-FULL_FROM_9 = """
+FULL_AFTER = """
 import errno
 from engine.files import checkpoints
 from tests.tasks import toy
 real, tried = checkpoints.atomically, []
 def write(path):
     step = path.stem.removeprefix("step_")
-    if path.suffix == ".pt" and not (step.isdigit() and int(step) <= 8) and len(tried) < {times}:
+    if path.suffix == ".pt" and not (step.isdigit() and int(step) <= {step}) and len(tried) < {times}:
         tried.append(path)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        {full}
     return real(path)
 checkpoints.atomically = write
 class Task(toy.Task):
     pass
 """
+NO_SPACE = 'raise OSError(errno.ENOSPC, "No space left on device")'
+DANGER = "{} saves in a row have failed: nothing since step {} is on disk"
 
 
 @pytest.mark.parametrize(("times", "failures", "code"), [(2, 0, 0), (5, 3, 0), (999, 10, 3)])
 def test_a_disk_that_stays_full_is_a_danger_that_is_said(launch, tmp_path, times, failures, code):
     """Once for each save, from the third in a row on; a success ends it."""
-    (tmp_path / "own.py").write_text(FULL_FROM_9.format(times=times))
+    (tmp_path / "own.py").write_text(FULL_AFTER.format(step=8, times=times, full=NO_SPACE))
     words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=1", "eval_every=100"]
     done = launch.python("train.py", *words, f"save_dir={tmp_path / 'run'}")
     assert done.code == code, done.out + done.err
-    danger = "{} saves in a row have failed: nothing since step 8 is on disk"
-    said = [f"warning: {danger.format(n)}" for n in range(3, 3 + failures)]
+    said = [f"warning: {DANGER.format(n, 8)}" for n in range(3, 3 + failures)]
     assert [line for line in done.out.splitlines() if "in a row" in line] == said
     about = json.loads((tmp_path / "run/status.json").read_text())
-    assert about.get("warning", "") == (danger.format(12) if code else "")
+    assert about.get("warning", "") == (DANGER.format(12, 8) if code else "")
     assert ("could be written again" in done.out) is (times == 5)
 
 
 # ---- no room --------------------------------------------------------------------------------------------------------
 
-FULL_FROM_5 = """
-import errno, os
-from engine.files import checkpoints
-from tests.tasks import toy
-real = checkpoints.atomically
-def write(path):
-    if path.suffix == ".pt" and path.name != "step_4.pt":
-        with open(path.parent / "somebody_else", "ab", buffering=0) as file:
+FILL = """with open(path.parent / "somebody_else", "ab", buffering=0) as file:
             try:
                 while file.write(b"0" * 4096):
                     pass
             except OSError:
-                pass
-    return real(path)
-checkpoints.atomically = write
-class Task(toy.Task):
-    pass
-"""
+                pass"""
 
 FULL_RUN = """
 import subprocess, sys
@@ -568,23 +543,14 @@ print(open(sys.argv[1] + "/status.json").read())
 
 def test_a_full_disk_is_in_the_status(launch, tmp_path):
     """Which is written into its own blocks then: nothing new has room."""
-    (tmp_path / "own.py").write_text(FULL_FROM_5)
+    (tmp_path / "own.py").write_text(FULL_AFTER.format(step=4, times=999, full=FILL))
     (folder := tmp_path / "run").mkdir()
     words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=4", "eval_every=100"]
     done = launch.on_a_small_disk(folder, "1m", "-c", FULL_RUN, str(folder), *words, f"save_dir={folder}")
     about = json.loads(done.out.partition("ended with 3\n")[2])
     assert (about["state"], about["exit_code"], about["step"]) == ("failed", 3, 4), about
-    assert about["warning"] == "4 saves in a row have failed: nothing since step 4 is on disk"
+    assert about["warning"] == DANGER.format(4, 4)
     assert "No space left on device" in about["reason"] and "status.json was not written" not in done.err
-
-
-FULL = """
-import sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/faults"]
-import test_storage
-print(test_storage.fill(Path(sys.argv[2])))
-"""
 
 
 def fill(folder: Path) -> str:
@@ -599,24 +565,33 @@ def fill(folder: Path) -> str:
     return json.dumps([error.exit_code, str(error)])
 
 
-def test_a_full_disk(tmp_path, launch):
-    done = launch.on_a_small_disk(tmp_path, "4m", "-c", FULL, str(ROOT), str(tmp_path))
-    assert done.code == 0, done.err
-    code, text = json.loads(done.out)
-    assert code == 3 and "No space left on device" in text and str(tmp_path / "step_2.pt") in text
-    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
-    assert needed == 4.2 and 2 < free < 4.2
+FULL = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/faults"]
+import test_storage
+print(test_storage.fill(Path(sys.argv[2])))
+"""
 
 
-def test_a_limit_on_the_size_of_files(tmp_path):
+@pytest.mark.parametrize("kind", ["No space left on device", "File too large"])
+def test_no_room_for_a_checkpoint(kind, tmp_path, launch):
+    """On a full disk, and by a limit on the size of files."""
+
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         return fill(tmp_path)
 
-    status, said = in_child(limited)
+    if kind == "File too large":
+        status, said = in_child(limited)
+    else:
+        done = launch.on_a_small_disk(tmp_path, "4m", "-c", FULL, str(ROOT), str(tmp_path))
+        status, said = done.code, done.out or done.err
     assert status == 0, said
     code, text = json.loads(said)
-    assert code == 3 and "File too large" in text and str(tmp_path / "step_2.pt") in text and "4.2 MB" in text
+    assert code == 3 and kind in text and str(tmp_path / "step_2.pt") in text
+    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
+    assert needed == 4.2 and free > 2 and (free < 4.2 or kind == "File too large")
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path):
@@ -693,26 +668,17 @@ def test_a_damaged_checkpoint(damage, manifest, run):
     assert error.exit_code == 3 and "another file" in str(error)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"checkpoints": []}',
-        '{"checkpoints": [], "best": ""}',
-        '{"checkpoints": [{"file": "step_1.pt", "step": Infinity, "bytes": 1, "sha256": ""}], "best": ""}',
-        "[" * 100000,
-        b"\xff\xfe",
-        b"\0" * 300,
-        *(
-            json.dumps({"best": "", "checkpoints": [{"file": file, "step": 1, "bytes": 1, "sha256": ""}]})
-            for file in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", LOCK)
-        ),
-    ],
-)
+NAMED = '{"checkpoints": [{"file": %s, "step": 1, "bytes": 1, "sha256": ""}], "best": ""}'
+MANIFESTS = [b"\xff\xfe", b"\0" * 300, b"[" * 100000, None]
+MANIFESTS += [b"", b"{", b"[]", b"null", b'{"checkpoints": []}', b'{"checkpoints": [], "best": ""}']
+MANIFESTS += [NAMED.replace('"step": 1', '"step": Infinity').encode() % b'"step_1.pt"']
+MANIFESTS += [
+    (NAMED % json.dumps(name)).encode()
+    for name in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", LOCK)
+]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
 def test_a_damaged_manifest(text, run):
     """The files speak for themselves; none that is not vouched for is ever removed."""
     victim = run.parent / "victim.pt"
@@ -721,7 +687,7 @@ def test_a_damaged_manifest(text, run):
     path = run / MANIFEST
     path.unlink()
     if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_bytes(text)
     chosen, warnings = find_checkpoint("auto", run)
     assert chosen and chosen.parent == run and step_of(chosen) == 2 and MANIFEST in "".join(warnings)
     checkpoints = Checkpoints(run, keep=0)
@@ -796,26 +762,31 @@ def test_nothing_there_is_not_damage(tmp_path):
         assert error_of(lambda: find_checkpoint(str(path), None)).exit_code == 2  # noqa: B023
 
 
-@pytest.mark.parametrize("last", ["a link to a victim", "read-only", "a folder", "a dangling link", "a copy"])
-def test_what_stands_where_last_belongs(last, run):
+@pytest.fixture
+def victim(run):
+    """A file outside the folder, which stays as it is."""
+    path = run.parent / "victim"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+LASTS = {
+    "a link to a victim": lambda path, victim: path.symlink_to(victim),
+    "a dangling link": lambda path, victim: path.symlink_to(victim.with_name("absent")),
+    "a folder": lambda path, victim: path.mkdir(),
+    "a read-only copy": lambda path, victim: (path.write_bytes(b""), path.chmod(0o444)),
+}
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_what_stands_where_last_belongs(last, run, victim):
     """It is replaced, never written through."""
-    victim = run.parent / "victim"
-    victim.write_text("mine")
-    path = run / LAST
+    path, checkpoints = run / LAST, Checkpoints(run)
     path.unlink()
-    if last == "a link to a victim":
-        path.symlink_to(victim)
-    elif last == "a dangling link":
-        path.symlink_to(run.parent / "absent")
-    elif last == "a folder":
-        path.mkdir()
-    else:
-        shutil.copy(run / "step_2.pt", path)
-        path.chmod(0o444)
-    checkpoints = Checkpoints(run)
+    LASTS[last](path, victim)
     commit(checkpoints, 3)
-    assert victim.read_text() == "mine" and not (run.parent / "absent").exists()
-    assert found(run) == 3 and temporary(run) == []
+    assert not (run.parent / "absent").exists() and found(run) == 3 and temporary(run) == []
     if last == "a folder":
         assert LAST in "".join(checkpoints.warnings)
     else:
@@ -823,14 +794,11 @@ def test_what_stands_where_last_belongs(last, run):
 
 
 @pytest.mark.parametrize("name", [".step_3.pt.tmp", ".manifest.json.tmp", ".last.pt.tmp", "step_3.pt", "manifest.json"])
-def test_a_link_planted_where_a_file_will_be_written(name, run):
-    victim = run.parent / "victim"
-    victim.write_text("mine")
+def test_a_link_planted_where_a_file_will_be_written(name, run, victim):
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(victim)
     commit(Checkpoints(run), 3)
-    assert victim.read_text() == "mine" and not (run / name).is_symlink()
-    assert found(run) == 3 and temporary(run) == []
+    assert not (run / name).is_symlink() and found(run) == 3 and temporary(run) == []
 
 
 @pytest.mark.slow
@@ -996,6 +964,11 @@ def patched_sizes(path: Path, packing: int) -> None:
     path.write_bytes(data)
 
 
+def pickled(data: bytes):
+    """A checkpoint with this pickle."""
+    return lambda path: rewrite(path, lambda name, before: data if name == "data.pkl" else before)
+
+
 CLAIMS = {
     "packed": lambda path: rewrite(path, lambda name, data: data, {"data/9": bytes(1 << 26)}, zipfile.ZIP_DEFLATED),
     "packed, 4 GB each": lambda path: patched_sizes(path, zipfile.ZIP_DEFLATED),
@@ -1004,19 +977,10 @@ CLAIMS = {
     "a storage of 1e12, a view of 64": lambda path: rewrite(path, claim(10**12, 64)),
     "a storage of 65": lambda path: rewrite(path, claim(65, 65)),
     "a view of 1e12": lambda path: rewrite(path, claim(64, 10**12)),
-    "a memo of 4e9": lambda path: rewrite(
-        path, lambda name, data: b"\x80\x02}r\xff\xff\xff\xff." if name == "data.pkl" else data
-    ),
-    "a billion laughs": lambda path: rewrite(
-        path, lambda name, data: b"\x80\x02]" + b"q\x00h\x00h\x00\x86" * 30 + b"." if name == "data.pkl" else data
-    ),
-    "a byte array of 1e12": lambda path: rewrite(
-        path,
-        lambda name, data: (
-            b"\x80\x02c__builtin__\nbytearray\n\x8a\x06" + (10**12).to_bytes(6, "little") + b"\x85R."
-            if name == "data.pkl"
-            else data
-        ),
+    "a memo of 4e9": pickled(b"\x80\x02}r\xff\xff\xff\xff."),
+    "a billion laughs": pickled(b"\x80\x02]" + b"q\x00h\x00h\x00\x86" * 30 + b"."),
+    "a byte array of 1e12": pickled(
+        b"\x80\x02c__builtin__\nbytearray\n\x8a\x06" + (10**12).to_bytes(6, "little") + b"\x85R."
     ),
 }
 
@@ -1042,16 +1006,8 @@ def test_a_file_that_claims_more_than_it_holds(what, tmp_path):
 
 def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
     """Every dtype included, and it reads back."""
-    dtypes = [
-        torch.uint16,
-        torch.bool,
-        torch.complex64,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.int64,
-        torch.float64,
-    ]
-    weights = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
+    dtypes = "uint16 bool complex64 bfloat16 float8_e4m3fn int64 float64".split()
+    weights = {name: torch.ones(3).to(getattr(torch, name)) for name in dtypes}
     weights |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "view": torch.arange(8.0)[2:6:2]}
     about = state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}
     path = save(Checkpoints(tmp_path), about, "a.pt", best=True)
@@ -1060,9 +1016,7 @@ def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
     names = [given for code, given, _ in pickletools.genops(pickled) if code.name in ("GLOBAL", "STACK_GLOBAL", "INST")]
     assert names and {name.split()[0] for name in names} <= {"collections", "torch", "torch._utils", "torch.storage"}
     again = archive.read(path)["model"]
-    assert all(
-        again[name].dtype == tensor.dtype and torch.equal(again[name], tensor) for name, tensor in weights.items()
-    )
+    assert all(again[name].dtype == value.dtype and torch.equal(again[name], value) for name, value in weights.items())
 
 
 # ---- what stays, and the thread that writes -------------------------------------------------------------------------
@@ -1283,13 +1237,10 @@ def test_looking_takes_nothing_and_drops_nothing(tmp_path):
     again.close()
 
 
-def test_a_lock_that_is_a_link_or_cannot_be_opened(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / LOCK).symlink_to(victim)
+def test_a_lock_that_is_a_link_or_cannot_be_opened(run, victim):
+    (run / LOCK).symlink_to(victim)
     for only_look in (True, False):
-        assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path, only_look)))  # noqa: B023
-    assert victim.read_text() == "mine"
-    (tmp_path / LOCK).unlink()
-    (tmp_path / LOCK).mkdir()
-    assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path)))
+        assert LOCK in str(error_of(lambda: run_folder.lock(run, only_look)))  # noqa: B023
+    (run / LOCK).unlink()
+    (run / LOCK).mkdir()
+    assert LOCK in str(error_of(lambda: run_folder.lock(run)))
