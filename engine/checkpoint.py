@@ -209,8 +209,8 @@ def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: st
 
 def restore(run: Run, saved: Saved) -> None:
     """(all ranks) Put a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
-    if run.cfg.init_from and (saved.path is None or saved.left_out):
-        run.task.started_from = _start_from(run.cfg.init_from, run.model)
+    if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
+        run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
@@ -241,14 +241,10 @@ def restore(run: Run, saved: Saved) -> None:
 def load_evaluated(model: nn.Module, saved: Saved) -> None:
     """Load the weights that an evaluation uses, their average if the run keeps one, into a bare model."""
     if saved.left_out and (source := saved.config["init_from"]):
-        _start_from(source, model)
+        weights.load_matching(model, weights.read(Path(source)), source)
     average = dict(saved.ema or saved.model)
     average.pop("n_averaged", None)
     _load_model(model, saved, average)
-
-
-def _start_from(source: str, model: nn.Module) -> str:
-    return weights.load_matching(model, weights.read(Path(source)), source)
 
 
 def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:

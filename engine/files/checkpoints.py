@@ -120,20 +120,25 @@ class Checkpoints:
         self._update_links(name, dropped)
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
-        """Let `last.pt` point to the last checkpoint, and remove others; a failure is only a warning."""
+        """Let `last.pt` point to the last checkpoint, and remove others."""
         beside = self.folder / f".{LAST}.tmp"
-        try:
-            os.symlink(last, beside)
-            os.replace(beside, self.folder / LAST)
-        except OSError as error:
-            self.warnings.append(f"{LAST} does not point to {last}: {error.strerror}")
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-        for name in dropped:
+        with self._or_warning(f"{LAST} does not point to {last}"):
             try:
+                os.symlink(last, beside)
+                os.replace(beside, self.folder / LAST)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside)
+        for name in dropped:
+            with self._or_warning(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
-            except OSError as error:
-                self.warnings.append(f"{name} is no longer needed but cannot be removed: {error.strerror}")
+
+    @contextlib.contextmanager
+    def _or_warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.warnings.append(f"{what}: {error.strerror}")
 
 
 def _undo(path: Path, manifest: Path, before: bytes | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
