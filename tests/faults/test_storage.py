@@ -698,11 +698,9 @@ def test_a_damaged_manifest(text, run):
 
 
 def test_a_manifest_that_is_a_folder(run):
-    (run / MANIFEST).unlink()
-    (run / MANIFEST).mkdir()
-    assert found(run) == 2
+    as_folder(run / MANIFEST)
     before = snapshot(run)
-    assert error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
+    assert found(run) == 2 and error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
     assert snapshot(run) == before
 
 
@@ -1045,47 +1043,31 @@ def test_a_name_that_counts_is_never_written_into(tmp_path):
     assert len(set(paths)) == 4 and [step_of(path) for path in paths] == [1, 2, 2, 3]
 
 
-def test_the_only_whole_one_stays_when_a_save_fails(run):
-    """keep=0 would drop both; the new one doesn't reach the disk as it was written."""
-    DAMAGE["truncated"](run / "step_2.pt")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "sha256_of", lambda path: "0" * 64)
-        error = error_of(lambda: commit(Checkpoints(run, 0), 3))
-    assert error.exit_code == 3 and "read back" in str(error)
-    assert found(run) == 1 and temporary(run) == []
-
-
 def test_a_disk_that_writes_something_else(run, monkeypatch):
-    """The bytes read back differ from those handed to the disk: the checkpoint before stays."""
+    """The bytes read back differ from those handed to the disk: the only whole one stays, though keep=0 drops it."""
+    DAMAGE["truncated"](run / "step_2.pt")
+
+    class Lying(File):
+        def write(self, data):
+            return self.file.write(bytes(data).replace(b"\0\0@@", b"\0\0@A"))
 
     def lying(path, mode="r", **how):
         file = open(path, mode, **how)  # noqa: SIM115
-        if "x" in mode and "step_3" in str(path):
-
-            class Lying(File):
-                def write(self, data):
-                    return self.file.write(bytes(data).replace(b"\0\0@@", b"\0\0@A"))
-
-            return Lying(Faults(0, "none"), file, Path(path))
-        return file
+        return Lying(Faults(0, "none"), file, Path(path)) if "x" in mode and "step_3" in str(path) else file
 
     monkeypatch.setattr(atomic, "open", lying, raising=False)
     before = snapshot(run)
-    assert error_of(lambda: commit(Checkpoints(run, 0), 3)).exit_code == 3
-    assert snapshot(run) == before and found(run) == 2
-
-
-def failing_unlink(name: str):
-    def unlink(path, *given):
-        if Path(path).name == name:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        os.unlink(path, *given)
-
-    return Stand(os, {"unlink": unlink})
+    error = error_of(lambda: commit(Checkpoints(run, 0), 3))
+    assert error.exit_code == 3 and "read back" in str(error) and snapshot(run) == before and found(run) == 1
 
 
 def test_a_failed_removal_is_a_warning(run, monkeypatch):
-    monkeypatch.setattr(CHECKPOINTS, "os", failing_unlink("step_1.pt"))
+    def unlink(path, *given):
+        if Path(path).name == "step_1.pt":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        os.unlink(path, *given)
+
+    monkeypatch.setattr(CHECKPOINTS, "os", Stand(os, {"unlink": unlink}))
     said: list[str] = []
     with writer_of(Checkpoints(run), said.append) as writer:
         writer.write(state(3))
