@@ -496,6 +496,8 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     assert 0 < rest < 30, "counters"
     assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in state["model"].items())
     again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
+    held = again.resumed
+    assert held.path and (held.model, held.ema, held.optimizer) == ({}, None, {}), "or they would stay in memory"
     for _ in zip(outcomes, more, strict=False):
         pass
     ours, theirs = ([*tensors(run.ema.state_dict()), *tensors(run.model.state_dict())] for run in (again, run))
