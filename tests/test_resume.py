@@ -335,6 +335,14 @@ def test_another_programs_checkpoint_is_refused_in_words(launch, finished, kind)
         assert "Resuming" in succeed(launch.train(TOY, "epochs=2", f"resume={path}", f"save_dir={new}")).out
 
 
+def test_a_resumed_run_keeps_what_was_decided_for_it(launch, finished):
+    """On a machine that would decide something else."""
+    other = {"precision": "off" if load(finished)["precision"] == "bf16" else "bf16", "memory_format": "channels_last"}
+    path, new = foreign(finished, lambda state: state.update(other)), finished.parent / "new"
+    succeed(launch.train(TOY, "epochs=2", f"resume={path}", f"save_dir={new}"))
+    assert {name: load(new)[name] for name in other} == other
+
+
 def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
     def prefix(state):
         state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
