@@ -357,7 +357,7 @@ class EvalLoader(_Loader):
         return tell(to_device(self.source.get(request), self.device), Given(index, index, sample_seeds(0, 0, index)))
 
 
-def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple[Any, Any]:
+def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
     """Return the datasets to train on and to score, which is None without validation data. Raises LockstepError where
     they give no sample by its number.
 
@@ -366,7 +366,7 @@ def load_datasets(task: Task, split: str, state: dict[str, Any] | None) -> tuple
     """
     console.info("Loading data...\n")
     if split == "all":
-        task.load_metadata((state or {}).get("known", {}))
+        task.load_metadata(metadata or {})
         datasets = (task.full_dataset(),) * 2
     else:
         datasets = task.datasets()

@@ -65,22 +65,22 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
 def build(args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = "") -> Run:
     """(all ranks) Build all up to the first step; writes nothing. With `split` that part of the data is scored."""
     speed.set_backends(args.cfg)
-    cfg, resumed, state = checkpoint.find(args.cfg, world)
+    cfg, saved = checkpoint.find(args.cfg, world)
     with survive.sync_errors(world):  # if one rank fails in here, all stop, with its message
         task = tasks.load(cfg.task)(cfg)
-        task.resuming = resumed is not None
-        train_set, val_set = load_datasets(task, split, state)
+        task.resuming = saved.path is not None
+        train_set, val_set = load_datasets(task, split, saved.metadata)
         plan = make_plan(cfg, world, len(train_set))  # global batch, accumulation, steps, learning rate
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)  # DistributedSamplers that never pad
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
-        checkpoint.check_same_run(state, args, task, plan, data, resumed, split)
+        saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
     plan = speed.agree(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks
-    amp = precision.choose_together(cfg, world, state, strict)  # bf16, fp16 or off
+    amp = precision.choose_together(cfg, world, saved.precision, strict)  # bf16, fp16 or off
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
         model = built(task).to(world.device)
-        plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, state)
+        plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, saved.memory_format)
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
@@ -88,7 +88,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
             train_loader=loaders[0], val_loader=loaders[1], stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
-        checkpoint.restore(run, state, resumed)  # or the weights of init_from
+        checkpoint.restore(run, saved)  # or the weights of init_from
         speed.compile_model(run)
     run.net = wrap_ddp(run, always=strict)
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere

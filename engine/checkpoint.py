@@ -15,10 +15,11 @@ from torch import nn
 from engine import config, launch
 from engine.comm import digests, sealed
 from engine.comm.buffers import check_buffers, equalise_buffers
-from engine.comm.world import World, sync_errors
+from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
 from engine.files import archive, run_folder, weights
+from engine.files.archive import Saved
 from engine.files.checkpoints import find_checkpoint
 from engine.optim import make
 from engine.optim.zero import Zero
@@ -36,44 +37,59 @@ FREE_KEYS = (
     "save_minutes optim.zero schedule.horizon random_samples init_from check_resume check_sums"
 ).split()
 FREE_SECTIONS = ("ddp.", "wandb.")
-"""Keys that may differ from the checkpoint's config, beside those that a task calls free. Of the global batch and the
-schedule's horizon only the results are compared, and the data have a fingerprint."""
+"""Keys that may differ from the checkpoint's config, besides `Task.resumable_keys`. global_batch and schedule.horizon
+are compared by resolved value, the data by fingerprint."""
+
+IN_EVERY_FORMAT = (
+    "config progress global_batch num_samples horizon precision data tally model ema optimizer scaler".split()
+)
 
 
-def find(cfg: Any, world: World) -> tuple[Any, Path | None, dict[str, Any] | None]:
-    """(all ranks) Return (the config with the folder of the run, the checkpoint to resume or None, its state or None).
+def find(cfg: Any, world: World) -> tuple[Any, Saved]:
+    """(all ranks) Return the config with the run's folder, and the checkpoint to resume, empty where there is none.
 
-    A run that torchrun, or lack of memory, has started again is resumed from the folder it had.
+    A run that torchrun, or lack of memory, has restarted is resumed from the folder it had.
     """
-    # torchrun counts no restarts of a machine that came back; it counts those of the others.
+    # A node that rejoins has restart count 0: ask all ranks.
     restarted = any(world.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
-    with sync_errors(world):
-        found, warnings = None, list[str]()
-        if world.main:
-            folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
-            again = folder and (restarted or launch.memory_restarts()) and find_checkpoint("auto", Path(folder))[0]
-            cfg = config.changed(cfg, {"save_dir": folder, "resume": "auto" if again else cfg.resume})
-            found, warnings = run_folder.inspect_run_folder(cfg)
-    folder, resume, found, warnings = world.broadcast((cfg.save_dir, cfg.resume, found, warnings))
-    cfg = config.changed(cfg, {"save_dir": folder, "resume": resume})
+
+    def look() -> tuple[dict[str, str], Path | None, list[str]]:
+        folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
+        again = folder and (restarted or launch.memory_restarts()) and find_checkpoint("auto", Path(folder))[0]
+        asked = {"save_dir": folder, "resume": "auto" if again else cfg.resume}
+        return asked, *run_folder.inspect_run_folder(config.changed(cfg, asked))
+
+    asked, path, warnings = world.broadcast(on_rank0(world, look) or ({}, None, []))
     for warning in warnings:
         console.warning(warning)
     with sync_errors(world):
-        state = _read(found, world) if found else None
-    return cfg, found, state
+        saved = _read(path, world) if path else Saved()
+    return config.changed(cfg, asked), saved
 
 
-def _read(path: Path, world: World) -> dict[str, Any]:
-    """Load a checkpoint that rank 0 has found: a rank that doesn't see it sees another folder."""
+def _read(path: Path, world: World) -> Saved:
+    """Load a checkpoint that rank 0 has found."""
     if not path.exists():
-        raise LockstepError(
-            f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})",
-            str(path),
-            "give a save_dir that all machines share",
-        )
-    state = archive.read(path)
-    check_format(state, path)
-    return state
+        what = f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})"
+        raise LockstepError(what, str(path), "give a save_dir that all machines share")
+    return opened(archive.read(path), path)
+
+
+def opened(state: dict[str, Any], path: Path) -> Saved:
+    """Return what a checkpoint holds, with what its version did not write filled in."""
+    if state["format"] not in (2, FORMAT):
+        what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
+        todo = "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it"
+        raise LockstepError(what, str(path), todo, exit_code=3)
+    return Saved(
+        path,
+        **{name: state[name] for name in IN_EVERY_FORMAT},
+        metadata=state.get("known"),
+        memory_format=state.get("memory_format") or state["config"].get("memory_format", "auto"),
+        environment=state.get("environment", {}),
+        left_out=state.get("left_out", {}),
+        optimizer_name=state.get("optimizer_name", ""),
+    )
 
 
 def capture(run: Run) -> dict[str, Any]:
@@ -137,133 +153,109 @@ def _copy(value: Any) -> Any:
     return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
 
 
-def check_format(state: dict[str, Any], path: Path) -> None:
-    if state["format"] not in (2, FORMAT):
-        raise LockstepError(
-            f"the checkpoint has format {state['format']}, this version reads {FORMAT}",
-            str(path),
-            "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it",
-            exit_code=3,
-        )
-
-
-def check_same_run(
-    state: dict[str, Any] | None,
-    args: config.Args,
-    task: Task,
-    plan: Plan,
-    fingerprint: str,
-    path: Path | None,
-    split: str = "",
-) -> None:
-    """Refuse to resume under a config that would make it another run, and say where the two differ; with --force, and
-    where a split is only scored, warn. Of keys that --force names all differences are noted in `state`."""
-    if not state:
-        return
+def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = "") -> Saved:
+    """Refuse to resume under a config that would make it a different run, naming the differences. Of a split that is
+    only scored the data alone are compared, for a warning. Return `saved` with the changes that --force allows."""
+    if saved.path is None:
+        return saved
     if split:
-        if split in ("val", "any") and fingerprint != state["data"]:
+        if split in ("val", "any") and fingerprint != saved.data:
             console.warning(
-                f"the data, or their split, are not those of the checkpoint ({state['data']} -> "
-                f"{fingerprint}): it may have been trained on some of what is scored\n"
+                f"the data, or their split, are not those of the checkpoint ({saved.data} -> {fingerprint}): "
+                "the scored data may overlap the training data\n"
             )
-        return
-    free = task.resumable_keys
-    sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
-    now = config.flatten(config.to_dict(args.cfg))
-    # A key that is younger than the run was at its default.
-    then = config.defaults(args.cfg) | config.flatten(state["config"])
-    differences: dict[str, str] = {}  # by key
-    if now["task"] != then["task"]:  # nothing else would be comparable
-        differences["task"] = f"task: {then['task']} -> {now['task']}"
-    else:
-        for key in sorted(now.keys() | then.keys()):
-            if (
-                now.get(key) != then.get(key)
-                and key not in {*FREE_KEYS, *free, *config.SETS_NOTHING}
-                and not key.startswith(sections)
-            ):
-                differences[key] = f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
-        moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
-        for key, name, old, new in (
-            ("schedule.horizon", "schedule.horizon", state["horizon"], plan.horizon if moved else state["horizon"]),
-            ("global_batch", "global batch", state["global_batch"], plan.global_batch),
-            ("data", "training samples", state["num_samples"], plan.num_samples),
-            ("data", "data", state["data"], fingerprint),
-        ):
-            if old != new:
-                differences[key] = "; ".join(filter(None, [differences.get(key), f"{name}: {old} -> {new}"]))
+        return saved
+    differences = _differences(saved, args.cfg, task, plan, fingerprint)
     named = args.force if isinstance(args.force, tuple) else ()
-    state["changes"] = {key: text for key, text in differences.items() if args.force is True or key in named}
-    differences = {key: text for key, text in differences.items() if key not in named}
-    if not differences:
-        return
-    if args.force is True:
-        console.warning(f"--force: this is not the run of {path}: {'; '.join(differences.values())}")
-        return
-    hint = f" (global_batch={state['global_batch']} keeps it)" if state["global_batch"] != plan.global_batch else ""
-    raise LockstepError(
-        f"this is not the run of the checkpoint: {'; '.join(differences.values())}",
-        str(path),
-        f"change these back{hint}, start a new run with another save_dir, or insist with --force "
-        + ",".join([*named, *differences]),
-    )
+    allowed = {key: text for key, text in differences.items() if args.force is True or key in named}
+    refused = {key: text for key, text in differences.items() if key not in named}
+    if refused and args.force is True:
+        console.warning(f"--force: this is not the run of {saved.path}: {'; '.join(refused.values())}")
+    elif refused:
+        hint = f" (global_batch={saved.global_batch} keeps it)" if saved.global_batch != plan.global_batch else ""
+        raise LockstepError(
+            f"this is not the run of the checkpoint: {'; '.join(refused.values())}",
+            str(saved.path),
+            f"change these back{hint}, start a new run with another save_dir, or insist with --force "
+            + ",".join([*named, *refused]),
+        )
+    return saved._replace(changes=allowed)
 
 
-def restore(run: Run, state: dict[str, Any] | None, path: Path | None) -> None:
-    """(all ranks) Put the state into the run; without one, the weights of `init_from`, if it is given."""
-    if run.cfg.init_from and (not state or state.get("left_out")):
-        run.task.started_from = _start_from(run.cfg.init_from, run.model)
+def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str) -> dict[str, str]:
+    """Return how the run of now differs from the one saved, by key, in words."""
+    free, now = task.resumable_keys, config.flatten(config.to_dict(cfg))
+    then = config.defaults(cfg) | config.flatten(saved.config)  # a key that is younger than the run was at its default
+    if now["task"] != then["task"]:  # nothing else would be comparable
+        return {"task": f"task: {then['task']} -> {now['task']}"}
+    may_differ = {*FREE_KEYS, *free, *config.SETS_NOTHING}
+    sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
+    found = {
+        key: [f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"]
+        for key in sorted(now.keys() | then.keys())
+        if now.get(key) != then.get(key) and key not in may_differ and not key.startswith(sections)
+    }
+    moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
+    for key, name, old, new in (
+        ("schedule.horizon", "schedule.horizon", saved.horizon, plan.horizon if moved else saved.horizon),
+        ("global_batch", "global batch", saved.global_batch, plan.global_batch),
+        ("data", "training samples", saved.num_samples, plan.num_samples),
+        ("data", "data", saved.data, fingerprint),
+    ):
+        if old != new:
+            found.setdefault(key, []).append(f"{name}: {old} -> {new}")
+    return {key: "; ".join(texts) for key, texts in found.items()}
+
+
+def restore(run: Run, saved: Saved) -> None:
+    """(all ranks) Put a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
+    if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
+        run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         if run.ema is not None:
             run.ema.module.load_state_dict(run.model.state_dict())
     names = [name for name in run.model.state_dict() if not run.task.saved(name)]
     run.record.left_out = left_out_digests(run.model, names) if names else {}
-    if not state:
+    if saved.path is None:
         return
     optimizer = make.name_of(run.optimizer)
-    if (then := state.get("optimizer_name", optimizer)) != optimizer:
-        todo = f"change it back, or start a new run with init_from={path}"
-        what = f"the checkpoint's optimizer is {then}, not {optimizer}"
-        raise LockstepError(what, str(path), todo, exit_code=3)
-    _load_model(run.model, state, state["model"], path)
-    with _of_the_same_model(path):
-        if run.ema is not None and state["ema"] is not None:
+    if saved.optimizer_name not in ("", optimizer):
+        what = f"the checkpoint's optimizer is {saved.optimizer_name}, not {optimizer}"
+        todo = f"change it back, or start a new run with init_from={saved.path}"
+        raise LockstepError(what, str(saved.path), todo, exit_code=3)
+    _load_model(run.model, saved, saved.model)
+    with _of_the_same_model(saved):
+        if run.ema is not None and saved.ema is not None:
             own = {
                 f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.record.left_out
             }
-            run.ema.load_state_dict(own | state["ema"])
-        make.load_state(run.optimizer, state["optimizer"], state.get("changes", ()))
-        if state["scaler"] and run.scaler.is_enabled():  # amp may have changed
-            run.scaler.load_state_dict(state["scaler"])
-    run.progress = Progress(**state["progress"])
+            run.ema.load_state_dict(own | saved.ema)
+        make.load_state(run.optimizer, saved.optimizer, saved.changes)
+        if saved.scaler and run.scaler.is_enabled():  # amp may have changed
+            run.scaler.load_state_dict(saved.scaler)
+    run.progress = Progress(**saved.progress)
     phase.step = run.progress.step
-    run.resumed, run.resumed_horizon, run.changes = path, state["horizon"], [*state.get("changes", {}).values()]
-    run.resumed_environment = state.get("environment", {})
-    run.meter.load(state["tally"])
+    run.meter.load(saved.tally)
+    run.resumed = saved._replace(model={}, ema=None, optimizer={})  # or the file's tensors would stay in memory
 
 
-def load_evaluated(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+def load_evaluated(model: nn.Module, saved: Saved) -> None:
     """Load the weights that an evaluation uses, their average if the run keeps one, into a bare model."""
-    if state.get("left_out") and (source := state["config"]["init_from"]):
-        _start_from(source, model)
-    average = dict(state["ema"] or state["model"])
+    if saved.left_out and (source := saved.config["init_from"]):
+        weights.load_matching(model, weights.read(Path(source)), source)
+    average = dict(saved.ema or saved.model)
     average.pop("n_averaged", None)
-    _load_model(model, state, average, path)
+    _load_model(model, saved, average)
 
 
-def _start_from(source: str, model: nn.Module) -> str:
-    return weights.load_matching(model, weights.read(Path(source)), source)
-
-
-def _load_model(model: nn.Module, state: dict[str, Any], saved: dict[str, Any], path: Path | None) -> None:
+def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
     """Load the weights that a checkpoint holds; those it has left out must be the model's own, the same as then."""
-    left_out = state.get("left_out", {})
-    own = {name: value for name, value in model.state_dict().items() if name in left_out}
+    own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
-    if other := next((name for name, digest in now.items() if digest != left_out[name]), ""):
-        what = f"{other}, which the checkpoint leaves to the task's `model`, is not the weight that it was trained with"
-        raise LockstepError(what, str(path), "give `model` the same weights again", exit_code=3)
-    with _of_the_same_model(path):
-        model.load_state_dict(own | weights.fitted(saved, model.state_dict()))
+    if changed := next((name for name, digest in now.items() if digest != saved.left_out[name]), ""):
+        what = f"{changed}, which the checkpoint leaves to the task's `model`, is not the weight it was trained with"
+        raise LockstepError(what, str(saved.path), "give `model` the same weights again", exit_code=3)
+    with _of_the_same_model(saved):
+        model.load_state_dict(own | weights.fitted(held, model.state_dict()))
 
 
 def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
@@ -278,14 +270,11 @@ def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _of_the_same_model(path: Path | None) -> Iterator[None]:
+def _of_the_same_model(saved: Saved) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        raise LockstepError(
-            f"the checkpoint is of another model: {' '.join(lines[:3])}",
-            str(path),
-            "use the model it was trained with, or start a new run with another save_dir",
-            exit_code=3,
-        ) from error
+        what = f"the checkpoint is of another model: {' '.join(lines[:3])}"
+        todo = "use the model it was trained with, or start a new run with another save_dir"
+        raise LockstepError(what, str(saved.path), todo, exit_code=3) from error

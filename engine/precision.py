@@ -57,14 +57,14 @@ class Autocast(nn.Module):
             return self.model(*inputs, **named)
 
 
-def choose_together(cfg: Any, world: World, state: dict[str, Any] | None, strict: bool = False) -> Precision:
-    """(all ranks) Return what the config asks for, the same on all ranks; for auto that of the checkpoint `state`."""
+def choose_together(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Precision:
+    """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved` in a checkpoint."""
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))
     if len(set(world.gather(chosen.name))) > 1:
         chosen = replace(chosen, name="off", note="not all processes have bf16")
-    if state and cfg.amp == "auto" and state["precision"] != chosen.name:
-        return replace(chosen, name=state["precision"], note="as in the run it continues")
+    if saved and cfg.amp == "auto" and saved != chosen.name:
+        return replace(chosen, name=saved, note="as in the run it continues")
     return chosen
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
+from engine.files.archive import Saved
 from engine.metrics import Meter, Outcome, Skipped, Straggler, Stragglers
 from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
@@ -75,7 +75,6 @@ class Stop:
 class Silent:
     """The log of every rank but the main one: prints and writes nothing."""
 
-    def say(self, text: str = "") -> None: ...
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
         return items
 
@@ -146,10 +145,7 @@ class Run:
     train_loader: Any
     val_loader: Any
     stop: Stop = field(default_factory=Stop)
-    resumed: Path | None = None  # the checkpoint that it was resumed from
-    resumed_horizon: int | None = None  # the length of that checkpoint's schedule
-    resumed_environment: dict[str, str] = field(default_factory=dict)  # what decided that checkpoint's last bits
-    changes: list[str] = field(default_factory=list)  # what --force has let differ from that checkpoint's config
+    resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
 
@@ -227,10 +223,9 @@ class Run:
         """Return this rank's votes on what follows the step that ends at this place of the epoch: 1 to stop, and by the
         clock of rank 0 a half to save."""
         save = False
-        if self.record.checkpoints is not None:
-            minutes = math.inf if self.cfg.save_every else self.cfg.save_minutes or math.inf
+        if (writer := self.record.checkpoints) is not None:
             ends = consumed >= self.plan.epoch_samples and not self.cfg.save_every
-            save = self.record.checkpoints.worth_it(None if ends else minutes)
+            save = time.monotonic() >= (writer.epoch_due_at if ends else writer.due_at)
         return bool(self.stop.reason) + 0.5 * save
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:

@@ -212,6 +212,14 @@ class Launcher:
         run = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
         return self(sys.executable, *run, *words, **how)
 
+    def train(self, *words: str, processes: int = 1, **how) -> Done:
+        """train.py, in so many processes."""
+        return (
+            self.torchrun(processes, "train.py", *words, **how)
+            if processes > 1
+            else self.python("train.py", *words, **how)
+        )
+
     def on_a_small_disk(self, place: Path | str, size: str, *words: str) -> Done:
         """Python with these words, for which `place` is a disk of `size`."""
         mount = f'mount -t tmpfs -o size={size} none "{place}" && echo up && read end'
@@ -354,3 +362,17 @@ def _shared_memory() -> set[str]:
 def succeed(done: Done) -> Done:
     assert done.code == 0, f"exit code {done.code}\n{done.out[-4000:]}\n{done.err[-4000:]}"
     return done
+
+
+def killed_and_resumed(
+    launch: Launcher, words: list[str], at: list[str], processes: int = 1, between: Callable[[], Any] = lambda: None
+) -> Done:
+    """Start train.py and SIGKILL it when it has printed the next text of `at`, as often as there are any; then let it
+    resume in so many processes and finish."""
+    for text in at:
+        run = launch.start(sys.executable, "train.py", *words)
+        run.wait_for(text)
+        run.signal(signal.SIGKILL)
+        assert run.wait().code == -signal.SIGKILL, "killed in the middle"
+        between()
+    return succeed(launch.train(*words, processes=processes))

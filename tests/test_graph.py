@@ -113,12 +113,15 @@ def test_a_recorded_run_is_stopped_and_resumed(run):
 
 
 SAVED = """
+import math
 from engine.files.checkpoints import CheckpointWriter
 from engine.phases import phase
 from tests.tasks import graphed
 class Task(graphed.Task):
     pass
-CheckpointWriter.worth_it = lambda self, minutes=None: phase.step + 1 in (4, 12)
+CheckpointWriter.due_at = CheckpointWriter.epoch_due_at = property(
+    lambda self: 0.0 if phase.step + 1 in (4, 12) else math.inf, lambda self, value: None
+)
 """
 
 

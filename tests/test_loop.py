@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def steps(monkeypatch):
         words = [task, "amp=off", "allocator=system", "dataset.samples=72", *own, *words]
         run = train.build(config.parse(words, tasks.load), world)
         if state:
-            checkpoint.restore(run, state, Path("state.pt"))
+            checkpoint.restore(run, checkpoint.opened(state, Path("state.pt")))
         return run, epoch_of(run)
 
     yield begin
@@ -191,14 +192,18 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
     run, outcomes = steps("epochs=1", "log_every=100", "check_resume=false")
     run.meter.on_gpu, asked = on_gpu, []
 
-    def worth_it(minutes=None):
-        asked.append(minutes)
-        return len(asked) in ((2, 3) if on_gpu else (2,))
+    class Writer:
+        due_at = property(lambda self: self.asked("within an epoch"))
+        epoch_due_at = property(lambda self: self.asked("at its end"))
 
-    run.record.checkpoints = SimpleNamespace(worth_it=worth_it)
+        def asked(self, rule):
+            asked.append(rule)
+            return 0.0 if len(asked) in ((2, 3) if on_gpu else (2,)) else math.inf
+
+    run.record.checkpoints = Writer()
     saved = [(run.progress.step, len(run.meter.pending), run.stopped) for _ in outcomes if run.saves]
     assert saved == [(2 + on_gpu, 0, "")]
-    assert asked == [10.0] * 5 + [None], "the end of an epoch goes by another rule"
+    assert asked == ["within an epoch"] * 5 + ["at its end"]
 
 
 def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
@@ -216,7 +221,7 @@ def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, s
 
     monkeypatch.setattr(Run, "end_step", book)
     run.record.log = Epochs()
-    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=math.inf, write=lambda *state: None)
     train.train(run)
     assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
 
@@ -241,7 +246,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
 
     monkeypatch.setattr(Run, "end_step", a_second)
     run.record.log = Speeds()
-    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: False, write=lambda *state: None)
+    run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=math.inf, write=lambda *state: None)
     train.train(run)
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 
@@ -249,7 +254,7 @@ def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, ste
 def test_a_worker_without_a_sample_votes_too(steps):
     """Of the two samples of the last step the last of four virtual workers, which closes it, has none."""
     run, outcomes = steps("epochs=2", "virtual_workers=4", "global_batch=35", "log_every=100")
-    run.record.checkpoints, saved = SimpleNamespace(worth_it=lambda minutes: minutes is None), []
+    run.record.checkpoints, saved = SimpleNamespace(due_at=math.inf, epoch_due_at=0.0), []
     for _ in outcomes:
         saved += [run.progress.step] if run.saves else []
         if run.progress.step == 2:
@@ -261,7 +266,7 @@ def test_a_worker_without_a_sample_votes_too(steps):
 def test_an_epoch_whose_rest_is_dropped_ends_for_the_save_too(steps):
     """Its last step is worth a save by the rule of epochs, which asks for no ten minutes since the one before."""
     run, outcomes = steps("epochs=2", "drop_last=true", "batch_size=35", "log_every=100")
-    run.record.checkpoints = SimpleNamespace(worth_it=lambda minutes: minutes is None)
+    run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=0.0)
     assert [run.progress.step for _ in outcomes if run.saves] == [2]
 
 
@@ -491,6 +496,8 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     assert 0 < rest < 30, "counters"
     assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in state["model"].items())
     again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
+    held = again.resumed
+    assert held.path and (held.model, held.ema, held.optimizer) == ({}, None, {}), "or they would stay in memory"
     for _ in zip(outcomes, more, strict=False):
         pass
     ours, theirs = ([*tensors(run.ema.state_dict()), *tensors(run.model.state_dict())] for run in (again, run))
@@ -498,7 +505,7 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     written = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(map(torch.equal, tensors(captured), tensors(written))), "what was captured stays as it was"
     moved = state["model"]["first.weight"].clone()
-    checkpoint.load_evaluated(again.model, state, Path("state.pt"))
+    checkpoint.load_evaluated(again.model, checkpoint.opened(state, Path("state.pt")))
     assert torch.equal(again.model.again.weight, state["ema"]["module.first.weight"])
     assert torch.equal(moved, state["model"]["first.weight"]), "what is loaded is a copy"
 

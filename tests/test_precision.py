@@ -136,8 +136,8 @@ def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     monkeypatch.setattr("engine.precision.cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
     world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
-    assert choose_together(cfg, world, None).name == elsewhere
-    assert choose_together(cfg, world, {"precision": "bf16"}).name == "bf16", "a resumed run keeps its own"
+    assert choose_together(cfg, world).name == elsewhere
+    assert choose_together(cfg, world, "bf16").name == "bf16", "a resumed run keeps its own"
 
 
 @pytest.mark.slow

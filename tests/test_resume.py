@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, killed_and_resumed, launching, succeed
 
 import tasks
 from engine import checkpoint, config, errors, plan
 from engine.comm.world import World
+from engine.files.archive import Saved
 
 
 def load(path):
@@ -62,23 +63,21 @@ def points(path):
 
 
 def assert_same_run(ours, straight):
-    """Weights, optimizer, EMA, scaler, random states, position, every number of metrics.jsonl."""
+    """Weights, optimizer, EMA, scaler, position, every number of metrics.jsonl and of TensorBoard."""
     a, b = load(ours), load(straight)
     for state in (a, b):
         del state["config"]
     assert_same(a, b)
     assert logged(ours) == logged(straight)
+    assert points(ours) == points(straight)
 
 
-HARD = [
-    "model.dropout=0.3",
-    "optim.ema_decay=0.9",
-    "batch_size=3",
-    "gradient_accumulation_steps=2",
-    "seed=4",
-    "log_every=4",
-    "eval_batch_size=2",
-]
+def saved_steps(path):
+    return [entry["step"] for entry in json.loads((path / "manifest.json").read_text())["checkpoints"]]
+
+
+HARD = "model.dropout=0.3 optim.ema_decay=0.9 batch_size=3 gradient_accumulation_steps=2 seed=4 log_every=4".split()
+HARD.append("eval_batch_size=2")
 """Dropout, EMA, accumulation, augmentation; 61 samples: short last steps, with fillers on two processes."""
 
 
@@ -100,7 +99,6 @@ def test_stopped_anywhere_equals_straight(launch, tmp_path, processes, more):
     assert starts["straight"] == "1" and int(starts["0"]) > 10 and starts["4"] == "2", starts
     for n in range(len(variants)):
         assert_same_run(tmp_path / str(n), tmp_path / "straight")
-        assert points(tmp_path / str(n)) == points(tmp_path / "straight")
 
 
 @pytest.mark.slow
@@ -108,20 +106,17 @@ def test_stopped_anywhere_equals_straight(launch, tmp_path, processes, more):
 def test_killed_anywhere_equals_straight(launch, tmp_path, task):
     """SIGKILL to a real process at several moments, in the middle of background saves; its log beyond the checkpoint
     is taken back, a torn line is dropped. An own optimizer keeps float64 and whole numbers, in a tuple and in dicts."""
-    common = ["train.py", *task, *HARD, "epochs=18", "save_every=1", "eval_every=7"]
-    succeed(launch.python(*common, f"save_dir={tmp_path / 'straight'}"))
-    killed, kills = tmp_path / "killed", 0
-    for words in ("step 4/", "step 60/", "step 110/"):
-        run = launch.start(sys.executable, *common, f"save_dir={killed}")
-        run.wait_for(words)
-        run.signal(signal.SIGKILL)
-        kills += run.wait().code == -signal.SIGKILL
+    words = [*task, *HARD, "epochs=18", "save_every=1", "eval_every=7"]
+    succeed(launch.train(*words, f"save_dir={tmp_path / 'straight'}"))
+    killed = tmp_path / "killed"
+
+    def tear():
+        assert load(killed)["progress"]["step"] < 198
         with open(killed / "metrics.jsonl", "a") as file:
             file.write('{"event": "train", "step": 99999, "time_s": 1}\n{"event": "train", "st')
-    assert kills == 3 and load(killed)["progress"]["step"] < 198, "killed in the middle"
-    succeed(launch.python(*common, f"save_dir={killed}"))
+
+    killed_and_resumed(launch, [*words, f"save_dir={killed}"], ["step 4/", "step 60/", "step 110/"], between=tear)
     assert_same_run(killed, tmp_path / "straight")
-    assert points(killed) == points(tmp_path / "straight")
     assert not list(killed.glob(".*")), "no temporary file is left"
 
 
@@ -129,27 +124,11 @@ def test_killed_anywhere_equals_straight(launch, tmp_path, task):
 def test_other_numbers_of_processes_continue_the_same_run(launch, tmp_path):
     """4 -> 2 -> 3 -> 1 in float64, mid-epoch: each epoch sees all samples once, each number is the straight run's."""
     seen = tmp_path / "seen"
-    common = [
-        FAULTY,
-        "global_batch=12",
-        "schedule.horizon=20",
-        "optim.ema_decay=0.9",
-        "dataset.samples=60",
-        "log_every=1",
-    ]
-    common += [
-        "eval_every=5",
-        "fault.kind=record",
-        "epochs=4",
-        "fault.times=1000",
-        "fault.step=1",
-        "save_every=1",
-        "sampler=shuffle",
-        "patience=3",
-    ]
+    common = f"{FAULTY} global_batch=12 schedule.horizon=20 optim.ema_decay=0.9 dataset.samples=60 log_every=1 epochs=4"
+    common += " eval_every=5 fault.kind=record fault.times=1000 fault.step=1 save_every=1 sampler=shuffle patience=3"
 
     def train(processes, folder, steps):
-        argv = [*common, f"steps={steps}", f"save_dir={tmp_path / folder}", f"fault.once={seen}_{folder}"]
+        argv = [*common.split(), f"steps={steps}", f"save_dir={tmp_path / folder}", f"fault.once={seen}_{folder}"]
         words = [str(ROOT / "tests/ranks/many.py"), json.dumps([argv])]
         succeed(launch.torchrun(processes, *words) if processes > 1 else launch.python(*words))
 
@@ -158,7 +137,7 @@ def test_other_numbers_of_processes_continue_the_same_run(launch, tmp_path):
         train(processes, "moved", steps)
     order = [int(i) for line in Path(f"{seen}_straight.0").read_text().splitlines() for i in line.split()]
     assert [sorted(order[n : n + 60]) for n in range(0, 240, 60)] == [list(range(60))] * 4
-    moved = [int(i) for path in tmp_path.glob("seen_moved.*") for line in path.read_text().split() for i in [line]]
+    moved = [int(i) for path in tmp_path.glob("seen_moved.*") for i in path.read_text().split()]
     assert sorted(moved) == sorted(order), "each sample as often as in the straight run"
     steps = {line["step"]: line for line in logged(tmp_path / "moved") if line["event"] == "train"}
     evals = {line["step"]: line for line in logged(tmp_path / "moved") if line["event"] == "eval"}
@@ -177,79 +156,66 @@ def test_a_checkpoint_holds_the_batchnorm_statistics_of_all_ranks(launch, tmp_pa
     """Of the inputs, so that they depend on nothing but the samples: rank 0's alone would be others."""
     common = [FAULTY, "fault.kind=nan loss", "fault.step=1000", "global_batch=12", "dataset.samples=60"]
     common += ["schedule.horizon=4"]
-    succeed(launch.python("train.py", *common, "steps=4", f"save_dir={tmp_path / 'one'}"))
+    succeed(launch.train(*common, "steps=4", f"save_dir={tmp_path / 'one'}"))
     for steps in (2, 4):
-        succeed(launch.torchrun(2, "train.py", *common, f"steps={steps}", f"save_dir={tmp_path / 'two'}"))
+        succeed(launch.train(*common, f"steps={steps}", f"save_dir={tmp_path / 'two'}", processes=2))
     one, two = (load(tmp_path / name)["model"]["norm.running_mean"] for name in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
 def test_patience_ends_a_run_and_is_the_same_after_a_stop(launch, tmp_path):
-    common = [
-        "train.py",
-        FAULTY,
-        "lr=0.3",
-        "epochs=50",
-        "patience=2",
-        "fault.rank=0",
-        f"fault.once={tmp_path / 'once'}",
-    ]
-    straight = succeed(launch.python(*common, f"save_dir={tmp_path / 'straight'}"))
+    common = [FAULTY, "lr=0.3", "epochs=50", "patience=2", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
+    straight = succeed(launch.train(*common, f"save_dir={tmp_path / 'straight'}"))
     assert json.loads((tmp_path / "straight/status.json").read_text())["step"] < 300
     stopped = [*common, "fault.kind=term", "fault.step=9", f"save_dir={tmp_path / 'stopped'}"]
-    assert launch.python(*stopped).code == 75
-    succeed(launch.python(*stopped))
+    assert launch.train(*stopped).code == 75
+    succeed(launch.train(*stopped))
     assert_same_run(tmp_path / "stopped", tmp_path / "straight")
-    assert points(tmp_path / "stopped") == points(tmp_path / "straight")
-    again = succeed(launch.python(*stopped))
+    again = succeed(launch.train(*stopped))
     assert "Already complete" in again.out and "no better evaluation in the last 2; raise patience" in again.out
     assert "Done: " in straight.out
 
 
-@pytest.mark.slow
-def test_an_evaluation_that_is_made_again_stands_once(launch, tmp_path):
-    """The first one was logged, and then its pictures failed: the checkpoint says that it is due. Garbage at the end
-    of the log is no reason not to resume."""
-    fault = ["fault.kind=raise in pictures", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
-    words = ["train.py", FAULTY, *fault, "epochs=2", "log_every=2", f"save_dir={tmp_path / 'run'}"]
-    assert launch.python(*words).code == 1 and load(tmp_path / "run")["progress"]["evaluation_due"]
-    with open(tmp_path / "run/metrics.jsonl", "ab") as file:
-        file.write(b'5\n{"hello": 1}\n\xff\xfe')
-    done = succeed(launch.python(*words))
-    times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert times == sorted(times), "the clock continues, too"
-    assert "Resuming" in done.out and "2 lines of" in done.err
-    succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
-    assert_same_run(tmp_path / "run", tmp_path / "straight")
-    assert points(tmp_path / "run") == points(tmp_path / "straight")
-    times = [json.loads(line)["time_s"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert times == sorted(times), "the clock continues, too"
-
-
-def test_an_evaluation_that_fails_after_the_last_step_is_made_again(launch, tmp_path):
-    """All steps were taken, but the run is not complete: the last epoch's weights may be the best."""
-    fault = ["fault.kind=raise in validation", "fault.rank=0", f"fault.once={tmp_path / 'once'}"]
-    words = ["train.py", FAULTY, *fault, "epochs=1", f"save_dir={tmp_path / 'run'}"]
-    assert launch.python(*words).code == 1
-    before = load(tmp_path / "run")["progress"]
+@pytest.mark.parametrize("kind", [pytest.param("raise in pictures", marks=pytest.mark.slow), "raise in validation"])
+def test_an_evaluation_that_failed_is_made_again_and_stands_once(launch, tmp_path, kind):
+    """It fails after the last step, before or after it was logged: the checkpoint holds that it is due, because the
+    last epoch's weights may be the best. Garbage at the end of the log is no reason not to resume."""
+    run, pictures = tmp_path / "run", kind == "raise in pictures"
+    words = [FAULTY, f"fault.kind={kind}", "fault.rank=0", f"fault.once={tmp_path / 'once'}", "log_every=2"]
+    words += [f"epochs={1 + pictures}"]
+    assert launch.train(*words, f"save_dir={run}").code == 1
+    before = load(run)["progress"]
     assert before["step"] == 6 and before["evaluation_due"] and before["best"] is None
-    succeed(launch.python(*words))
-    succeed(launch.python(*words[:-1], f"save_dir={tmp_path / 'straight'}"))
-    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    if pictures:
+        with open(run / "metrics.jsonl", "ab") as file:
+            file.write(b'5\n{"hello": 1}\n\xff\xfe')
+    done = succeed(launch.train(*words, f"save_dir={run}"))
+    assert "Resuming" in done.out and ("2 lines of" in done.err) is pictures
+    times = [json.loads(line)["time_s"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert times == sorted(times), "the clock continues, too"
+    succeed(launch.train(*words, f"save_dir={tmp_path / 'straight'}"))
+    assert_same_run(run, tmp_path / "straight")
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(launch, tmp_path):
     for name in ("one", "two"):
-        succeed(launch.python("train.py", TOY, *HARD, "epochs=2", "deterministic=true", f"save_dir={tmp_path / name}"))
+        succeed(launch.train(TOY, *HARD, "epochs=2", "deterministic=true", f"save_dir={tmp_path / name}"))
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with launching() as launch:
+        succeed(launch.train(TOY, "epochs=1", f"save_dir={folder}"))
+    return folder
+
+
 @pytest.fixture
-def finished(launch, tmp_path):
+def finished(one_epoch, tmp_path):
     """A run that is complete."""
-    succeed(launch.python("train.py", TOY, "epochs=1", f"save_dir={tmp_path / 'run'}"))
-    return tmp_path / "run"
+    return shutil.copytree(one_epoch, tmp_path / "run", symlinks=True)
 
 
 def contents(folder):
@@ -258,11 +224,11 @@ def contents(folder):
 
 def test_a_finished_run_started_again_changes_nothing(launch, finished):
     before = contents(finished)
-    done = succeed(launch.python("train.py", TOY, "epochs=1", f"save_dir={finished}"))
+    done = succeed(launch.train(TOY, "epochs=1", f"save_dir={finished}"))
     assert f"Already complete: {finished / 'best_model_epoch0.pt'} stands at step 6 of 6; raise epochs" in done.out
     assert "optimizer steps" not in done.out, "a plan of nothing"
     assert contents(finished) == before
-    more = succeed(launch.python("train.py", TOY, "epochs=2", f"save_dir={finished}"))
+    more = succeed(launch.train(TOY, "epochs=2", f"save_dir={finished}"))
     assert "Resuming" in more.out and load(finished)["progress"]["step"] == 12
 
 
@@ -283,7 +249,7 @@ def test_a_finished_run_started_again_changes_nothing(launch, finished):
 def test_a_config_that_contradicts_the_checkpoint_is_refused(launch, finished, change, words):
     before = contents(finished)
     words_of_task = [] if change.startswith("task=") else [TOY]
-    done = launch.python("train.py", *words_of_task, "epochs=2", change, f"save_dir={finished}")
+    done = launch.train(*words_of_task, "epochs=2", change, f"save_dir={finished}")
     assert done.code == 2 and len(done.errors) == 1 and words in done.errors[0], done.err
     assert contents(finished) == before
 
@@ -300,10 +266,10 @@ class Task(Toy):
 def test_other_data_of_the_same_size_are_refused(launch, tmp_path):
     task, run = tmp_path / "own.py", tmp_path / "run"
     task.write_text(OWN_DATA.replace("SEED", "0"))
-    succeed(launch.python("train.py", str(task), "epochs=1", f"save_dir={run}"))
+    succeed(launch.train(str(task), "epochs=1", f"save_dir={run}"))
     before = contents(run)
     task.write_text(OWN_DATA.replace("SEED", "1000"))
-    done = launch.python("train.py", str(task), "epochs=2", f"save_dir={run}")
+    done = launch.train(str(task), "epochs=2", f"save_dir={run}")
     assert done.code == 2 and re.search(r"not the run of the checkpoint: data: \w+ -> \w+ \(", done.errors[0]), done.err
     assert contents(run) == before
 
@@ -316,41 +282,66 @@ def foreign(finished, change):
     return finished.parent / "foreign.pt"
 
 
-@pytest.mark.parametrize(("version", "todo"), [(4, "update Lockstep"), (1, "resume with the version that wrote it")])
-def test_another_format_is_refused(launch, finished, version, todo):
-    path = foreign(finished, lambda state: state.update(format=version))
-    done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
-    assert done.code == 3 and f"the checkpoint has format {version}, this version reads 3 ({path}): {todo}" in done.err
-    assert len(done.errors) == 1 and not (finished.parent / "new").exists()
-
-
-def test_a_key_that_is_younger_than_the_run_was_at_its_default(launch, finished):
-    path = foreign(finished, lambda state: state["config"]["optim"].pop("beta2"))
-    words = ["train.py", TOY, "epochs=2", f"resume={path}"]
-    done = launch.python(*words, "optim.beta2=0.9", f"save_dir={finished.parent / 'other'}")
-    assert done.code == 2 and "optim.beta2: 0.999 -> 0.9 (" in done.err
-    assert "Resuming" in succeed(launch.python(*words, f"save_dir={finished.parent / 'new'}")).out
-
-
-WEIGHTS = {
-    # what another model's weights look like: what the error names
-    "lacks one": (lambda weights: weights.pop("layers.0.bias"), 'Missing key(s) in state_dict: "layers.0.bias"'),
-    "has one more": (lambda weights: weights.update(head=torch.ones(1)), 'Unexpected key(s) in state_dict: "head"'),
-    "another shape": (
-        lambda weights: weights.update({"layers.0.bias": torch.ones(3)}),
+FOREIGN = {
+    # what another program's checkpoint is: how it differs, exit code, error
+    "newer": (
+        lambda state: state.update(format=4),
+        3,
+        "the checkpoint has format 4, this version reads 3 (PATH): update",
+    ),
+    "older": (
+        lambda state: state.update(format=1),
+        3,
+        "has format 1, this version reads 3 (PATH): resume with the version",
+    ),
+    "of another optimizer": (
+        lambda state: state.update(optimizer_name="SGD"),
+        3,
+        "the checkpoint's optimizer is SGD, not AdamW (PATH): change it back, or start a new run with init_from=PATH",
+    ),
+    "younger than a key": (
+        lambda state: state["config"]["optim"].pop("beta2"),
+        2,
+        "beta2: 0.999 -> 0.9 (PATH): change",
+    ),
+    "lacks a weight": (
+        lambda state: state["model"].pop("layers.0.bias"),
+        3,
+        'Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "layers.0.bias"',
+    ),
+    "has one more": (
+        lambda state: state["model"].update(head=torch.ones(1)),
+        3,
+        'Unexpected key(s) in state_dict: "head"',
+    ),
+    "has another shape": (
+        lambda state: state["model"].update({"layers.0.bias": torch.ones(3)}),
+        3,
         "size mismatch for layers.0.bias: copying a param with shape torch.Size([3]) from checkpoint",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_of_another_model_are_named(launch, finished, kind):
-    change, words = WEIGHTS[kind]
-    path = foreign(finished, lambda state: change(state["model"]))
-    done = launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={finished.parent / 'new'}")
-    assert done.code == 3 and len(done.errors) == 1, done.err
-    assert "the checkpoint is of another model: " in done.err and words in done.err and str(path) in done.err
-    assert not (finished.parent / "new").exists()
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_programs_checkpoint_is_refused_in_words(launch, finished, kind):
+    change, code, words = FOREIGN[kind]
+    path, new = foreign(finished, change), finished.parent / "new"
+    beta = ["optim.beta2=0.9"] if code == 2 else []
+    done = launch.train(TOY, "epochs=2", *beta, f"resume={path}", f"save_dir={new}")
+    assert done.code == code and words.replace("PATH", str(path)) in done.err and str(path) in done.err, done.err
+    assert ("the checkpoint is of another model: " in done.err) is kind.startswith(("lacks", "has"))
+    assert len(done.errors) == 1 and not new.exists()
+    if beta:
+        assert "Resuming" in succeed(launch.train(TOY, "epochs=2", f"resume={path}", f"save_dir={new}")).out
+
+
+def test_a_resumed_run_keeps_what_was_decided_for_it(launch, finished):
+    """On a machine that would decide something else."""
+    flips = {"precision": ("off", "bf16"), "memory_format": ("contiguous", "channels_last")}
+    other = {name: pair[load(finished)[name] == pair[0]] for name, pair in flips.items()}
+    path, new = foreign(finished, lambda state: state.update(other)), finished.parent / "new"
+    succeed(launch.train(TOY, "epochs=2", f"resume={path}", f"save_dir={new}"))
+    assert {name: load(new)[name] for name in other} == other
 
 
 def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
@@ -358,8 +349,8 @@ def test_names_as_a_ddp_wrapper_gives_them_are_understood(launch, finished):
         state["model"] = {f"module.{name}": value for name, value in state["model"].items()}
 
     path, new = foreign(finished, prefix), finished.parent / "new"
-    succeed(launch.python("train.py", TOY, "epochs=2", f"resume={path}", f"save_dir={new}"))
-    succeed(launch.python("train.py", TOY, "epochs=2", f"save_dir={finished}"))
+    succeed(launch.train(TOY, "epochs=2", f"resume={path}", f"save_dir={new}"))
+    succeed(launch.train(TOY, "epochs=2", f"save_dir={finished}"))
     assert_same(load(new)["model"], load(finished)["model"])
 
 
@@ -388,16 +379,16 @@ def test_a_module_of_the_models_own_is_no_wrapper(launch, tmp_path, ema):
     (tmp_path / "own.py").write_text(WRAPPED)
     words = [str(tmp_path / "own.py"), "schedule.horizon=12", f"optim.ema_decay={ema}"]
     for epochs, name in ((2, "straight"), (1, "run"), (2, "run")):
-        succeed(launch.python("train.py", *words, f"epochs={epochs}", f"save_dir={tmp_path / name}"))
+        succeed(launch.train(*words, f"epochs={epochs}", f"save_dir={tmp_path / name}"))
     assert_same_run(tmp_path / "run", tmp_path / "straight")
     scored = json.loads(succeed(launch.python("tools/evaluate.py", str(tmp_path / "run/last.pt"), "--json")).out)
     assert scored["metrics"]["loss"] == pytest.approx(logged(tmp_path / "run")[-1]["loss"], rel=1e-6)
-    done = launch.python("train.py", *words, f"init_from={tmp_path / 'run'}", "--dry-run")
+    done = launch.train(*words, f"init_from={tmp_path / 'run'}", "--dry-run")
     assert "run: 4 of 4 loaded" in succeed(done).out
 
 
 def test_force_resumes_all_the_same(launch, finished):
-    done = succeed(launch.python("train.py", TOY, "epochs=2", "lr=0.005", "--force", f"save_dir={finished}"))
+    done = succeed(launch.train(TOY, "epochs=2", "lr=0.005", "--force", f"save_dir={finished}"))
     assert "warning: --force: this is not the run of" in done.out and "optim.lr: 0.01 -> 0.005" in done.out
     assert load(finished)["progress"]["step"] == 12
 
@@ -453,17 +444,17 @@ class Task(Toy):
 def test_numpy_metrics_do_not_spoil_a_checkpoint(launch, tmp_path):
     """weights_only=True refuses NumPy's scalars: the run would end well and its checkpoints never be read again."""
     (tmp_path / "numpy_task.py").write_text(NUMPY)
-    succeed(launch.python("train.py", str(tmp_path / "numpy_task.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"))
+    succeed(launch.train(str(tmp_path / "numpy_task.py"), "epochs=1", f"save_dir={tmp_path / 'run'}"))
     assert load(tmp_path / "run")["progress"]["best"] > 0
 
 
 def test_amp_may_change_and_a_new_horizon_is_said(launch, finished, tmp_path):
     copy = shutil.copytree(finished, tmp_path / "copy", symlinks=True)
-    done = succeed(launch.python("train.py", TOY, "epochs=2", "amp=fp16", f"save_dir={finished}"))
+    done = succeed(launch.train(TOY, "epochs=2", "amp=fp16", f"save_dir={finished}"))
     assert "the schedule now spans 12 steps instead of 6; schedule.horizon=6 keeps it as it was" in done.out
     assert load(finished)["scaler"]["scale"] > 0
     advice = re.search(r"schedule\.horizon=\d+", done.out)[0]
-    done = succeed(launch.python("train.py", TOY, "epochs=2", advice, f"save_dir={copy}"))
+    done = succeed(launch.train(TOY, "epochs=2", advice, f"save_dir={copy}"))
     assert "Resuming" in done.out and "the schedule now spans" not in done.out
     assert load(copy)["horizon"] == 6 and load(copy)["progress"]["step"] == 12
 
@@ -485,11 +476,11 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
 
     (old, before), (new, after) = planned(then), planned(now)
     keys = config.to_dict(old.cfg) | {"gc_every": 100}  # of an older version: sets nothing
-    state = {"config": keys, "horizon": before.horizon, "data": "same"}
-    state |= {"global_batch": before.global_batch, "num_samples": before.num_samples}
+    saved = Saved(Path("run/last.pt"), keys, horizon=before.horizon, data="same")
+    saved = saved._replace(global_batch=before.global_batch, num_samples=before.num_samples)
     errors.set_up(main=True)
-    task = tasks.load(TOY)(new.cfg)
-    checkpoint.check_same_run(state, new, task, after, "same", Path("run/last.pt"))
+    found = checkpoint.check_same_run(saved, new, tasks.load(TOY)(new.cfg), after, "same")
+    assert [*found.changes.values()] == ([difference] if difference else [])
     said = capsys.readouterr().out.splitlines()
     assert [text.partition("run/last.pt: ")[2] for text in said] == ([difference] if difference else [])
 
@@ -497,17 +488,17 @@ def test_horizons_are_compared_by_what_they_come_to(capsys, then, now, differenc
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_path):
     run, straight = tmp_path / "run", tmp_path / "straight"
     horizon = ["schedule.horizon=18"]
-    succeed(launch.python("train.py", TOY, "epochs=3", *horizon, f"save_dir={straight}"))
-    succeed(launch.python("train.py", TOY, "epochs=2", *horizon, f"save_dir={run}"))
+    succeed(launch.train(TOY, "epochs=3", *horizon, f"save_dir={straight}"))
+    succeed(launch.train(TOY, "epochs=2", *horizon, f"save_dir={run}"))
     newest = Path(os.path.realpath(run / "last.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
-    asked = launch.python("train.py", TOY, "epochs=3", *horizon, f"resume={newest}", f"save_dir={run}")
+    asked = launch.train(TOY, "epochs=3", *horizon, f"resume={newest}", f"save_dir={run}")
     assert (
         asked.code == 3 and "SHA-256" in asked.errors[0] and f"resume={run / 'best_model_epoch0.pt'}" in asked.errors[0]
     )
-    done = succeed(launch.python("train.py", TOY, "epochs=3", *horizon, f"save_dir={run}"))
+    done = succeed(launch.train(TOY, "epochs=3", *horizon, f"save_dir={run}"))
     assert f"warning: {newest} is damaged" in done.out and "resuming from best_model_epoch0.pt" in done.out
     for part in ("model", "optimizer"):
         assert_same(load(run)[part], load(straight)[part])
@@ -517,7 +508,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(launch, tmp_pat
 def test_two_runs_cannot_own_one_folder(launch, tmp_path):
     first = launch.start(sys.executable, "train.py", TOY, "epochs=100000", f"save_dir={tmp_path / 'run'}")
     first.wait_for("✓ Saved best model")
-    second = launch.python("train.py", TOY, "epochs=100000", f"save_dir={tmp_path / 'run'}")
+    second = launch.train(TOY, "epochs=100000", f"save_dir={tmp_path / 'run'}")
     assert second.code == 2 and f"another run owns this folder: process {first.process.pid} on " in second.errors[0]
     first.signal(signal.SIGTERM)
     assert first.wait().code == 75, "the first one continued undisturbed"
@@ -537,7 +528,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(launch, finished):
     assert json.loads((finished / "status.json").read_text())["exit_code"] == 3
     assert Path(os.path.realpath(finished / "last.pt")).read_bytes() == before
     assert not list(finished.glob(".*")), "no temporary file is left"
-    assert "Resuming" in succeed(launch.python("train.py", TOY, "epochs=3", f"save_dir={finished}")).out
+    assert "Resuming" in succeed(launch.train(TOY, "epochs=3", f"save_dir={finished}")).out
 
 
 OLD = ROOT / "tests" / "data" / "run_of_3205ab3"
@@ -549,9 +540,9 @@ def test_a_run_of_before_the_page_is_resumed(launch, tmp_path):
     old, straight = tmp_path / "old", tmp_path / "straight"
     shutil.copytree(OLD, old)
     words = ["tests/tasks/toy.py", "model.double=true", "amp=off", "optim.ema_decay=0.9", "epochs=2", "eval_every=30"]
-    done = succeed(launch.torchrun(2, "train.py", *words, "global_batch=12", f"save_dir={old}"))
+    done = succeed(launch.train(*words, "global_batch=12", f"save_dir={old}", processes=2))
     assert f"Resuming {old}/" in done.out and "step 7, epoch 2" in done.out
-    succeed(launch.python("train.py", *words, f"save_dir={straight}"))
+    succeed(launch.train(*words, f"save_dir={straight}"))
     ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (old, straight))
     assert ours["progress"]["step"] == theirs["progress"]["step"] == 12
     for part in ("model", "ema"):
@@ -571,7 +562,7 @@ class Task(toy.Task):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "more", "steps"),
-    [(1e9, "", [3, 12]), (0.0, "", [3, 6, 9, 12]), (1e9, "save_every=4", [4, 8, 12])],
+    [(1e9, "", [3, 12]), (0.0, "", [3, 6, 9, 12]), (1e9, "save_every=4 save_minutes=1e-6", [4, 8, 12])],
     ids=["seldom", "often", "save_every"],
 )
 @pytest.mark.parametrize("processes", [1, 2])
@@ -582,9 +573,8 @@ def test_the_ends_of_epochs_are_saved_by_time_unless_save_every_says_more(
     (tmp_path / "own.py").write_text(IMPATIENT.format(lost=lost))
     words = [str(tmp_path / "own.py"), "global_batch=24", "dataset.samples=72", "epochs=4", "eval_every=1000"]
     words += ["keep_checkpoints=99", *more.split(), f"save_dir={tmp_path / 'run'}"]
-    succeed(launch.torchrun(2, "train.py", *words) if processes > 1 else launch.python("train.py", *words))
-    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-    assert [entry["step"] for entry in manifest["checkpoints"]] == steps
+    succeed(launch.train(*words, processes=processes))
+    assert saved_steps(tmp_path / "run") == steps
 
 
 KILLED_ONCE_SAVED = """
@@ -619,13 +609,12 @@ def test_a_kill_within_an_epoch_repeats_minutes_of_it(launch, tmp_path, more, pr
     words += ["optim.ema_decay=0.9", "model.dropout=0.3" if more else "model.dropout=0", *more.split()]
     straight = [*words, "save_minutes=0", f"save_dir={tmp_path / 'straight'}"]
     succeed(launch.torchrun(processes[-1], "train.py", *straight))
-    manifest = json.loads((tmp_path / "straight/manifest.json").read_text())
-    assert [entry["step"] for entry in manifest["checkpoints"]] == [43], "no clock within an epoch"
+    assert saved_steps(tmp_path / "straight") == [43], "no clock within an epoch"
     words += ["save_minutes=1e-6", f"save_dir={run}"]
     seen, steps = 0, []
     for count in processes[:-1]:
         assert launch.torchrun(count, "train.py", *words, SEEN=str(seen)).code
-        steps.append(seen := json.loads((run / "manifest.json").read_text())["checkpoints"][-1]["step"])
+        steps.append(seen := saved_steps(run)[-1])
     done = succeed(launch.torchrun(processes[-1], "train.py", *words))
     assert 0 < steps[0] < steps[1] < 43 and f"step {steps[1]}, epoch 1" in done.out
     assert_same_run(run, tmp_path / "straight")

@@ -56,7 +56,7 @@ SMALLER = {"global_batch": 12, "batch_size": 2, "gradient_accumulation_steps": 0
 )
 def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
-    monkeypatch.setattr(status.current, "smaller", lambda evaluating: (4, {} if evaluating else SMALLER))
+    monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
     assert Failure.told(note) == told
     monkeypatch.setattr(status.current, "shrinks", False)

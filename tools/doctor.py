@@ -230,7 +230,7 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
     scored = len(ready.val_loader.dataset) if ready.val_loader else 0
     read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
-    resumed = f"; resumes {ready.resumed}" if ready.resumed else ""
+    resumed = f"; resumes {ready.resumed.path}" if ready.resumed.path else ""
     return [
         *(warning(text, "a training would say so, too") for text in said),
         ok(f"task {cfg.task}: {read}{agree}{resumed}"),

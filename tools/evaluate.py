@@ -135,7 +135,7 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> An
     scored = evaluate_split(found, found.val_loader)
     if not scored or not world.main:
         return None
-    return *scored, str(found.resumed), found.progress.step, getattr(found.task, "classes", [])
+    return *scored, str(found.resumed.path), found.progress.step, getattr(found.task, "classes", [])
 
 
 ONLY_TO_SCORE = {

@@ -154,21 +154,21 @@ def load_model(
 ) -> LoadedModel:
     """(all ranks) Return the model of the checkpoint `resume`."""
     speed.set_backends(args.cfg)
-    cfg, found, state = checkpoint.find(args.cfg, world)
-    assert found and state
+    cfg, saved = checkpoint.find(args.cfg, world)
+    assert saved.path
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
-    known = state.get("known")
+    known = saved.metadata
     if known is None:  # written before checkpoints held it
         task.datasets()
         known = task.metadata()
     read(task, known)
     seed_everything(cfg.seed)
     model = built(task).to(world.device)
-    checkpoint.load_evaluated(model, state, found)
-    memory.set_memory_format(model, speed.memory_format_of(state))
-    amp = precision.choose_together(cfg, world, state)
-    return LoadedModel(task, model.eval(), amp, found, state["progress"]["step"])
+    checkpoint.load_evaluated(model, saved)
+    memory.set_memory_format(model, saved.memory_format)
+    amp = precision.choose_together(cfg, world, saved.precision)
+    return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"])
 
 
 def _predict(args: config.Args, asked: argparse.Namespace) -> int:

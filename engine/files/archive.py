@@ -1,4 +1,4 @@
-"""The archive that is a checkpoint's file: examined before torch reads it, and without running anything in it."""
+"""A checkpoint's file and what it holds. It is examined before torch reads it, and nothing in it is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,20 +20,41 @@ PLAIN = frozenset(
     "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
     "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
 )
-"""Globals allowed in a checkpoint beside storages and dtypes: plain values to `weights_only=True`."""
-
+"""Globals allowed in a checkpoint besides storages and dtypes: plain values to `weights_only=True`."""
 
 BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
 BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
 """Bytes of an element, by the name of its storage; torch's own classes warn when they are asked."""
 
 
+class Saved(NamedTuple):
+    """The state in a checkpoint, whichever version wrote it, see `checkpoint.opened`. A new run's is empty."""
+
+    path: Path | None = None
+    config: dict[str, Any] = {}  # nested, as in config.yaml
+    progress: dict[str, Any] = {}
+    global_batch: int = 0
+    num_samples: int = 0
+    horizon: int = 0  # steps of the schedule
+    precision: str = ""
+    data: str = ""  # their fingerprint
+    tally: dict[str, Any] = {}  # of the meter
+    model: dict[str, Any] = {}
+    ema: dict[str, Any] | None = None
+    optimizer: dict[str, Any] = {}
+    scaler: dict[str, Any] = {}
+    metadata: dict[str, Any] | None = None  # of the task
+    memory_format: str = "auto"
+    environment: dict[str, str] = {}  # what decided the last bits
+    left_out: dict[str, str] = {}  # digests of the weights that are not in `model`
+    optimizer_name: str = ""
+    changes: dict[str, str] = {}  # key -> how the config of now differs in it, where --force lets it
+
+
 class _DryUnpickler(pickle._Unpickler):
     """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
-    some versions of torch would read past the end of a shorter one.
-
-    The unpickler is the one in Python, because the other one's memo takes any memory that the file asks for.
-    """
+    some versions of torch read past the end of a shorter one. In Python, because the memo of the unpickler in C takes
+    any memory that the file asks for."""
 
     def __init__(self, file: Any, sizes: dict[str, int], top: str):
         super().__init__(file)
@@ -56,43 +77,36 @@ class _DryUnpickler(pickle._Unpickler):
 
 
 def examine(file: Path | io.BytesIO) -> None:
-    """Raise unless a file has the form that `commit` gives it: nothing packed, no code, no claim larger than the file.
-    Reads little of it; `damage` checks that the contents are as written."""
+    """Raise unless a file has the form that torch.save gives it: nothing packed, no code, no claim larger than the
+    file. Reads little of it; `damage` checks that the contents are as written."""
     length = os.stat(file).st_size if isinstance(file, Path) else len(file.getbuffer())
     with zipfile.ZipFile(file) as archive:
         contents = archive.infolist()
         sizes = {item.filename: item.file_size for item in contents}
         if any(name.endswith("/constants.pkl") for name in sizes):
             raise ValueError("a TorchScript archive, which holds code")
-        if any(item.compress_type != zipfile.ZIP_STORED for item in contents) or (
-            sum(item.file_size for item in contents) > length
-        ):
+        packed = any(item.compress_type != zipfile.ZIP_STORED for item in contents)
+        if packed or sum(item.file_size for item in contents) > length:
             raise ValueError("a compressed archive, which torch.save never writes")
         top = min(sizes, default="").split("/")[0]
         # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
-        if (
-            f"{top}/data.pkl" not in sizes
-            or min(item.header_offset for item in contents) != 0
-            or len({name.lower() for name in sizes if name.startswith(f"{top}/")}) != len(contents)
-        ):
+        names = {name.lower() for name in sizes if name.startswith(f"{top}/")}
+        first = min((item.header_offset for item in contents), default=0)
+        if f"{top}/data.pkl" not in sizes or first != 0 or len(names) != len(contents):
             raise ValueError("an archive that torch.save has not written")
         with archive.open(f"{top}/data.pkl") as pickled:
             _DryUnpickler(pickled, sizes, top).load()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, without running any code hidden in it and without taking more memory than the
-    file is long."""
+    """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than the file is long."""
     try:
         examine(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
-        raise LockstepError(
-            f"the checkpoint cannot be read ({reason(error)})",
-            str(path),
-            "it is damaged or not Lockstep's; resume from another file",
-            exit_code=3,
-        ) from error
+        what = f"the checkpoint cannot be read ({reason(error)})"
+        todo = "it is damaged or not Lockstep's; resume from another file"
+        raise LockstepError(what, str(path), todo, exit_code=3) from error
     if not isinstance(state, dict) or "format" not in state:
         raise LockstepError("not a Lockstep checkpoint", str(path), "give another file", exit_code=3)
     return state
@@ -117,8 +131,8 @@ def damage(path: Path, sha256: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return one line. Only ValueErrors are for the reader: torch's texts are long, and some advise to run the file."""
+    """Return one line, of torch's errors only the type: their texts are long, and some advise to run the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    said = str(error).splitlines() if isinstance(error, ValueError) else []
-    return said[0] if said else type(error).__name__
+    lines = str(error).splitlines() if isinstance(error, ValueError) else []
+    return lines[0] if lines else type(error).__name__

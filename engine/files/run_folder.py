@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -20,6 +21,7 @@ import torch
 from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.files import status
 from engine.files.atomic import write_atomically, write_json
 from engine.files.checkpoints import LOCK, Checkpoints, check_files, find_checkpoint
 
@@ -35,11 +37,8 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     if not cfg.save_dir:
         own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
         if own_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            raise LockstepError(
-                "torchrun may start this run again, and with this rendezvous nothing tells it then where it was",
-                "--rdzv_backend=c10d",
-                "give save_dir, the same on every machine",
-            )
+            what = "torchrun may restart this run, and with this rendezvous a restart does not know its folder"
+            raise LockstepError(what, "--rdzv_backend=c10d", "give save_dir, the same on every machine")
         return find_checkpoint(cfg.resume, None)
     check_files(folder)
     for name in ("logs", "wandb", "trace.json"):  # which others write, and follow a link
@@ -50,11 +49,8 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     found, warnings = find_checkpoint(cfg.resume, folder)
     elsewhere = cfg.resume not in ("auto", "never") and found and found.resolve().parent != folder.resolve()
     if elsewhere and find_checkpoint("auto", folder)[0]:
-        raise LockstepError(
-            f"resume={cfg.resume} resumes from another folder, but this one holds a run",
-            f"save_dir={folder}",
-            "give a new save_dir",
-        )
+        what = f"resume={cfg.resume} resumes from another folder, but this one holds a run"
+        raise LockstepError(what, f"save_dir={folder}", "give a new save_dir")
     return found, warnings
 
 
@@ -67,15 +63,14 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = new_folder(Path("checkpoints"), f"{Path(cfg.task).stem}_{time.strftime('%Y%m%d-%H%M%S')}")
-        _owned.append(lock(folder))
+        lock(folder)
         for torn in folder.glob(".*.tmp"):  # left by a process that was killed in the middle of a write
             torn.unlink()
         write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
         write_json(folder / "environment.json", environment(world))
     except OSError as error:
-        raise LockstepError(
-            f"the run's folder cannot be written: {error.strerror}", str(folder), "give another save_dir"
-        ) from None
+        what = f"the run's folder cannot be written: {error.strerror}"
+        raise LockstepError(what, str(folder), "give another save_dir") from None
     checkpoints = Checkpoints(folder, cfg.keep_checkpoints)
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError("another run has written here meanwhile", str(folder), "start the same command again")
@@ -84,34 +79,27 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
     return folder, checkpoints
 
 
-_owned: list[Any] = []
-"""Lock files of this process, open until it ends."""
-
-
 def lock(folder: Path, only_look: bool = False) -> Any:
     """Own the run folder while the returned file is open, or raise naming the owner; `only_look` doesn't keep it.
 
     A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
-    it, and it holds over NFS. It also drops it as soon as this process closes any other handle of the file: what this
-    process owns is not opened again.
+    it, and it holds over NFS. The kernel also drops it as soon as this process closes any other handle of the file, so
+    a file that this process has locked is not opened again.
     """
     path = folder / LOCK
-    name = os.path.realpath(path)
-    owner, file = _held.get(name, (0, None))
-    if owner == os.getpid() and not file.closed:
+    name, locks = os.path.realpath(path), status.current.locks
+    owner, file = locks.get(name, (0, None))
+    if owner == os.getpid() and not file.closed:  # a forked child inherits the entry but not the lock
         return None if only_look else file
     try:
         # A link planted here would have its target emptied.
         flags = os.O_RDWR | os.O_NOFOLLOW | (0 if only_look else os.O_CREAT)
         file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        if only_look:
-            return None
-        raise
     except OSError as error:
-        raise LockstepError(
-            f"the lock cannot be opened: {error.strerror}", str(path), "give another save_dir"
-        ) from None
+        if only_look and isinstance(error, FileNotFoundError):
+            return None
+        what = f"the lock cannot be opened: {error.strerror}"
+        raise LockstepError(what, str(path), "give another save_dir") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -119,34 +107,25 @@ def lock(folder: Path, only_look: bool = False) -> Any:
         file.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
             return None
-        raise LockstepError(
-            f"another run owns this folder: {holder}", str(folder), "wait for it or stop it, or give another save_dir"
-        ) from None
+        what, todo = f"another run owns this folder: {holder}", "wait for it or stop it, or give another save_dir"
+        raise LockstepError(what, str(folder), todo) from None
     if only_look:
         file.close()
         return None
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
-    _held[name] = os.getpid(), file
+    locks[name] = os.getpid(), file  # open until this process ends
     return file
-
-
-_held: dict[str, tuple[int, Any]] = {}
-"""Real path of a lock -> (process, file). A forked child inherits the entry but not the lock, hence the process."""
 
 
 def new_folder(parent: Path, stem: str) -> Path:
     """Make a new folder, not only its name: two runs may start in the same second."""
-    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
-        folder = parent / (stem + suffix)
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable")
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+    while True:
+        with contextlib.suppress(FileExistsError):
+            (folder := parent / next(names)).mkdir(parents=True)
+            return folder
 
 
 def environment(world: World) -> dict[str, Any]:
@@ -170,19 +149,16 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def _git_state() -> tuple[str | None, bool]:
     """Return the commit and whether anything differs from it, by one call: each takes 10 ms."""
-    command = ["git", "status", "--porcelain=v2", "--branch"]
+    command, here = ["git", "status", "--porcelain=v2", "--branch"], Path(__file__).parent
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None, False
     head, *rest = done.stdout.splitlines()

@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +22,48 @@ DONE, USAGE, CHECKPOINT, DIVERGED, DATA, DISTRIBUTED, STOPPED = 0, 2, 3, 4, 5, 6
 
 
 class Status:
-    """Hold the state of the run that this process takes part in. Every rank has one, rank 0's is written."""
+    """The state of the run that this process takes part in. Every rank has one; rank 0's is written.
+
+    folder           of the run; None until it is made
+    fields           of status.json
+    checkpoints      (rank 0) the run's CheckpointWriter, closed before this process ends
+    locks            real path of a run.lock -> (process, open file), see `run_folder.lock`
+    smaller          `plan.smaller` of a training pass and of an evaluation's; empty before they are known
+    shrinks          whether to restart with them where memory runs out
+    parameter_names  in DDP's order: its errors name parameters by index
+    writing          held while status.json is written, because the checkpoint thread writes, too
+    ended            taken by the thread that ends this process: the main one, or the watchdog
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.fields: dict[str, Any] = {}
         self.resume_command = ""
-        self.settle: Callable[[float], None] = lambda seconds: None  # waits for the checkpoint in flight
-        self.smaller: Callable[[bool], tuple[int, dict[str, int]]] | None = None  # see `plan.smaller`
-        self.shrinks = False  # whether to resume with them
-        self.parameter_names: list[str] = []  # in DDP's order; its errors name parameters by index
-        self.writing = threading.Lock()  # the checkpoint thread writes, too
-        self.unwritten = False  # and a warning has told so
-        self.ended = threading.Lock()  # taken by the thread that ends this process: the main one, or the watchdog
+        self.checkpoints: Any = None
+        self.locks: dict[str, tuple[int, Any]] = {}
+        self.smaller: tuple[tuple[int, dict[str, int]], ...] = ()
+        self.shrinks = False
+        self.parameter_names: list[str] = []
+        self.writing, self.ended = threading.Lock(), threading.Lock()
+        self.warned = False  # that status.json was not written
 
-    def begin(self, folder: Path, step: int, checkpoint: Path | None, words: list[str]) -> None:
-        """(all ranks) The run's folder exists: from here on status.json can be written.
-
-        words  arguments of the training script that resume this run
-        """
+    def begin(self, folder: Path, step: int, checkpoint: Path | None, arguments: list[str]) -> None:
+        """(all ranks) The run's folder exists, so status.json can be written; `arguments` of the script resume it."""
         self.folder, self.fields = folder, {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
-        self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(words)}"
-
-    def note(self, **about: Any) -> None:
-        """Keep the facts that explain an error of this run."""
-        vars(self).update(about)
+        self.resume_command = f"{os.environ.get(COMMAND) or typed()} {shlex.join(arguments)}"
 
     def adopt(self) -> None:
         """(another rank, when rank 0 is dead) Take over what rank 0 wrote last."""
-        if self.folder is None:  # it died before a folder was made
-            return
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
-            self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
+        if self.folder is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                before = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+                self.fields |= {name: before[name] for name in ("step", "checkpoint") if name in before}
 
     def write(self, state: str, exit_code: int | None = None, reason: str = "", **more: Any) -> None:
-        """Write the state of the run."""
         self.update(state=state, exit_code=exit_code, reason=reason, **more)
 
     def update(self, **fields: Any) -> None:
-        """Change only these fields. Failing to write them is a warning, once: the training matters more."""
+        """Write status.json with these fields changed. A failure is a warning, once: the training matters more."""
         if self.folder is None:
             return
         process = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -71,11 +72,11 @@ class Status:
                 self.fields |= fields
                 about = self.fields | {"resume_command": self.resume_command} | process
                 atomic.write_json(self.folder / "status.json", about, where_full=True)
-            self.unwritten = False
+            self.warned = False
         except OSError as error:
-            if not self.unwritten:
+            if not self.warned:
                 print(f"warning: status.json was not written: {error.strerror}", file=sys.stderr)
-            self.unwritten = True
+            self.warned = True
 
 
 current = Status()
@@ -84,9 +85,9 @@ current = Status()
 def leave_code(exit_code: int, everywhere: bool = True) -> int:
     """Pass the exit code to the launcher, if there is one that asks, and return the code to exit with.
 
-    torchrun restarts whatever does not exit with 0, and flattens every code to 1. Where a restart would end the same
-    way, or somebody wanted the run to stop, the process exits with 0 for torchrun and gives the launcher the true code;
-    but not where it is the only one (`everywhere` false), because then torchrun must end the others.
+    torchrun restarts any process that does not exit with 0, and flattens all codes to 1. Where a restart would end the
+    same way, or the run was asked to stop, all processes exit with 0; one alone (`everywhere` false) does not, because
+    then torchrun must end the others.
     """
     scratch = os.environ.get(SCRATCH)
     if not scratch:
@@ -99,13 +100,14 @@ def leave_code(exit_code: int, everywhere: bool = True) -> int:
 
 
 def typed() -> str:
-    """Return what stands before the training's own arguments in a shell, as far as this process knows it."""
+    """Return the command before the training's own arguments, as typed in a shell: a best guess."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
-    meeting = ["--standalone"]
+    rendezvous = ["--standalone"]
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        said = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}
-        said |= {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
-        meeting = [f"--{option}={os.environ.get(name, '')}" for option, name in said.items()]
-    return shlex.join([*torchrun, *meeting, f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}", sys.argv[0]])
+        names = "nnodes=GROUP_WORLD_SIZE node_rank=GROUP_RANK master_addr=MASTER_ADDR master_port=MASTER_PORT"
+        options = [word.split("=") for word in names.split()]
+        rendezvous = [f"--{option}={os.environ.get(name, '')}" for option, name in options]
+    processes = f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    return shlex.join([*torchrun, *rendezvous, processes, sys.argv[0]])

@@ -19,7 +19,7 @@ from engine.private import NORM_WITH_STATISTICS
 WRAPPERS = ("module.", "_orig_mod.")
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
-"""Where training scripts put a state dict beside other things."""
+"""Where training scripts put a state dict in a larger one."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -27,39 +27,35 @@ def read(path: Path) -> dict[str, Tensor]:
     it keeps one), of a .safetensors, or of a state dict that torch.save has written."""
     if path.is_dir():
         path = path / (Checkpoints(path).best or LAST)
+    where = f"init_from={path}"
     if not path.is_file():
-        todo = "give a run's folder, a checkpoint, a .safetensors or a .pt"
-        raise LockstepError("no weights there", f"init_from={path}", todo)
+        raise LockstepError("no weights there", where, "give a run's folder, a checkpoint, a .safetensors or a .pt")
     try:
-        found = _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
-    except LockstepError:
-        raise
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = load_file(path)
+        else:
+            found = _state_dict(path)
+    except ImportError:
+        raise LockstepError("this needs safetensors", where, "pip install safetensors") from None
     except Exception as error:  # torch and safetensors raise what they like for a damaged file
         what = f"the weights cannot be read ({reason(error)}): the file is damaged, or no file of weights"
         todo = "give a state dict of plain tensors, whole: nothing else is read from a file"
-        raise LockstepError(what, f"init_from={path}", todo) from error
+        raise LockstepError(what, where, todo) from error
     if not found:
-        raise LockstepError("no weights by name in it", f"init_from={path}", "give a state dict")
+        raise LockstepError("no weights by name in it", where, "give a state dict")
     return found
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        todo = "pip install safetensors"
-        raise LockstepError("this needs safetensors", f"init_from={path}", todo) from None
-    return load_file(path)
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     if zipfile.is_zipfile(path):  # torch reads older files as they are, a tensor at a time
         examine(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(found, dict) and "format" in found:  # Lockstep's: what an evaluation would use
+    if "format" in found:  # Lockstep's: what an evaluation would use
         found = found["ema"] or found["model"]
-    elif nested := next((found[name] for name in NESTED if isinstance(found.get(name), dict)), None):
-        found = nested
+    else:
+        found = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
     named = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
     return {name: value for name, value in named.items() if name != "n_averaged"}
 
@@ -99,7 +95,11 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
             todo = "give weights as they were trained: neither quantised nor of a run that has diverged"
             raise LockstepError(f"{name} {fault}", f"init_from={path}", todo)
     model.load_state_dict(fits, strict=False)
-    left = [_misfit(name, value, mine) for name, value in weights.items() if name not in fits]
+    left = [
+        f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name
+        for name, value in weights.items()
+        if name not in fits
+    ]
     lines = [f"{path}: {len(fits)} of {len(weights)} loaded"]
     for word, names in (("skipped", left), ("new", [name for name in mine if name not in fits])):
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -108,28 +108,22 @@ def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> st
 
 
 HUGE = 1e19
-"""Its square is no float32 number any more."""
+"""Its square overflows float32."""
 
 
 def _fault(value: Tensor, own: Tensor, finite: bool) -> str:
-    """Return why a tensor can be no such weight, or an empty text. Buffers hold masks, which may be infinite."""
-    if value.layout != own.layout:
-        there, here = (str(each.layout).removeprefix("torch.") for each in (value, own))
+    """Return why a tensor cannot be such a weight, or an empty text. Buffers hold masks, which may be infinite."""
+    floats, layouts = value.is_floating_point(), value.layout != own.layout
+    kinds = (value.is_complex(), floats) != (own.is_complex(), own.is_floating_point())
+    if layouts or kinds or (floats and value.itemsize < min(2, own.itemsize)):
+        there, here = (str(each.layout if layouts else each.dtype).removeprefix("torch.") for each in (value, own))
         return f"is {there} there and {here} here"
-    number = value.is_complex(), value.is_floating_point()
-    if number != (own.is_complex(), own.is_floating_point()) or (number[1] and value.itemsize < min(2, own.itemsize)):
-        there, here = (str(each.dtype).removeprefix("torch.") for each in (value, own))
-        return f"is {there} there and {here} here"
-    if not number[1] or not value.numel():
+    if not floats or not value.numel():
         return ""
     low, high = (float(each) for each in value.to(own.dtype).aminmax())
     largest = max(-low, high)
     if not finite:
-        return "holds NaN" if largest != largest else ""
+        return "holds NaN" if math.isnan(largest) else ""
     if not math.isfinite(largest):
         return "holds NaN or infinity"
     return f"holds numbers up to {largest:g}" if largest > HUGE else ""
-
-
-def _misfit(name: str, value: Tensor, mine: dict[str, Tensor]) -> str:
-    return f"{name} {tuple(value.shape)}, here {tuple(mine[name].shape)}" if name in mine else name

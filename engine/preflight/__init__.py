@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,11 +39,9 @@ def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
     LockstepError (exit code 6) with the first rank that differs."""
     world = run.world
-    status.current.note(
-        parameter_names=[name for name, p in run.model.named_parameters() if p.requires_grad],
-        smaller=functools.partial(plan.smaller, run.plan, run.cfg),
-        shrinks=run.cfg.oom == "shrink",
-    )
+    status.current.parameter_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
+    status.current.smaller = tuple(plan.smaller(run.plan, run.cfg, evaluating) for evaluating in (False, True))
+    status.current.shrinks = run.cfg.oom == "shrink"
     if world.size > 1:
         keys = config.flatten(config.to_dict(run.cfg))
         facts = {f"config key {key}": str(value) for key, value in keys.items()} | {

@@ -187,9 +187,6 @@ class Log(Silent):
             self.epochs.update(run.progress.epoch + 1 - self.epochs.n)
         self.epochs.close()
 
-    def say(self, text: str = "") -> None:
-        console.info(text)
-
 
 class Lines:
     """metrics.jsonl: a line for each event. A resumed run's `time_s` continues that of its earlier processes.

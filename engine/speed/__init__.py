@@ -68,22 +68,15 @@ def _threads(cfg: Any) -> int:
     return cfg.threads or min(1, cfg.virtual_workers)
 
 
-def memory_format_of(state: dict[str, Any]) -> str:
-    """Return the order of convolutions that a checkpoint was trained in; auto where it does not say."""
-    return state.get("memory_format") or state["config"].get("memory_format", "auto")
-
-
 def set_memory_format(
-    cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, state: dict[str, Any] | None
+    cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, saved: str
 ) -> Plan:
     """Put the kernels of convolutions into the faster order; return the plan with its name. Before anything else holds
     the memory of the parameters.
 
-    state  of the checkpoint to resume, whose order stays
+    saved  the order of the checkpoint to resume, which stays; auto without one
     """
-    order = cfg.memory_format
-    if order == "auto" and state:
-        order = memory_format_of(state)
+    order = saved if cfg.memory_format == "auto" else cfg.memory_format
     if order == "auto":
         order = memory.faster_order(model, loader.device, amp.name)
     if memory.convolutions(model):

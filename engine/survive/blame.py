@@ -130,9 +130,9 @@ def _advice(error: BaseException) -> str:
 
 
 def _out_of_memory(text: str, where: str, world: World | None) -> LockstepError:
-    if world is None or status.current.smaller is None or phase.name == "preparing":
+    if world is None or not status.current.smaller or phase.name == "preparing":
         return LockstepError(f"out of memory: {text}", where, "free some, or use cache=none", exit_code=1)
-    batch, smaller = status.current.smaller(phase.name in ("validation", "loading validation data"))
+    batch, smaller = status.current.smaller[phase.name in ("validation", "loading validation data")]
     words = " ".join(f"{key}={value}" for key, value in smaller.items() if value)
     if not smaller:
         todo = "no smaller batch takes the same steps: use a smaller model, smaller samples, or another global_batch"

@@ -44,12 +44,12 @@ class Failure:
     @classmethod
     def told(cls, note: Any) -> Failure | None:
         """Return what a note says, as far as one of another process is believed; None if it is no failure."""
-        cause, smaller = believe(cls, note), status.current.smaller
+        cause = believe(cls, note)
         if cause is None:
             return None
         if not 1 <= cause.exit_code <= status.DISTRIBUTED:
             cause.exit_code = 1
-        if not (smaller and status.current.shrinks and cause.again in (smaller(False)[1], smaller(True)[1])):
+        if not status.current.shrinks or cause.again not in [settings for _, settings in status.current.smaller]:
             cause.again = {}  # not what this rank has computed itself
         return cause
 

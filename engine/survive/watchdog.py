@@ -332,7 +332,8 @@ def print_error(text: str, mark: str = "error") -> None:
 
 def exit_process(world: World, cause: Failure) -> None:
     """End this process at once, or have it start again with the settings of the cause."""
-    status.current.settle(60)  # a checkpoint that is nearly written is worth the wait
+    if status.current.checkpoints:
+        status.current.checkpoints.close(60)  # a checkpoint that is nearly written is worth the wait
     cleanup()
     sys.stdout.flush()
     sys.stderr.flush()

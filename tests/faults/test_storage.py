@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import math
 import os
 import pickle
@@ -34,8 +35,18 @@ import torch
 
 from engine import config
 from engine.contract import LockstepError
+from engine.errors import console
 from engine.files import archive, atomic, run_folder, status
-from engine.files.checkpoints import FILES, LAST, LOCK, MANIFEST, Checkpoints, CheckpointWriter, find_checkpoint
+from engine.files.checkpoints import (
+    FILES,
+    LAST,
+    LOCK,
+    MANIFEST,
+    Checkpoints,
+    CheckpointWriter,
+    find_checkpoint,
+    tensor_bytes,
+)
 from engine.files.run_folder import inspect_run_folder as look_into
 from engine.report import log
 from engine.run import Progress
@@ -68,8 +79,14 @@ def step_of(path: Path) -> int:
     return step
 
 
+def save(checkpoints: Checkpoints, about: dict, name: str, best: bool = False) -> Path:
+    with checkpoints.commit(name, about["progress"]["step"], best, tensor_bytes(about)) as file:
+        torch.save(about, file)
+    return checkpoints.last
+
+
 def commit(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 64) -> Path:
-    return checkpoints.commit(state(step, size), f"step_{step}.pt", best)
+    return save(checkpoints, state(step, size), f"step_{step}.pt", best)
 
 
 def found(folder: Path) -> int | None:
@@ -120,10 +137,10 @@ def error_of(work) -> LockstepError:
 class Faults:
     """Stands in for what these files do I/O with; the n-th call goes wrong.
 
-    error   fails with this errno; with `for_good`, so do all after it
-    kill    SIGKILL before the call
-    torn    half of a write reaches the file, any other call is done; then SIGKILL
-    power   as kill, and what was not fsynced is lost: what files got since, and renames, though not deletions
+    an errno  it fails; with `for_good`, so do all after it
+    kill      SIGKILL before the call
+    torn      half of a write reaches the file, any other call is done; then SIGKILL
+    power     as kill, and what was not fsynced is lost: what files got since, and renames, though not deletions
     power, renames stay  the same, but renames are on the disk, as a disk may order it
     """
 
@@ -146,10 +163,14 @@ class Faults:
             if self.mode == "torn":
                 with contextlib.suppress(OSError):
                     (torn or (lambda: real(*given, **named)))()
-            if str(self.mode).startswith("power"):
+            if self.mode.startswith("power"):
                 self.lose()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*given, **named)
+
+    def counted(self, owner, name: str):
+        real = getattr(owner, name)
+        return lambda *given, **named: self.call(name, real, *given, **named)
 
     def lose(self) -> None:
         for source, target, before in reversed(self.renames if self.mode == "power" else []):
@@ -158,27 +179,24 @@ class Faults:
             if before is not None:
                 target.write_bytes(before)
             self.unsynced = {source if path == target else path for path in self.unsynced}
-        for path in self.unsynced:
-            if path.exists():
-                os.truncate(path, self.synced.get(path, 0))
+        for path in filter(Path.exists, self.unsynced):
+            os.truncate(path, self.synced.get(path, 0))
 
     def open(self, path, mode="r", **how):
-        file = self.call("open", open, path, mode, **how)
-        self.paths[file.fileno()] = Path(path)
-        if "a" in mode and Path(path) not in self.unsynced:
-            self.synced[Path(path)] = os.path.getsize(path)
-        return File(self, file, Path(path))
+        file, path = self.call("open", open, path, mode, **how), Path(path)
+        self.paths[file.fileno()] = path
+        if "a" in mode and path not in self.unsynced:
+            self.synced[path] = os.path.getsize(path)
+        return File(self, file, path)
 
     def replace(self, source, target):
-        before = Path(target).read_bytes() if os.path.isfile(target) else None
-        link = os.path.islink(source)  # last.pt, a convenience
+        source, target = Path(source), Path(target)
+        before, link = target.read_bytes() if target.exists() else None, source.is_symlink()
         self.call("replace", os.replace, source, target)
-        if not link:
-            self.renames.append((Path(source), Path(target), before))
-        if Path(source) in self.unsynced:
-            self.unsynced = (self.unsynced - {Path(source)}) | {Path(target)}
-        if not link:
-            self.synced[Path(target)] = self.synced.pop(Path(source), 0)
+        if not link:  # last.pt is a convenience
+            self.renames.append((source, target, before))
+            self.synced[target] = self.synced.pop(source, 0)
+        self.unsynced = {target if path == source else path for path in self.unsynced}
 
     def fsync(self, descriptor):
         self.call("fsync", os.fsync, descriptor)
@@ -194,35 +212,23 @@ class Faults:
         self.paths.pop(descriptor, None)
         return descriptor
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        def counted(module, name):
-            real = getattr(module, name)
-            return lambda *given, **named: self.call(name, real, *given, **named)
+    def zip_file(self, path):
+        raw = self.open(path, "rb")
+        opened = zipfile.ZipFile(raw)
+        opened.close = lambda close=opened.close: (close(), raw.file.close())
+        return opened
 
-        plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat", "statvfs")
-        mine = {name: counted(os, name) for name in plain}
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        plain = ("close", "unlink", "symlink", "listdir", "lstat", "stat")
+        mine = {name: self.counted(os, name) for name in plain}
         mine |= {"replace": self.replace, "fsync": self.fsync, "open": self.os_open}
         for file in (*MODULES, log):
             patch.setattr(file, "os", Stand(os, mine))
             patch.setattr(file, "open", self.open, raising=False)
-        patch.setattr(archive, "torch", Stand(torch, {"load": counted(torch, "load")}))
+        patch.setattr(archive, "torch", Stand(torch, {"load": self.counted(torch, "load")}))
+        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": self.zip_file}))
         for name in ("is_dir", "is_file", "resolve"):
-            patch.setattr(Path, name, counted(Path, name))
-        faults = self
-
-        class Zip(zipfile.ZipFile):
-            raw = None
-
-            def __init__(self, path):
-                self.raw = faults.open(path, "rb")
-                super().__init__(self.raw)
-
-            def close(self):
-                super().close()
-                if self.raw:
-                    self.raw.file.close()
-
-        patch.setattr(archive, "zipfile", Stand(zipfile, {"ZipFile": Zip}))
+            patch.setattr(Path, name, self.counted(Path, name))
 
 
 class Stand:
@@ -236,7 +242,7 @@ class Stand:
         return getattr(self._module, name)
 
 
-class File:
+class File(contextlib.AbstractContextManager):
     """An open file whose reads, writes, flushes and closing are counted."""
 
     def __init__(self, faults: Faults, file, path: Path):
@@ -244,9 +250,6 @@ class File:
 
     def __getattr__(self, name):
         return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -305,23 +308,23 @@ def strike(folder: Path, scene: str, faults: Faults) -> LockstepError | None:
     return None
 
 
-def works_afterwards(folder: Path, scene: str) -> None:
-    """The next start finds its checkpoint and saves, and nothing torn stays behind."""
-    path, _ = find_checkpoint("auto", folder)
-    checkpoints = Checkpoints(folder, SCENES[scene][1])
-    if path:
-        checkpoints.forget_after(path)
-    commit(checkpoints, 9)
-    assert found(folder) == 9 and checkpoints.warnings == []
-    assert temporary(folder) == []
-    assert step_of(folder / LAST) == 9
-
-
-def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
-    shutil.copytree(folder, scratch, symlinks=True)
-    faults = Faults(0, "none")
-    assert strike(scratch, scene, faults) is None
-    return faults.calls
+def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: Path):
+    """Yield the n-th call's name, a scene's folder and a fault there, for each call and for one more."""
+    calls, faults = tmp_path / "calls", Faults(0, "none")
+    shutil.copytree(scenes / scene, calls, symlinks=True)
+    assert strike(calls, scene, faults) is None
+    for n in range(1, len(faults.calls) + 2):
+        folder = tmp_path / str(n)
+        shutil.copytree(scenes / scene, folder, symlinks=True)
+        yield faults.calls[n - 1 : n], folder, Faults(n, mode, for_good)
+        path, _ = find_checkpoint("auto", folder)  # the next start finds its checkpoint and saves
+        checkpoints = Checkpoints(folder, SCENES[scene][1])
+        if path:
+            checkpoints.forget_after(path)
+        commit(checkpoints, 9)
+        assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
+        shutil.rmtree(folder)
+    assert n > 60
 
 
 @pytest.mark.parametrize(("mode", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)])
@@ -329,25 +332,16 @@ def calls_of(folder: Path, scene: str, scratch: Path) -> list[str]:
 def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
     befores, _, (new, _) = SCENES[scene]
     old = befores[-1][0] if befores else None
-    for n in range(1, len(calls_of(scenes / scene, scene, tmp_path / "0")) + 2):
-        folder = tmp_path / str(n)
-        shutil.copytree(scenes / scene, folder, symlinks=True)
+    for call, folder, faults in struck(scenes, scene, mode, for_good, tmp_path):
         before = snapshot(folder)
-        faults = Faults(n, mode, for_good)
         error = strike(folder, scene, faults)
-        what = f"call {n}: {faults.calls[n - 1 : n]}"
         if error:  # zipfile turns what it meets into an error of its own
-            assert error.exit_code == 3, what
-            assert os.strerror(mode) in str(error) or (faults.calls[n - 1] == "read" and "BadZip" in str(error)), what
-        if for_good:
-            assert found(folder) in (old, new), what
-        elif error:
-            assert snapshot(folder) == before, what
-        assert found(folder) == old if error and not for_good else found(folder) in (old, new), what
-        assert error or found(folder) == new, what
-        works_afterwards(folder, scene)
-        shutil.rmtree(folder)
-    assert not faults.struck and n > 60
+            assert error.exit_code == 3, call
+            assert os.strerror(mode) in str(error) or (call[0] == "read" and "BadZip" in str(error)), call
+        if error and not for_good:
+            assert snapshot(folder) == before and found(folder) == old, call
+        assert found(folder) in (old, new) if error else found(folder) == new, call
+    assert not faults.struck
 
 
 @pytest.mark.slow
@@ -360,29 +354,23 @@ def test_the_nth_call_of_a_save_fails(scene, mode, for_good, scenes, tmp_path):
 def test_the_process_is_killed_at_the_nth_call_of_a_save(scene, mode, scenes, tmp_path):
     befores, _, (new, _) = SCENES[scene]
     old = befores[-1][0] if befores else None
-    calls = ["", *calls_of(scenes / scene, scene, tmp_path / "0")]
-    for n in range(1, len(calls) + 1):
-        if calls[n - 1 : n + 1] == ["read", "read"]:  # a read changes nothing: this is the kill before
-            continue
-        folder = tmp_path / str(n)
-        shutil.copytree(scenes / scene, folder, symlinks=True)
-        faults = Faults(n, mode)
+    before = ""
+    for call, folder, faults in struck(scenes, scene, mode, False, tmp_path):
+        if [before, *call[:1]] != ["read", "read"]:  # a read changes nothing: this is the kill before
 
-        def save(folder=folder, faults=faults):
-            error = strike(folder, scene, faults)
-            if mode.startswith("power"):
-                faults.lose()
-            return error
+            def save(folder=folder, faults=faults):
+                error = strike(folder, scene, faults)
+                if mode.startswith("power"):
+                    faults.lose()
+                return error
 
-        status, said = in_child(save)
-        what = f"call {n}: {calls[n : n + 1]}"
-        if n == len(calls):
-            assert (status, said) == (0, "None") and found(folder) == new
-        else:
-            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (what, said)
-        assert found(folder) in (old, new), what
-        works_afterwards(folder, scene)
-        shutil.rmtree(folder)
+            status, said = in_child(save)
+            if call:
+                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (call, said)
+            else:
+                assert (status, said) == (0, "None") and found(folder) == new
+            assert found(folder) in (old, new), call
+        before = (call or [""])[0]
 
 
 @pytest.mark.slow
@@ -408,7 +396,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
                 opened.sinks = [opened.lines]
                 job.progress.step = 3
                 opened._tell("write", "train", job, {})
-                writer = CheckpointWriter(checkpoints, SimpleNamespace(say=print, sync=opened.sync), "F1")
+                writer = CheckpointWriter(checkpoints, SimpleNamespace(sync=opened.sync), "F1")
                 writer.write(state(3))
                 writer.settle()
                 writer.close()
@@ -433,8 +421,8 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
     if not manifest:
         (folder / MANIFEST).unlink()
     asked = {"auto": "auto", "the file": str(folder / "step_2.pt"), "the folder": str(folder)}[resume]
-    n = 0
-    while True:
+    n, faults = 0, Faults(1, errno.EIO)
+    while not n or faults.struck:
         n += 1
         faults = Faults(n, errno.EIO)
         with pytest.MonkeyPatch.context() as patch:
@@ -447,15 +435,13 @@ def test_the_nth_call_of_a_look_fails(resume, manifest, scenes, tmp_path):
                 assert error.exit_code == 3 or resume != "auto"
                 step = 2
         assert step == 2 if resume == "the file" else step in (1, 2)
-        if not faults.struck:
-            break
     assert n > 10
 
 
 def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
     """It is written while the training continues, and the folder may be gone by then."""
     said = []
-    logger = SimpleNamespace(say=said.append, sync=lambda: None)
+    logger = SimpleNamespace(sync=lambda: None)
     (tmp_path / "run").mkdir()
 
     def best(step):
@@ -463,7 +449,10 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
         scored["progress"] |= {"epoch": 3, "best": step / 10}
         return scored
 
-    with contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "F1")) as checkpoints:
+    with (
+        heard(said.append),
+        contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "F1")) as checkpoints,
+    ):
         for step in (1, 2):
             checkpoints.write(best(step), best=True)
             checkpoints.settle()
@@ -471,13 +460,13 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
         assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n}000)" for n, name in enumerate(names, 1)]
         shutil.rmtree(tmp_path / "run")
         checkpoints.write(best(3), best=True)
-        checkpoints.wait(60)
     assert len(said) == 3 and said[2].startswith("warning: the checkpoint could not be written: No such file")
 
 
 def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
-    """After ten seconds, or once the last one's CPU time is a hundredth of the time since; at once, if that failed."""
-    clock = SimpleNamespace(now=100.0, used=0.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
+    """At the end of an epoch after ten seconds, or once the last one's CPU time is a hundredth of the time since; at
+    once, if that failed. Within an epoch after `minutes`, and that hundredth; after failures sooner."""
+    clock = SimpleNamespace(used=0.0, monotonic=lambda: 100.0, thread_time=lambda: clock.used)
     monkeypatch.setattr(CHECKPOINTS, "time", clock)
     go_on = threading.Event()
 
@@ -485,87 +474,69 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
         go_on.wait(60)
         clock.used += 0.03
 
-    logger = SimpleNamespace(say=lambda text: None, sync=sync)
-    (tmp_path / "run").mkdir()
-    with contextlib.closing(CheckpointWriter(Checkpoints(tmp_path / "run"), logger, "F1")) as writer:
+    (run := tmp_path / "run").mkdir()
+    logger = SimpleNamespace(sync=sync)
+    with contextlib.closing(CheckpointWriter(Checkpoints(run), logger, "F1", minutes=0.01)) as writer:
 
-        def worth_it_after(seconds, began):
-            clock.now = began + seconds
-            return writer.worth_it()
+        def due(minutes):
+            writer.minutes = minutes
+            writer.write(state(1))
+            with contextlib.suppress(LockstepError):
+                writer.settle()
+            return round(writer.epoch_due_at - 100, 6), round(writer.due_at - 100, 6)
 
-        assert worth_it_after(0, 100), "there is none yet"
+        assert (writer.epoch_due_at, writer.due_at) == (100, 100.6), "there is none yet"
         writer.write(state(1))
-        assert not worth_it_after(9.9, 100) and worth_it_after(10, 100), "it is still being written"
+        assert (writer.epoch_due_at, writer.due_at) == (110, math.inf), "it is still being written"
         go_on.set()
-        writer.settle()
-        assert not worth_it_after(2.9, 100) and worth_it_after(3.1, 100)
-        within = [(minutes, writer.worth_it(minutes)) for minutes in (0.01, 0.05, 0.06)]
-        assert within == [(0.01, True), (0.05, True), (0.06, False)], "3.1 s have passed, and 100 times the cost"
-        clock.now = 102.9
-        assert not writer.worth_it(0.01), "100 times the cost have not"
-        shutil.rmtree(tmp_path / "run")
-        writer.write(state(2))
-        writer.wait(60)
-        assert worth_it_after(0, clock.now), "it has failed"
-        for times, seconds in ((1, 30), (2, 60), (7, 600)):
-            writer.failures, clock.now = times, writer.since + seconds - 1
-            assert not writer.worth_it(math.inf), "within an epoch, also with save_every"
-            clock.now += 2
-            assert writer.worth_it(math.inf)
+        assert [due(minutes) for minutes in (0.01, 0.06, math.inf)] == [(3.0, 3.0), (3.0, 3.6), (3.0, math.inf)]
+        shutil.rmtree(run)
+        for times, seconds in ((1, 30), (2, 60), (7, 600), (2000, 600)):
+            writer.failures = times - 1
+            assert due(math.inf) == (0.0, seconds), "also with save_every"
 
 
-FULL_FROM_9 = """
+FULL_AFTER = """
 import errno
 from engine.files import checkpoints
 from tests.tasks import toy
-real, tried = checkpoints.write_atomically, []
-def write(path, give):
+real, tried = checkpoints.atomically, []
+def write(path):
     step = path.stem.removeprefix("step_")
-    if path.suffix == ".pt" and not (step.isdigit() and int(step) <= 8) and len(tried) < {times}:
+    if path.suffix == ".pt" and not (step.isdigit() and int(step) <= {step}) and len(tried) < {times}:
         tried.append(path)
-        raise OSError(errno.ENOSPC, "No space left on device")
-    return real(path, give)
-checkpoints.write_atomically = write
+        {full}
+    return real(path)
+checkpoints.atomically = write
 class Task(toy.Task):
     pass
 """
+NO_SPACE = 'raise OSError(errno.ENOSPC, "No space left on device")'
+DANGER = "{} saves in a row have failed: nothing since step {} is on disk"
 
 
 @pytest.mark.parametrize(("times", "failures", "code"), [(2, 0, 0), (5, 3, 0), (999, 10, 3)])
 def test_a_disk_that_stays_full_is_a_danger_that_is_said(launch, tmp_path, times, failures, code):
     """Once for each save, from the third in a row on; a success ends it."""
-    (tmp_path / "own.py").write_text(FULL_FROM_9.format(times=times))
+    (tmp_path / "own.py").write_text(FULL_AFTER.format(step=8, times=times, full=NO_SPACE))
     words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=1", "eval_every=100"]
     done = launch.python("train.py", *words, f"save_dir={tmp_path / 'run'}")
     assert done.code == code, done.out + done.err
-    danger = "{} saves in a row have failed: nothing since step 8 is on disk"
-    said = [f"warning: {danger.format(n)}" for n in range(3, 3 + failures)]
+    said = [f"warning: {DANGER.format(n, 8)}" for n in range(3, 3 + failures)]
     assert [line for line in done.out.splitlines() if "in a row" in line] == said
     about = json.loads((tmp_path / "run/status.json").read_text())
-    assert about.get("warning", "") == (danger.format(12) if code else "")
+    assert about.get("warning", "") == (DANGER.format(12, 8) if code else "")
     assert ("could be written again" in done.out) is (times == 5)
 
 
 # ---- no room --------------------------------------------------------------------------------------------------------
 
-FULL_FROM_5 = """
-import errno, os
-from engine.files import checkpoints
-from tests.tasks import toy
-real = checkpoints.write_atomically
-def write(path, give):
-    if path.suffix == ".pt" and path.name != "step_4.pt":
-        with open(path.parent / "somebody_else", "ab", buffering=0) as file:
+FILL = """with open(path.parent / "somebody_else", "ab", buffering=0) as file:
             try:
                 while file.write(b"0" * 4096):
                     pass
             except OSError:
-                pass
-    return real(path, give)
-checkpoints.write_atomically = write
-class Task(toy.Task):
-    pass
-"""
+                pass"""
 
 FULL_RUN = """
 import subprocess, sys
@@ -577,23 +548,14 @@ print(open(sys.argv[1] + "/status.json").read())
 
 def test_a_full_disk_is_in_the_status(launch, tmp_path):
     """Which is written into its own blocks then: nothing new has room."""
-    (tmp_path / "own.py").write_text(FULL_FROM_5)
+    (tmp_path / "own.py").write_text(FULL_AFTER.format(step=4, times=999, full=FILL))
     (folder := tmp_path / "run").mkdir()
     words = [str(tmp_path / "own.py"), "dataset.samples=240", "steps=20", "save_every=4", "eval_every=100"]
     done = launch.on_a_small_disk(folder, "1m", "-c", FULL_RUN, str(folder), *words, f"save_dir={folder}")
     about = json.loads(done.out.partition("ended with 3\n")[2])
     assert (about["state"], about["exit_code"], about["step"]) == ("failed", 3, 4), about
-    assert about["warning"] == "4 saves in a row have failed: nothing since step 4 is on disk"
+    assert about["warning"] == DANGER.format(4, 4)
     assert "No space left on device" in about["reason"] and "status.json was not written" not in done.err
-
-
-FULL = """
-import sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/faults"]
-import test_storage
-print(test_storage.fill(Path(sys.argv[2])))
-"""
 
 
 def fill(folder: Path) -> str:
@@ -608,24 +570,33 @@ def fill(folder: Path) -> str:
     return json.dumps([error.exit_code, str(error)])
 
 
-def test_a_full_disk(tmp_path, launch):
-    done = launch.on_a_small_disk(tmp_path, "4m", "-c", FULL, str(ROOT), str(tmp_path))
-    assert done.code == 0, done.err
-    code, text = json.loads(done.out)
-    assert code == 3 and "No space left on device" in text and str(tmp_path / "step_2.pt") in text
-    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
-    assert needed == 4.2 and 2 < free < 4.2
+FULL = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/faults"]
+import test_storage
+print(test_storage.fill(Path(sys.argv[2])))
+"""
 
 
-def test_a_limit_on_the_size_of_files(tmp_path):
+@pytest.mark.parametrize("kind", ["No space left on device", "File too large"])
+def test_no_room_for_a_checkpoint(kind, tmp_path, launch):
+    """On a full disk, and by a limit on the size of files."""
+
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         return fill(tmp_path)
 
-    status, said = in_child(limited)
+    if kind == "File too large":
+        status, said = in_child(limited)
+    else:
+        done = launch.on_a_small_disk(tmp_path, "4m", "-c", FULL, str(ROOT), str(tmp_path))
+        status, said = done.code, done.out or done.err
     assert status == 0, said
     code, text = json.loads(said)
-    assert code == 3 and "File too large" in text and str(tmp_path / "step_2.pt") in text and "4.2 MB" in text
+    assert code == 3 and kind in text and str(tmp_path / "step_2.pt") in text
+    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
+    assert needed == 4.2 and free > 2 and (free < 4.2 or kind == "File too large")
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path):
@@ -633,7 +604,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
     commit(checkpoints, 1)
     before = snapshot(tmp_path)
     for held, named in ((np.float64(1), "numpy"), (lambda: 0, "")):
-        error = error_of(lambda: checkpoints.commit(state(2) | {"tally": held}, "step_2.pt", False))  # noqa: B023
+        error = error_of(lambda: save(checkpoints, state(2) | {"tally": held}, "step_2.pt"))  # noqa: B023
         assert error.exit_code == 3 and named in str(error)
         assert snapshot(tmp_path) == before and found(tmp_path) == 1
 
@@ -702,26 +673,17 @@ def test_a_damaged_checkpoint(damage, manifest, run):
     assert error.exit_code == 3 and "another file" in str(error)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"checkpoints": []}',
-        '{"checkpoints": [], "best": ""}',
-        '{"checkpoints": [{"file": "step_1.pt", "step": Infinity, "bytes": 1, "sha256": ""}], "best": ""}',
-        "[" * 100000,
-        b"\xff\xfe",
-        b"\0" * 300,
-        *(
-            json.dumps({"best": "", "checkpoints": [{"file": file, "step": 1, "bytes": 1, "sha256": ""}]})
-            for file in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", LOCK)
-        ),
-    ],
-)
+NAMED = '{"checkpoints": [{"file": %s, "step": 1, "bytes": 1, "sha256": ""}], "best": ""}'
+MANIFESTS = [b"\xff\xfe", b"\0" * 300, b"[" * 100000, None]
+MANIFESTS += [b"", b"{", b"[]", b"null", b'{"checkpoints": []}', b'{"checkpoints": [], "best": ""}']
+MANIFESTS += [NAMED.replace('"step": 1', '"step": Infinity').encode() % b'"step_1.pt"']
+MANIFESTS += [
+    (NAMED % json.dumps(name)).encode()
+    for name in ("../victim.pt", "/etc/passwd", "..", ".", "", "a\0.pt", "a/b.pt", "config.yaml", LOCK)
+]
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
 def test_a_damaged_manifest(text, run):
     """The files speak for themselves; none that is not vouched for is ever removed."""
     victim = run.parent / "victim.pt"
@@ -730,7 +692,7 @@ def test_a_damaged_manifest(text, run):
     path = run / MANIFEST
     path.unlink()
     if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_bytes(text)
     chosen, warnings = find_checkpoint("auto", run)
     assert chosen and chosen.parent == run and step_of(chosen) == 2 and MANIFEST in "".join(warnings)
     checkpoints = Checkpoints(run, keep=0)
@@ -741,11 +703,9 @@ def test_a_damaged_manifest(text, run):
 
 
 def test_a_manifest_that_is_a_folder(run):
-    (run / MANIFEST).unlink()
-    (run / MANIFEST).mkdir()
-    assert found(run) == 2
+    as_folder(run / MANIFEST)
     before = snapshot(run)
-    assert error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
+    assert found(run) == 2 and error_of(lambda: commit(Checkpoints(run), 3)).exit_code == 3
     assert snapshot(run) == before
 
 
@@ -805,26 +765,31 @@ def test_nothing_there_is_not_damage(tmp_path):
         assert error_of(lambda: find_checkpoint(str(path), None)).exit_code == 2  # noqa: B023
 
 
-@pytest.mark.parametrize("last", ["a link to a victim", "read-only", "a folder", "a dangling link", "a copy"])
-def test_what_stands_where_last_belongs(last, run):
+@pytest.fixture
+def victim(run):
+    """A file outside the folder, which stays as it is."""
+    path = run.parent / "victim"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+LASTS = {
+    "a link to a victim": lambda path, victim: path.symlink_to(victim),
+    "a dangling link": lambda path, victim: path.symlink_to(victim.with_name("absent")),
+    "a folder": lambda path, victim: path.mkdir(),
+    "a read-only copy": lambda path, victim: (path.write_bytes(b""), path.chmod(0o444)),
+}
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_what_stands_where_last_belongs(last, run, victim):
     """It is replaced, never written through."""
-    victim = run.parent / "victim"
-    victim.write_text("mine")
-    path = run / LAST
+    path, checkpoints = run / LAST, Checkpoints(run)
     path.unlink()
-    if last == "a link to a victim":
-        path.symlink_to(victim)
-    elif last == "a dangling link":
-        path.symlink_to(run.parent / "absent")
-    elif last == "a folder":
-        path.mkdir()
-    else:
-        shutil.copy(run / "step_2.pt", path)
-        path.chmod(0o444)
-    checkpoints = Checkpoints(run)
+    LASTS[last](path, victim)
     commit(checkpoints, 3)
-    assert victim.read_text() == "mine" and not (run.parent / "absent").exists()
-    assert found(run) == 3 and temporary(run) == []
+    assert not (run.parent / "absent").exists() and found(run) == 3 and temporary(run) == []
     if last == "a folder":
         assert LAST in "".join(checkpoints.warnings)
     else:
@@ -832,14 +797,11 @@ def test_what_stands_where_last_belongs(last, run):
 
 
 @pytest.mark.parametrize("name", [".step_3.pt.tmp", ".manifest.json.tmp", ".last.pt.tmp", "step_3.pt", "manifest.json"])
-def test_a_link_planted_where_a_file_will_be_written(name, run):
-    victim = run.parent / "victim"
-    victim.write_text("mine")
+def test_a_link_planted_where_a_file_will_be_written(name, run, victim):
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(victim)
     commit(Checkpoints(run), 3)
-    assert victim.read_text() == "mine" and not (run / name).is_symlink()
-    assert found(run) == 3 and temporary(run) == []
+    assert not (run / name).is_symlink() and found(run) == 3 and temporary(run) == []
 
 
 @pytest.mark.slow
@@ -853,12 +815,12 @@ def test_going_back_to_an_older_one(run):
         checkpoints.forget_after((folder / "step_1.pt").resolve())
         faults = Faults(n, "kill")
 
-        def save(checkpoints=checkpoints, faults=faults):
+        def again(checkpoints=checkpoints, faults=faults):
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
-                checkpoints.commit(state(4), "step_3.pt", False)
+                save(checkpoints, state(4), "step_3.pt")
 
-        killed = os.WIFSIGNALED(in_child(save)[0])
+        killed = os.WIFSIGNALED(in_child(again)[0])
         path, warnings = find_checkpoint("auto", folder)
         assert path and warnings == [] and step_of(path) in (3, 1, 4)
         shutil.rmtree(folder)
@@ -1005,6 +967,11 @@ def patched_sizes(path: Path, packing: int) -> None:
     path.write_bytes(data)
 
 
+def pickled(data: bytes):
+    """A checkpoint with this pickle."""
+    return lambda path: rewrite(path, lambda name, before: data if name == "data.pkl" else before)
+
+
 CLAIMS = {
     "packed": lambda path: rewrite(path, lambda name, data: data, {"data/9": bytes(1 << 26)}, zipfile.ZIP_DEFLATED),
     "packed, 4 GB each": lambda path: patched_sizes(path, zipfile.ZIP_DEFLATED),
@@ -1013,19 +980,10 @@ CLAIMS = {
     "a storage of 1e12, a view of 64": lambda path: rewrite(path, claim(10**12, 64)),
     "a storage of 65": lambda path: rewrite(path, claim(65, 65)),
     "a view of 1e12": lambda path: rewrite(path, claim(64, 10**12)),
-    "a memo of 4e9": lambda path: rewrite(
-        path, lambda name, data: b"\x80\x02}r\xff\xff\xff\xff." if name == "data.pkl" else data
-    ),
-    "a billion laughs": lambda path: rewrite(
-        path, lambda name, data: b"\x80\x02]" + b"q\x00h\x00h\x00\x86" * 30 + b"." if name == "data.pkl" else data
-    ),
-    "a byte array of 1e12": lambda path: rewrite(
-        path,
-        lambda name, data: (
-            b"\x80\x02c__builtin__\nbytearray\n\x8a\x06" + (10**12).to_bytes(6, "little") + b"\x85R."
-            if name == "data.pkl"
-            else data
-        ),
+    "a memo of 4e9": pickled(b"\x80\x02}r\xff\xff\xff\xff."),
+    "a billion laughs": pickled(b"\x80\x02]" + b"q\x00h\x00h\x00\x86" * 30 + b"."),
+    "a byte array of 1e12": pickled(
+        b"\x80\x02c__builtin__\nbytearray\n\x8a\x06" + (10**12).to_bytes(6, "little") + b"\x85R."
     ),
 }
 
@@ -1051,26 +1009,17 @@ def test_a_file_that_claims_more_than_it_holds(what, tmp_path):
 
 def test_a_checkpoint_names_nothing_but_tensors(tmp_path):
     """Every dtype included, and it reads back."""
-    dtypes = [
-        torch.uint16,
-        torch.bool,
-        torch.complex64,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.int64,
-        torch.float64,
-    ]
-    weights = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
+    dtypes = "uint16 bool complex64 bfloat16 float8_e4m3fn int64 float64".split()
+    weights = {name: torch.ones(3).to(getattr(torch, name)) for name in dtypes}
     weights |= {"empty": torch.zeros(0), "scalar": torch.tensor(1.0), "view": torch.arange(8.0)[2:6:2]}
-    path = Checkpoints(tmp_path).commit(state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}, "a.pt", True)
+    about = state(1) | {"model": weights, "best": 0.5, "rng": [1, (2, "x")]}
+    path = save(Checkpoints(tmp_path), about, "a.pt", best=True)
     with zipfile.ZipFile(path) as contents:
         (pickled,) = (contents.read(name) for name in contents.namelist() if name.endswith("data.pkl"))
     names = [given for code, given, _ in pickletools.genops(pickled) if code.name in ("GLOBAL", "STACK_GLOBAL", "INST")]
     assert names and {name.split()[0] for name in names} <= {"collections", "torch", "torch._utils", "torch.storage"}
     again = archive.read(path)["model"]
-    assert all(
-        again[name].dtype == tensor.dtype and torch.equal(again[name], tensor) for name, tensor in weights.items()
-    )
+    assert all(again[name].dtype == value.dtype and torch.equal(again[name], value) for name, value in weights.items())
 
 
 # ---- what stays, and the thread that writes -------------------------------------------------------------------------
@@ -1095,140 +1044,145 @@ def test_last_best_and_k_more_stay(keep, tmp_path):
 
 def test_a_name_that_counts_is_never_written_into(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    paths = [checkpoints.commit(state(step), "best.pt", True) for step in (1, 2, 2, 3)]
+    paths = [save(checkpoints, state(step), "best.pt", best=True) for step in (1, 2, 2, 3)]
     assert len(set(paths)) == 4 and [step_of(path) for path in paths] == [1, 2, 2, 3]
 
 
-def test_the_only_whole_one_stays_when_a_save_fails(run):
-    """keep=0 would drop both; the new one doesn't reach the disk as it was written."""
-    DAMAGE["truncated"](run / "step_2.pt")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic, "sha256_of", lambda path: "0" * 64)
-        error = error_of(lambda: commit(Checkpoints(run, 0), 3))
-    assert error.exit_code == 3 and "read back" in str(error)
-    assert found(run) == 1 and temporary(run) == []
-
-
 def test_a_disk_that_writes_something_else(run, monkeypatch):
-    """The bytes read back differ from those handed to the disk: the checkpoint before stays."""
+    """The bytes read back differ from those handed to the disk: the only whole one stays, though keep=0 drops it."""
+    DAMAGE["truncated"](run / "step_2.pt")
+
+    class Lying(File):
+        def write(self, data):
+            return self.file.write(bytes(data).replace(b"\0\0@@", b"\0\0@A"))
 
     def lying(path, mode="r", **how):
         file = open(path, mode, **how)  # noqa: SIM115
-        if "x" in mode and "step_3" in str(path):
-
-            class Lying(File):
-                def write(self, data):
-                    return self.file.write(bytes(data).replace(b"\0\0@@", b"\0\0@A"))
-
-            return Lying(Faults(0, "none"), file, Path(path))
-        return file
+        return Lying(Faults(0, "none"), file, Path(path)) if "x" in mode and "step_3" in str(path) else file
 
     monkeypatch.setattr(atomic, "open", lying, raising=False)
     before = snapshot(run)
-    assert error_of(lambda: commit(Checkpoints(run, 0), 3)).exit_code == 3
-    assert snapshot(run) == before and found(run) == 2
-
-
-def failing_unlink(name: str):
-    def unlink(path, *given):
-        if Path(path).name == name:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        os.unlink(path, *given)
-
-    return Stand(os, {"unlink": unlink})
+    error = error_of(lambda: commit(Checkpoints(run, 0), 3))
+    assert error.exit_code == 3 and "read back" in str(error) and snapshot(run) == before and found(run) == 1
 
 
 def test_a_failed_removal_is_a_warning(run, monkeypatch):
-    monkeypatch.setattr(CHECKPOINTS, "os", failing_unlink("step_1.pt"))
+    def unlink(path, *given):
+        if Path(path).name == "step_1.pt":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        os.unlink(path, *given)
+
+    monkeypatch.setattr(CHECKPOINTS, "os", Stand(os, {"unlink": unlink}))
     said: list[str] = []
-    writer = writer_of(Checkpoints(run), said.append)
-    writer.write(state(3))
-    writer.settle()
+    with writer_of(Checkpoints(run), said.append) as writer:
+        writer.write(state(3))
     assert len(said) == 1 and "step_1.pt" in said[0] and "not permitted" in said[0]
-    writer.close()
     assert found(run) == 3 and (run / "step_1.pt").exists()
 
 
 @pytest.fixture(autouse=True)
 def no_writer_stays(monkeypatch):
     """Which the end of this process would wait for."""
-    monkeypatch.setattr(status.current, "settle", status.current.settle)
+    monkeypatch.setattr(status, "current", status.Status())
 
 
-def writer_of(checkpoints, say):
-    return CheckpointWriter(checkpoints, SimpleNamespace(say=say, sync=lambda: None), "F1")
+class Heard(logging.Handler):
+    def __init__(self, hear):
+        super().__init__()
+        self.hear = hear
+
+    def emit(self, record):
+        self.hear("warning: " * (record.levelno == logging.WARNING) + record.getMessage())
+
+
+@contextlib.contextmanager
+def heard(hear):
+    """Call `hear` with each message to the console."""
+    handler, level = Heard(hear), console.level
+    console.addHandler(handler)
+    console.setLevel(logging.INFO)
+    yield
+    console.setLevel(level)
+    console.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def writer_of(checkpoints, hear):
+    log = SimpleNamespace(sync=lambda: None)
+    with heard(hear), contextlib.closing(CheckpointWriter(checkpoints, log, "F1")) as writer:
+        yield writer
 
 
 class Gated(Checkpoints):
-    """Commits only when told to, and counts how many at once."""
+    """Commits only when told to, counts how many at once, and fails for steps of `fails`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, fails=()):
         super().__init__(folder)
-        self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.gate, self.begun, self.fails = threading.Semaphore(0), threading.Semaphore(0), fails
         self.now = self.most = 0
-        self.fail = False
 
-    def commit(self, state, file, best):
+    @contextlib.contextmanager
+    def commit(self, name, step, *about):
         self.now += 1
         self.most = max(self.most, self.now)
         self.begun.release()
         self.gate.acquire()
         self.now -= 1
-        if self.fail:
+        if step in self.fails:
             raise LockstepError("it failed", exit_code=3)
-        return super().commit(state, file, best)
+        with super().commit(name, step, *about) as file:
+            yield file
 
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path, monkeypatch):
-    checkpoints, said, saved = Gated(tmp_path), list[str](), list[int]()
-    writer = writer_of(checkpoints, said.append)
+    checkpoints, said, saved, taken = Gated(tmp_path), list[str](), list[int](), list[int]()
     monkeypatch.setattr(status.current, "update", lambda step, checkpoint: saved.append(step))
-    writer.write(state(1))
-    checkpoints.begun.acquire()
-    assert said == saved == [] and found(tmp_path) is None  # in flight, and we do not wait
+    with writer_of(checkpoints, said.append) as writer:
+        writer.write(state(1))
+        checkpoints.begun.acquire()
+        assert said == saved == [] and found(tmp_path) is None  # in flight, and we do not wait
 
-    taken: list[int] = []
+        def let_it_write() -> None:
+            for step in (2, 3, 4):
+                writer.write(state(step))
+                taken.append(step)
 
-    def let_it_write() -> None:
-        for step in (2, 3, 4):
-            writer.write(state(step))
-            taken.append(step)
-
-    more = threading.Thread(target=let_it_write)
-    more.start()
-    # The second waits for the first, and so does who brings it: no more than one state is held in memory.
-    assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
-    for _ in range(4):
-        checkpoints.gate.release()
-    more.join()
-    writer.settle()
-    writer.close()
+        more = threading.Thread(target=let_it_write)
+        more.start()
+        # The second waits for the first, and so does who brings it: no more than one state is held in memory.
+        assert not checkpoints.begun.acquire(timeout=0.05) and taken == []
+        for _ in range(4):
+            checkpoints.gate.release()
+        more.join()
+        writer.settle()
     assert checkpoints.most == 1 and saved == [1, 2, 3, 4] and found(tmp_path) == 4
 
 
 def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_path):
-    checkpoints, said = Gated(tmp_path), list[str]()
-    writer = writer_of(checkpoints, said.append)
-    for _ in range(4):
-        checkpoints.gate.release()
-
-    def save(step: int, fail: bool) -> None:
-        checkpoints.fail = fail
-        writer.write(state(step))
-        assert writer.pending is not None
-        writer.wait(60)
-
-    save(1, fail=True)
-    assert said == ["warning: it failed"]
-    assert error_of(writer.settle).exit_code == 3
-    save(2, fail=False)
-    writer.settle()
-    assert len(said) == 1 and found(tmp_path) == 2
-
-    save(3, fail=True)
-    save(4, fail=False)  # nobody has asked in between: it is said nevertheless
+    checkpoints, said = Gated(tmp_path, fails=(1, 3)), list[str]()
+    checkpoints.gate.release(4)
+    with writer_of(checkpoints, said.append) as writer:
+        writer.write(state(1))
+        assert error_of(writer.settle).exit_code == 3 and said == ["warning: it failed"]
+        writer.write(state(2))
+        writer.settle()
+        assert len(said) == 1 and found(tmp_path) == 2
+        writer.write(state(3))
+        writer.write(state(4))  # nobody has asked in between: it is said nevertheless
+        writer.settle()
     assert said == ["warning: it failed"] * 2 and found(tmp_path) == 4
-    writer.close()
+
+
+def test_what_is_unsaved_is_written_before_the_process_ends(tmp_path):
+    """By the end of the run, by the watchdog, or by one after the other."""
+    checkpoints = Gated(tmp_path)
+    with writer_of(checkpoints, print) as writer:
+        assert status.current.checkpoints is writer
+        writer.unsaved = state(1)
+        writer.close(0.01)
+        assert checkpoints.begun.acquire(timeout=60) and found(tmp_path) is None, "it waits no longer than that"
+        checkpoints.gate.release()
+    assert found(tmp_path) == 1
 
 
 # ---- one owner ------------------------------------------------------------------------------------------------------
@@ -1293,13 +1247,10 @@ def test_looking_takes_nothing_and_drops_nothing(tmp_path):
     again.close()
 
 
-def test_a_lock_that_is_a_link_or_cannot_be_opened(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / LOCK).symlink_to(victim)
+def test_a_lock_that_is_a_link_or_cannot_be_opened(run, victim):
+    (run / LOCK).symlink_to(victim)
     for only_look in (True, False):
-        assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path, only_look)))  # noqa: B023
-    assert victim.read_text() == "mine"
-    (tmp_path / LOCK).unlink()
-    (tmp_path / LOCK).mkdir()
-    assert LOCK in str(error_of(lambda: run_folder.lock(tmp_path)))
+        assert LOCK in str(error_of(lambda: run_folder.lock(run, only_look)))  # noqa: B023
+    (run / LOCK).unlink()
+    (run / LOCK).mkdir()
+    assert LOCK in str(error_of(lambda: run_folder.lock(run)))
