@@ -13,7 +13,7 @@ from engine.survive.notes import Failure, Notes
 
 @pytest.fixture(autouse=True)
 def nobody_has_written(monkeypatch):
-    monkeypatch.setattr(Sealed, "warned", False)
+    monkeypatch.setattr(sealed.meeting, "warned", False)
 
 
 def test_only_the_notes_of_this_run_are_read(capfd):
