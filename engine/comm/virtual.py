@@ -194,10 +194,10 @@ class VirtualWorkers(Plain):
         if self.waits:
             self.waiting[number] = self.worker
         elif self.takes and p.grad is not None:
-            push(*self._place(number, self.worker, p.grad))
+            push(*self.place(number, self.worker, p.grad))
             p.grad = None
 
-    def _place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
+    def place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
         """Return the tree of a parameter, and its next node: a worker's gradient, or with its left neighbour's."""
         first, nodes = self.waiting.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
@@ -216,7 +216,7 @@ class VirtualWorkers(Plain):
             used, waits = number in self.added, number in self.waiting
             if p.grad is None or not (used or waits) or (waits and right):
                 continue
-            nodes, node = self._place(number, self.worker if used else self.waiting[number], p.grad)
+            nodes, node = self.place(number, self.worker if used else self.waiting[number], p.grad)
             nodes.append(node)
             trees.append(nodes)
             # Adding to -0.0 changes no bit, not even that of -0.0.
@@ -238,7 +238,7 @@ class VirtualWorkers(Plain):
         for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-            push(*state._place(number, state.block[-1], view))
+            push(*state.place(number, state.block[-1], view))
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
