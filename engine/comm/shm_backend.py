@@ -205,13 +205,9 @@ class Sum(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a completed future: DDP waits for it in C++, where nothing could finish the sum."""
         self.wait()
-        return _completed([self.tensor])
-
-
-def _completed(tensors: list[Tensor]) -> Future[list[Tensor]]:
-    future: Future[list[Tensor]] = Future()
-    future.set_result(tensors)
-    return future
+        future: Future[list[Tensor]] = Future()
+        future.set_result([self.tensor])
+        return future
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -244,7 +240,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
             if self.size() == 1:
-                return _create_work_from_future(_completed(tensors))
+                done: Future[list[Tensor]] = Future()
+                done.set_result(tensors)
+                return _create_work_from_future(done)
             if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
                 return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
