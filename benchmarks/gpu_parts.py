@@ -178,7 +178,7 @@ def words(folder: str, on: str) -> Facts:
     """Tell objects in a group of one while the GPU is busy, and ask torch for the record of NCCL."""
     import torch.distributed as dist
 
-    from engine.comm import network
+    from engine.comm import network, scratch
 
     on_gpu = on == "device=cuda"
     if on_gpu:
@@ -204,7 +204,7 @@ def words(folder: str, on: str) -> Facts:
         time.sleep(0.1)
     found["bytes of NCCL's record"] = trace.stat().st_size if trace.exists() else 0
     dist.destroy_process_group()
-    network.remove_pipes()
+    scratch.remove_scratch(orphaned=False)
     return found
 
 

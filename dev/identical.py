@@ -30,7 +30,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "har_1": (0, [*HAR, "steps=9"]),
     "har_1_fp32": (0, [*HAR, "steps=9", "amp=off", "batch_size=16"]),
     "har_2": (2, [*HAR, "steps=9"]),
-    "har_2_zero": (2, [*HAR, "steps=9", "optim.zero=true", "ddp.comm_hook=powersgd"]),
+    "har_2_zero": (2, [*HAR, "steps=9", "optim.zero=true", "ddp.comm_hook=fp16"]),
     "har_3_ends_amid_a_batch": (3, [*HAR, "epochs=1", "eval_every=30", "amp=off", "num_workers=1"]),
     "har_flatten_gloo_2": (2, [*HAR, "--mode", "flatten", "steps=4", "ddp.backend=gloo"]),
     "har_transformer_2": (2, [*HAR, "--mode", "transformer", "steps=4", "sampler=balanced"]),

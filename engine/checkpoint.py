@@ -14,7 +14,7 @@ from torch import nn
 
 from engine import config, launch
 from engine.comm import digests, sealed
-from engine.comm.buffers import check_buffers, equalise_buffers
+from engine.comm.buffers import check_buffers, sync_buffers
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import Task
 from engine.errors import LockstepError, console
@@ -96,7 +96,7 @@ def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
     loads again; return nothing on the other ranks. Training may continue while it is written."""
     check_buffers(run.world, run.workers.buffers)
-    equalise_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
+    sync_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
     if not run.world.main:
         return {}

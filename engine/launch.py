@@ -168,7 +168,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     # A prefix of our own, apart from the group's keys.
     meeting.notes = sealed.Sealed(dist.PrefixStore("lockstep", store), key)
     meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
-    sealed.key, sealed.Sealed.warned = key, not speaks()
+    meeting.key, meeting.warned = key, not speaks()
     return store
 
 

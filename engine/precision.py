@@ -1,8 +1,7 @@
-"""Mixed precision by hand: which dtype, the autocast around the forward, the scaler around the backward."""
+"""Mixed precision: the choice of a dtype, and its autocast."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from dataclasses import dataclass, replace
@@ -13,22 +12,20 @@ from torch import nn
 
 from engine.comm.world import World, sync_errors
 from engine.errors import LockstepError
-from engine.private import _repair_bf16, cpu_has_bf16
+from engine.private import cpu_has_bf16, repair_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """name: bf16, fp16 or off; note: why, for the reader of the log."""
-
-    name: str
+    name: str  # bf16, fp16 or off
     device: torch.device
-    note: str
+    note: str  # why, for the reader of the log
 
     def __post_init__(self) -> None:
         if self.name == "bf16" and self.device.type == "cpu":
-            _repair_bf16()
+            repair_bf16()
 
     @functools.cached_property
     def enabled(self) -> bool:
@@ -38,10 +35,8 @@ class Precision:
     def dtype(self) -> torch.dtype:
         return DTYPES.get(self.name, torch.bfloat16)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.name == "off":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.name])
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.enabled)
 
 
 class Autocast(nn.Module):
@@ -78,22 +73,24 @@ def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool 
     compiled  by torch's compiler, which on CPUs makes gradients of bf16 that are not finite (torch 2.13, Inductor)
     """
     asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    name, note = amp, "as amp asks"
     if amp == "auto" and asked_of_accelerate in DTYPES:
-        return Precision(asked_of_accelerate, device, "as accelerate launch --mixed_precision asks")
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        if amp == "bf16" and not has_bf16:
+        name, note = asked_of_accelerate, "as accelerate launch --mixed_precision asks"
+    elif device.type == "cuda" and amp in ("auto", "bf16"):
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            name, note = "bf16", "the GPU has bf16" if amp == "auto" else note
+        elif amp == "auto":
+            name, note = "fp16", "the GPU has no bf16"
+        else:
             lack = f"{torch.cuda.get_device_name(device)} has no bf16"
             if strict:
                 raise LockstepError(f"amp=bf16, but {lack}", "amp", "use amp=fp16 or auto")
-            return Precision("fp16", device, f"bf16 was asked for, but {lack}")
-        if amp == "auto":
-            name = "bf16" if has_bf16 else "fp16"
-            return Precision(name, device, "the GPU has bf16" if has_bf16 else "the GPU has no bf16")
+            name, note = "fp16", f"bf16 was asked for, but {lack}"
     elif amp == "auto":
         if compiled:
-            return Precision("off", device, "compiled for a CPU, where the compiler's bf16 gradients may not be finite")
-        if cpu_has_bf16():
-            return Precision("bf16", device, "the CPU has bf16 instructions; attention in fp32, which is faster")
-        return Precision("off", device, "this CPU has no bf16 instructions, so bf16 would not be faster")
-    return Precision(amp, device, "as amp asks")
+            name, note = "off", "compiled for a CPU, where the compiler's bf16 gradients may not be finite"
+        elif cpu_has_bf16():
+            name, note = "bf16", "the CPU has bf16 instructions; attention in fp32, which is faster"
+        else:
+            name, note = "off", "this CPU has no bf16 instructions, so bf16 would not be faster"
+    return Precision(name, device, note)

@@ -1,4 +1,4 @@
-"""Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` says when one is gone.
+"""Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` fails when one is gone.
 
 Those of the optimizer, the compiler and the backend are fenced in where they are used: `optim/fused`, `speed/compiler`,
 `speed/memory`, `comm/shm_backend`.
@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+Sizes = tuple[int, ...]
+
 DROPOUT: Any = nn.modules.dropout._DropoutNd
 BATCH_NORM: Any = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: Any = nn.modules.instancenorm._InstanceNorm
 NORM_WITH_STATISTICS: Any = nn.modules.batchnorm._NormBase
-"""Base classes of layers, which have no public name; the last is that of the two before it."""
+"""Base classes of layers; the last is that of the two before it."""
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
@@ -34,7 +36,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own buffers by name, as they are now and will be: its attributes are looked up in there."""
+    """Return the dict in which a module keeps its own buffers."""
     return module._buffers
 
 
@@ -43,7 +45,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def check_all_gradients_reduced(net: DistributedDataParallel) -> None:
-    """Raise RuntimeError where a bucket of the last backward pass has not been all-reduced; DDP itself would say so in
+    """Raise RuntimeError if a bucket of the last backward pass has not been all-reduced; DDP itself would raise it in
     the next forward pass."""
     net._check_reducer_finalized()
 
@@ -54,12 +56,12 @@ def ddp_record(net: DistributedDataParallel) -> dict[str, Any]:
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether torch and oneDNN use bf16 instructions: they are there, and no variable hides them."""
+    """Return whether torch and oneDNN use bf16 instructions: the CPU has them, and no variable hides them."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return (
         torch.cpu._is_avx512_bf16_supported()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # which is true also where it would only emulate them
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # also true where it would only emulate them
         and most.upper() not in ("AVX512_CORE", "AVX512_CORE_VNNI")
     )
 
@@ -68,12 +70,12 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 @functools.cache
-def _repair_bf16() -> None:
+def repair_bf16() -> None:
     """Make this process compute in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
 
-    Convolutions of maps that are small beside kernel and stride: where an element of the kernel meets nothing but
-    padding, oneDNN's backward pass leaves its gradient as memory had it, or writes beyond the end (torch 2.13, any CPU
-    with AVX-512). Functions such as `torch.conv3d`, called directly, are not covered.
+    Convolutions of maps that are small compared with kernel and stride: oneDNN leaves the gradient of kernel taps that
+    see only padding uninitialised, or writes beyond the end (torch 2.13, any CPU with AVX-512). Functions such as
+    `torch.conv3d`, called directly, are not covered.
 
     Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. Without it every kind of
     network that is shipped gains by bf16 (`benchmarks/precision.py`); with it the transformers lose.
@@ -115,16 +117,14 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return shielded
 
 
-@functools.lru_cache(4096)  # asked in every forward pass
-def _goes_wrong(
-    transposed: bool, stride: Sizes, kernel_size: Sizes, dilation: Sizes, given: Sizes, returned: Sizes
-) -> bool:
+@functools.lru_cache(4096)  # called in every forward pass
+def _goes_wrong(transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes, given: Sizes, returned: Sizes) -> bool:
     """Judge by the two maps between which a convolution strides. Of thousands of shapes tried all that fail are among
     these, and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
     if transposed:
         given, returned = returned, given
     sizes, strided = given[-len(stride) :], returned[-len(stride) :]
-    reach = [distance * (taps - 1) + 1 for distance, taps in zip(dilation, kernel_size, strict=True)]
+    reach = [distance * (taps - 1) + 1 for distance, taps in zip(dilation, kernel, strict=True)]
     return (
         any(size == 1 and step > 1 for size, step in zip(strided, stride, strict=True))
         or any(2 * size < taps for size, taps in zip(sizes, reach, strict=True))
@@ -136,9 +136,6 @@ def _goes_wrong(
 def cpu_model() -> str:
     """Return the name of the processor: libraries choose kernels, and so the last bits, by it."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return found[1] if found else platform.machine()
+        if found := re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
     return platform.machine()
-
-
-Sizes = tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,8 @@ def sample_seeds(seed: int, epoch: int, positions: Tensor) -> Tensor:
 
 
 def data_seeds(seed: int, epoch: int, positions: Tensor) -> list[int]:
-    """Return the seeds that a dataset draws its samples from, in [0, 2**63), as NumPy wants them. They are others than
-    those of `sample_seeds`, or a crop and the noise in the loss would come from the same numbers."""
+    """Return the seeds that a dataset draws its samples from, in [0, 2**63), as NumPy wants them. They differ from
+    `sample_seeds`, or a crop and the noise in the loss would come from the same numbers."""
     return (mix(sample_seeds(seed, epoch, positions)) & ((1 << 63) - 1)).tolist()
 
 
@@ -58,24 +59,20 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
     """Put torch's generators (of the CPU and of `device`), random's and NumPy's back to where they were."""
-    before, theirs = random.getstate(), np.random.get_state()
+    of_random, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device and device.type == "cuda" else []):
             yield
     finally:
-        random.setstate(before)
-        np.random.set_state(theirs)
+        random.setstate(of_random)
+        np.random.set_state(of_numpy)
 
 
 def positions(device: torch.device) -> dict[str, bytes]:
-    """Return where the generators of a process stand, by whose they are, to see whether one has been drawn from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    _, keys, *rest = np.random.get_state()
-    numpys = np.asarray(keys).tobytes() + repr(rest).encode()
-    torchs = b"".join(state.numpy().tobytes() for state in states)
-    return {"torch": torchs, "random": repr(random.getstate()).encode(), "NumPy": numpys}
+    """Return the states of this process's generators, by library, to see whether one has been drawn from."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    torchs = b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *on_gpu])
+    return {"torch": torchs, "random": pickle.dumps(random.getstate()), "NumPy": pickle.dumps(np.random.get_state())}
 
 
 def uniform(seeds: Tensor, count: int) -> Tensor:

@@ -26,7 +26,7 @@ def test_buffers_that_differ_end_the_run_before_it_is_scored(launch, tmp_path, w
     """And what is drawn at random, such as dropout, is another on each rank."""
     done = launch.torchrun(2, "train.py", TASK, "batch_size=6", *words.split(), f"save_dir={tmp_path / 'run'}")
     assert done.code and len(done.errors) == 1, done.err
-    said = f"error: the buffer centre.mean of rank 1 is another than rank 0's (step {step}): change it by"
+    said = f"error: the buffer centre.mean of rank 1 differs from rank 0's (step {step}): change it by"
     assert done.errors[0].startswith(said) and "ddp.buffers=mean" in done.errors[0] and "Epoch 1" not in done.out
     assert json.loads((tmp_path / "run/status.json").read_text())["exit_code"] == 6
     assert not list((tmp_path / "run").glob("*.pt"))

@@ -1,31 +1,29 @@
 """By what ranks are told apart: a sum of bits on GPUs, digests on the host where it differs."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import succeed
+from conftest import ROOT, TOY, succeed
 from torch import nn
 
+import tasks
 from engine import preflight
 from engine.comm import digests
 from engine.comm.digests import sum_of_bits
 from engine.errors import LockstepError
 
 
-def some(dtype):
-    draw = torch.Generator().manual_seed(1)
-    bits = torch.randint(0, 256, (77 * dtype.itemsize,), dtype=torch.uint8, generator=draw)
-    return (bits % 2).bool() if dtype == torch.bool else bits.view(dtype)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
 )
 def test_every_bit_and_every_place_counts(dtype):
-    tensors = [some(dtype), some(dtype)[:7].clone(), torch.tensor(3.0)]
+    bits = torch.randint(0, 256, (77 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    flat = (bits % 2).bool() if dtype == torch.bool else bits.view(dtype)
+    tensors = [flat, flat[:7].clone(), torch.tensor(3.0)]
     right = sum_of_bits(tensors)
-    assert sum_of_bits([tensors[0].view(7, 11).t().contiguous().t(), *tensors[1:]]) == right, "whatever its order"
+    assert sum_of_bits([flat.view(7, 11).t().contiguous().t(), *tensors[1:]]) == right, "whatever its order"
     for tensor in tensors:
         bits = tensor.view(-1).view(torch.uint8)
         for bit in range(0, 8 * len(bits) if dtype != torch.bool else 1, 29):
@@ -33,7 +31,6 @@ def test_every_bit_and_every_place_counts(dtype):
             assert sum_of_bits(tensors) != right
             bits[bit // 8] ^= 1 << bit % 8
     assert sum_of_bits([tensors[1], tensors[0], tensors[2]]) != right, "two tensors have changed places"
-    flat = tensors[0]
     other = next(n for n in range(1, 77) if flat[n] != flat[0])
     flat[[0, other]] = flat[[other, 0]]
     assert sum_of_bits(tensors) != right, "two numbers have changed places"
@@ -46,34 +43,49 @@ def test_numbers_of_several_pieces_that_change_places_count(monkeypatch):
     assert len({sum_of_bits([long.roll(place)]) for place in range(19)}) == 19
 
 
+def test_a_checksum_is_of_names_shapes_types_and_bytes():
+    """And of extra state, which is taken at the end of a run, where an error would hide that the run is done."""
+    flat = torch.arange(4.0)
+    ways = [("w", flat), ("v", flat), ("w", flat.view(2, 2)), ("w", flat.view(torch.int32)), ("w", flat + 1)]
+    ways += [("w", {"scale": 1}), ("w", {"scale": 2})]
+    assert len({digests.of_tensors([way]) for way in ways}) == len(ways)
+    assert digests.of_tensors([("w", flat.view(2, 2).t())]) == digests.of_tensors([("w", flat.view(2, 2).t().clone())])
+
+
+def test_the_code_is_all_that_a_task_may_import(monkeypatch):
+    """Not only the engine: a model that differs between ranks is found by its name, before the first step."""
+    read, task = [], tasks.load(TOY)(None)
+    whole = type(ROOT).read_bytes
+    monkeypatch.setattr(type(ROOT), "read_bytes", lambda path: read.append(path) or whole(path))
+    digests.code(task)
+    names = {str(path.relative_to(ROOT)) for path in read}
+    assert {"train.py", "data_loader.py", "engine/comm/digests.py", "models/layers.py", "tests/tasks/toy.py"} <= names
+    assert "tests/conftest.py" not in names
+
+
 def ranks(mine, theirs):
-    """What rank 0 of two GPUs sees, whose own model is `mine`."""
-    gathered = []
-    workers, record = SimpleNamespace(buffers=lambda of_norms: {}), SimpleNamespace(fresh=None)
-    run = SimpleNamespace(model=mine, workers=workers, progress=SimpleNamespace(step=7), record=record)
-    other = SimpleNamespace(**vars(run) | {"model": theirs})
+    """What rank 0 of two GPUs gathers, each of which has a model."""
 
-    def world(gather):
-        return SimpleNamespace(size=2, device=torch.device("cuda"), gather=gather)
-
-    other.world = world(lambda value: gathered.append(value) or [value, value])
-    try:
-        preflight.compare_weights(other)
-        gathered.append(
-            dict(zip([f"parameter {n}" for n, _ in theirs.named_parameters()], ["other"] * 9, strict=False))
+    def compare(model, gather):
+        world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=gather)
+        workers, record = SimpleNamespace(buffers=lambda of_norms: {}), SimpleNamespace(fresh=None)
+        run = SimpleNamespace(
+            model=model, world=world, workers=workers, record=record, progress=SimpleNamespace(step=7)
         )
-    finally:
-        values = iter(gathered)
-        run.world = world(lambda value: [value, next(values)])
-    preflight.compare_weights(run)
-    return gathered
+        preflight.compare_weights(run)
+
+    told = []
+    compare(theirs, lambda value: told.append(value) or [value, value])
+    told.append({f"parameter {name}": "other" for name, _ in theirs.named_parameters()})
+    answers = iter(told)
+    compare(mine, lambda value: [value, next(answers)])
+    return told
 
 
 def test_weights_are_compared_by_a_sum_and_what_differs_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    same = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    same.load_state_dict(model.state_dict())
+    same = copy.deepcopy(model)
     assert [type(value) for value in ranks(model, same)][:2] == [int, int], "of buffers and of parameters: numbers"
     with torch.no_grad():
         same[1].bias.view(torch.int32)[0] ^= 1

@@ -1,6 +1,7 @@
 """Two doors, one loop; a task dropped anywhere; who writes; what precision really runs."""
 
 import json
+import multiprocessing
 import os
 import shutil
 from collections import Counter
@@ -14,7 +15,7 @@ from conftest import FAULTY, ROOT, TOY, succeed
 
 import tasks
 from engine import config
-from engine.comm import network, sealed
+from engine.comm import network, scratch, sealed
 from engine.comm.digests import code
 from engine.comm.sealed import meeting
 from engine.contract import LockstepError
@@ -344,6 +345,7 @@ def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     """Nothing of it ends this process before the watchdog would; what the user has set stays."""
     monkeypatch.setattr(meeting, "notes", None), monkeypatch.setattr(meeting, "lasting", None)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     cfg = config.parse([TOY, "ddp.timeout_s=1800"], tasks.load).cfg
     rendezvous(Environment(), cfg, "gloo")
     assert not [name for name in os.environ if "NCCL_" in name]
@@ -353,7 +355,7 @@ def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "1"
     rendezvous(Environment(), cfg, "nccl")
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "1"
-    network.remove_pipes()
+    scratch.remove_scratch(orphaned=False)
 
 
 NCCL_SAYS = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error, NCCL version 2.27.5

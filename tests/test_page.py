@@ -108,7 +108,7 @@ for path in sorted(pathlib.Path("engine").rglob("[a-z]*.py")):
         for name, function in list(vars(owner).items()):
             if inspect.isfunction(function) and (function.__doc__ or "").startswith("(rank 0)"):
                 setattr(owner, name, watched(function, f"{owner.__name__}.{name}"))
-for name in ("sum", "gather", "broadcast", "unify"):
+for name in ("sum", "gather", "broadcast", "broadcast_or_mean"):
     setattr(World, name, forbidden(name))
 code = train.main(sys.argv[1:])
 print("SEEN", *sorted(seen))

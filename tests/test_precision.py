@@ -1,5 +1,6 @@
 """The precision that a run takes, and what torch gets wrong in it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from conftest import succeed
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from engine.errors import LockstepError
 from engine.precision import Precision, choose, choose_together
 from engine.private import _in_float32
 from models.layers import GroupNormOfHalf, group_norm
@@ -67,28 +69,24 @@ def test_other_convolutions_compute_in_bf16():
         assert rounded.dtype == torch.bfloat16 and not torch.equal(rounded, layer(x).bfloat16())
 
 
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_attention_computes_in_float32(mask):
-    """Also where a module calls it."""
-    query, key, value = torch.randn(3, 2, 4, 5, 8)
-    where = None if mask is None else torch.rand(5, 5) if mask == "float" else torch.eye(5) < 1
-    with CPU_BF16.autocast():
-        rounded = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=where, scale=0.5)
-    exact = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=where, scale=0.5)
-    assert torch.equal(rounded, exact.bfloat16()) and not torch.equal(rounded, exact)
+MASKS = {"none": {}, "bool": {"attn_mask": torch.eye(5) < 1}, "float": {"attn_mask": torch.ones(5, 5) / 3}}
+MASKS |= {"causal": {"is_causal": True}, "dropout": {"is_causal": True, "dropout_p": 0.5}, "scale": {"scale": 0.5}}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_attention_that_is_causal_by_position_stays_so(dropout):
-    """As nn.MultiheadAttention calls it: (query, key, value, mask, dropout, is_causal)."""
-    query, key, value = torch.randn(3, 2, 4, 5, 8)
+@pytest.mark.parametrize("more", MASKS.values(), ids=MASKS)
+def test_attention_computes_in_float32(more):
+    """Also where a module calls it, as nn.MultiheadAttention: (query, key, value, mask, dropout, is_causal)."""
+    attention, (query, key, value) = nn.functional.scaled_dot_product_attention, torch.randn(3, 2, 4, 5, 8)
+    given = more.get("attn_mask"), more.get("dropout_p", 0.0), more.get("is_causal", False)
     torch.manual_seed(0)
-    with CPU_BF16.autocast():
-        rounded = nn.functional.scaled_dot_product_attention(query, key, value, None, dropout, True)
-    torch.manual_seed(0)
-    exact = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-    assert torch.equal(rounded, exact.bfloat16())
-    assert dropout or torch.equal(rounded[..., 0, :], value[..., 0, :].bfloat16()), "the first sees itself alone"
+    exact = attention(query, key, value, **more)
+    for place, named in (((), more), (given, {"scale": more.get("scale")})):
+        torch.manual_seed(0)
+        with CPU_BF16.autocast():
+            rounded = attention(query, key, value, *place, **named)
+        assert torch.equal(rounded, exact.bfloat16()) and not torch.equal(rounded, exact)
+    if more == {"is_causal": True}:
+        assert torch.equal(rounded[..., 0, :], value[..., 0, :].bfloat16()), "the first sees itself alone"
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -128,6 +126,27 @@ def test_instructions_that_are_hidden_are_not_there(monkeypatch, hiding, found):
     assert choose("auto", torch.device("cpu"), compiled=True).name == "off"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert choose("auto", torch.device("cpu")).name == "off"
+
+
+@pytest.mark.parametrize(
+    ("amp", "has_bf16", "name", "note"),
+    [
+        ("auto", True, "bf16", "the GPU has bf16"),
+        ("auto", False, "fp16", "the GPU has no bf16"),
+        ("bf16", True, "bf16", "as amp asks"),
+        ("bf16", False, "fp16", "bf16 was asked for, but T4 has no bf16"),
+        ("fp16", True, "fp16", "as amp asks"),
+        ("off", True, "off", "as amp asks"),
+    ],
+)
+def test_what_a_gpu_takes(monkeypatch, amp, has_bf16, name, note):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    chosen = choose(amp, torch.device("cuda"))
+    assert (chosen.name, chosen.note, chosen.enabled) == (name, note, name != "off")
+    if amp == "bf16" and not has_bf16:
+        with pytest.raises(LockstepError, match=re.escape("amp=bf16, but T4 has no bf16 (amp): use amp=fp16 or auto")):
+            choose(amp, torch.device("cuda"), strict=True)
 
 
 @pytest.mark.parametrize("elsewhere", ["bf16", "off"])

@@ -114,7 +114,7 @@ def test_the_printed_command_resumes_in_a_shell(launch, tmp_path, started):
 
 def test_a_second_training_in_a_process_has_a_folder_for_its_loaders(monkeypatch):
     """The first one's is removed at its end; where it stayed the place for sockets, no batch ever came."""
-    monkeypatch.setattr(scratch, "_scratch", [])
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     for _ in range(2):
         scratch.own_scratch()
         assert os.path.isdir(multiprocessing.util.get_temp_dir())

@@ -13,7 +13,7 @@ from engine.survive.notes import Failure, Notes
 
 @pytest.fixture(autouse=True)
 def nobody_has_written(monkeypatch):
-    monkeypatch.setattr(Sealed, "warned", False)
+    monkeypatch.setattr(sealed.meeting, "warned", False)
 
 
 def test_only_the_notes_of_this_run_are_read(capfd):
@@ -84,21 +84,30 @@ def test_who_knows_the_secret(tmp_path, monkeypatch):
     assert file.stat().st_mode & 0o077 == 0
     monkeypatch.setenv(sealed.SECRET_FILE, str(file))
     assert sealed.secret(False) == made, "of several machines"
-    file.chmod(0o640)
-    with pytest.raises(ValueError, match="is not this user's alone"):
-        sealed.secret(False)
-    file.chmod(0o600)
-    file.write_text("short")
-    with pytest.raises(ValueError, match="holds 5 bytes"):
-        sealed.secret(False)
-    monkeypatch.setenv(sealed.SECRET_FILE, str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="cannot be read"):
-        sealed.secret(False)
+    short, none = tmp_path / "short", str(tmp_path / "none")
+    short.write_text("short"), short.chmod(0o600), file.chmod(0o640)
+    for variable, value, problem in [
+        (sealed.SECRET_FILE, str(file), "is not this user's alone"),
+        (sealed.SECRET_FILE, str(short), "holds 5 bytes"),
+        (sealed.SECRET_FILE, none, "cannot be read"),
+        (sealed.SECRET, "of the launcher", "LOCKSTEP_SECRET holds 15 bytes"),
+    ]:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ValueError, match=problem):
+            sealed.secret(False)
     monkeypatch.setenv(sealed.SECRET, "of the launcher.")
     assert sealed.secret(False) == b"of the launcher."
-    monkeypatch.setenv(sealed.SECRET, "of the launcher")
-    with pytest.raises(ValueError, match="LOCKSTEP_SECRET holds 15 bytes"):
-        sealed.secret(False)
+
+
+def test_a_text_for_the_next_attempt(monkeypatch):
+    """But not one of a stranger's, nor where there is no store."""
+    for store in (None, Sealed(dist.HashStore(), b"key")):
+        monkeypatch.setattr(sealed.meeting, "lasting", store)
+        assert sealed.recall("folder") == ""
+        sealed.remember("folder", "run")
+        assert sealed.recall("folder") == ("run" if store else "")
+    Sealed(store.store, b"another run's").set("other", "evil")
+    assert sealed.recall("other") == ""
 
 
 @pytest.mark.parametrize(

@@ -358,14 +358,13 @@ def distance(a, b):
 def test_compressed_gradients_train_nearly_the_same(launch, tmp_path):
     """Nearly: a hook that does nothing would give the very same weights."""
     runs = {}
-    for hook in ("none", "fp16", "bf16", "powersgd"):
+    for hook in ("none", "fp16", "bf16"):
         words = [TOY, "steps=14", f"ddp.comm_hook={hook}", f"save_dir={tmp_path / hook}"]
         done = succeed(launch.torchrun(2, "train_ddp.py", *words))
         assert ("comm_hook=bf16 is for NCCL" in done.out) is (hook == "bf16")
         runs[hook] = weights(tmp_path / hook)
     assert 0 < distance(runs["fp16"], runs["none"]) < 0.02
     assert distance(runs["bf16"], runs["none"]) == 0
-    assert 0 < distance(runs["powersgd"], runs["none"]) < 0.5
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The watch of a rank, in this process and by the test's own clock: whom it blames, and when it is time."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine import metrics
-from engine.comm import network
+from engine.comm import network, scratch
 from engine.comm.sealed import Sealed
 from engine.comm.shm_backend import machine
 from engine.comm.world import World
@@ -74,6 +75,7 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
     """In a pipe, which a thread of torch reads. Whatever that does, the stacks are told, and nothing waits for it."""
     monkeypatch.setattr(watchdog.os, "environ", {**os.environ, "LOCKSTEP_SCRATCH": str(tmp_path)})
     monkeypatch.setattr(watchdog.status.current, "folder", tmp_path)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     network.set_up_nccl(10.0)
     pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
     assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0, "or torch makes no pipe"
@@ -93,8 +95,12 @@ def test_a_request_for_stacks_asks_torch_for_what_nccl_did(ranks, monkeypatch, t
     if end is not None:
         assert os.read(end, 9) == (b"1" if torch_does == "read" else b"000000000")
         os.close(end)
-    network.remove_pipes()
-    assert not [*tmp_path.iterdir()] and "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in os.environ
+    before = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    scratch.remove_scratch(orphaned=False)
+    assert not [*tmp_path.iterdir()]
+    network.set_up_nccl(10.0)
+    assert os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] != before, "of a training that starts again here"
+    scratch.remove_scratch(orphaned=False)
 
 
 FIRST = Failure(1, "the first", 1)

@@ -27,8 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.report import describe
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
@@ -40,6 +38,7 @@ from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
 from engine.files import archive, status
 from engine.files.checkpoints import LAST, Checkpoints, check_files
+from engine.report import describe
 from engine.survive.signals import StopRequest
 from tools.running import guarded, in_world
 

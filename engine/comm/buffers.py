@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engine import private
 from engine.comm import digests
-from engine.comm.digests import same_bits
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.phases import phase
 
-if TYPE_CHECKING:
-    pass
-
 
 class Buffers:
-    """State that a training forward pass may change beside weights: the statistics of BatchNorm and its kin, and other
-    modules' buffers that checkpoints hold. Found once, because a walk over all modules takes 0.1 ms."""
+    """State besides weights that a forward pass may change: the running statistics of norms, and other modules' buffers
+    that checkpoints hold. Found once, because a walk over all modules takes 0.1 ms."""
 
     def __init__(self, model: nn.Module):
         self.owners = [
@@ -32,8 +27,8 @@ class Buffers:
             if name not in private.non_persistent_buffers(module)
         ]
         self.places = [(private.own_buffers(module), name) for _, module, name in self.owners]
-        self.kept: dict[str, Tensor] = {}  # as they were before the step
-        self.copied: list[Tensor] = []  # from which they were copied
+        self.kept: dict[str, Tensor] = {}  # values before the step
+        self.copied: list[Tensor] = []  # the tensors that they were copied from
 
     def __call__(self, of_norms: bool | None = None) -> dict[str, Tensor]:
         """Return all by name, or those of norms, or the others, as they are now: a module may replace its own."""
@@ -62,7 +57,7 @@ class Buffers:
 
     def changed(self) -> list[str]:
         """Return the names of those that have other bits than were kept."""
-        return [name for name, now, before in self.changes() if not same_bits(now, before)]
+        return [name for name, now, before in self.changes() if not digests.same_bits(now, before)]
 
     def restore(self) -> None:
         """Give all of them the values that were kept."""
@@ -71,7 +66,8 @@ class Buffers:
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
-        """Put back what the block changes; it is named in the list then. A module may do so in eval mode, too."""
+        """Put back the buffers that the block changes, and add their names to the list: a module may change some in
+        eval mode, too."""
         self.keep()
         names: list[str] = []
         try:
@@ -96,19 +92,19 @@ class Buffers:
             torch._foreach_copy_(buffers, [each.view_as(buffer) for each, buffer in zip(right, buffers, strict=True)])
 
 
-def equalise_buffers(world: World, *models: nn.Module) -> None:
+def sync_buffers(world: World, *models: nn.Module) -> None:
     """(all ranks) Make the buffers of norms the same on every rank: running statistics are averaged."""
     for model in models:
         statistics = Buffers(model)(of_norms=True)
         differ = [statistics[name] for name in _differing(world, statistics)]
-        world.unify((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
+        world.broadcast_or_mean((buffer for buffer in differ if buffer.is_floating_point()), mean=True)
 
 
 def check_buffers(world: World, buffers: Buffers) -> None:
     """(all ranks) Check that modules' own buffers are the same on all ranks, because a checkpoint holds rank 0's."""
     for name, rank in _differing(world, buffers(of_norms=False)).items():
         raise LockstepError(
-            f"the buffer {name} of rank {rank} is another than rank 0's",
+            f"the buffer {name} of rank {rank} differs from rank 0's",
             f"step {phase.step}",
             "change it by what all ranks share, or give ddp.buffers=mean or ddp.buffers=rank0, which make it one "
             "after each step (other numbers of processes are then other runs)",
@@ -124,8 +120,5 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
     if world.device.type == "cuda" and len(set(world.gather(digests.sum_of_bits(tensors.values())))) == 1:
         return {}
     first, *others = world.gather(digests.each(tensors.items()))
-    return {
-        name: next(rank for rank, theirs in enumerate(others, 1) if theirs.get(name) != digest)
-        for name, digest in first.items()
-        if any(theirs.get(name) != digest for theirs in others)
-    }
+    differ = {name: [theirs.get(name) != mine for theirs in others] for name, mine in first.items()}
+    return {name: 1 + found.index(True) for name, found in differ.items() if any(found)}

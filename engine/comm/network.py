@@ -1,21 +1,22 @@
-"""Choose the network interface that leads from this machine to the others; what NCCL is told, and records."""
+"""The network interface that leads from this machine to the others, where stores listen, and NCCL's settings."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import glob
 import ipaddress
 import itertools
 import os
 import socket
 import struct
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from engine.comm import scratch
+from engine.errors import LockstepError
 
 STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 """Environment variable: set where all agents count the same restarts, so that the count may name an attempt's keys."""
@@ -26,11 +27,9 @@ PIPE, TRACE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variables, each the beginning of a path that ends with the rank: torch makes a pipe, and a thread of its
 own writes what NCCL did last to a file as soon as it reads anything there."""
 
-_pipes: list[tempfile.TemporaryDirectory[str]] = []
-
 
 def set_up_nccl(timeout_s: float) -> None:
-    """Let failures end this process in its own words, unless the user has set otherwise; before NCCL starts.
+    """Leave it to the watchdog to end this process, unless the user has set otherwise; before NCCL starts.
 
     timeout_s  of the watchdog
     """
@@ -38,17 +37,16 @@ def set_up_nccl(timeout_s: float) -> None:
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))  # it aborts, too
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # before 2.11 parts of torch disagree on it (pytorch#172843)
-    if PIPE not in os.environ:
-        with contextlib.suppress(OSError):  # nowhere to write
-            _pipes.append(tempfile.TemporaryDirectory(prefix="lockstep_", dir=os.environ.get(scratch.SCRATCH)))
-            os.environ[PIPE] = f"{_pipes[0].name}/rank"
+    if not os.path.isdir(os.path.dirname(os.environ.get(PIPE, ""))):  # gone: of the process that started again as this
+        with contextlib.suppress(LockstepError):  # nowhere to write
+            os.environ[PIPE] = f"{scratch.own_scratch()}/nccl_rank"
 
 
 def trace_nccl(folder: Path) -> None:
     """Have torch write to nccl_trace_rank<N> in `folder` what NCCL did last, about a second from now. The same call
     from Python could wait for the GPU while it holds the GIL: then no thread of this process could run."""
     os.environ.setdefault(TRACE, f"{folder}/nccl_trace_rank")
-    for pipe in Path(_pipes[0].name).iterdir() if _pipes else ():
+    for pipe in glob.glob(f"{glob.escape(os.environ[PIPE])}*.pipe") if PIPE in os.environ else ():
         with contextlib.suppress(OSError):  # nobody reads it
             end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             with contextlib.suppress(OSError):  # nobody has read it for long
@@ -56,18 +54,10 @@ def trace_nccl(folder: Path) -> None:
             os.close(end)
 
 
-def remove_pipes() -> None:
-    while _pipes:
-        _pipes.pop().cleanup()
-        os.environ.pop(PIPE, None)  # a process that starts again makes another
-
-
 def stay_on_this_machine() -> None:
     """Have gloo and NCCL listen on the loopback, unless the user or the machine has said where."""
-    if sys.platform == "linux" and not _nccl_knows():
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _listen_on("lo")
 
 
 def choose_network(store: Any, size: int) -> str:
@@ -79,14 +69,18 @@ def choose_network(store: Any, size: int) -> str:
         return ""
     # For its own machine MASTER_ADDR may be 127.0.0.1, which leads nowhere: there a route to another rank counts.
     others = ((store.get(f"rank{rank}_is_at") or b"").decode() for rank in range(size))
-    for there in itertools.chain([os.environ.get("MASTER_ADDR", "")], others):
-        address, interface = way_to(there) if there else ("", "")
+    for there in filter(None, itertools.chain([os.environ.get("MASTER_ADDR")], others)):
+        address, interface = way_to(there)
         if interface and not is_loopback(address):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-            if not _nccl_knows():
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would take eth10, too
+            _listen_on(interface)
             return f"{interface} ({address})"
     return ""  # all on one machine, or no Linux
+
+
+def _listen_on(interface: str) -> None:
+    if not _nccl_knows():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would take eth10, too
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _nccl_knows() -> bool:
@@ -112,12 +106,12 @@ def way_to(host: str) -> tuple[str, str]:
 
 
 def _interface_of(address: str, probe: socket.socket) -> str:
-    """Return the interface of `address`, Linux only; elsewhere, and unless it is the interface's first, return ""."""
+    """Return the interface of `address` on Linux; "" elsewhere, and unless it is the interface's first address."""
     packed = ipaddress.ip_address(address).packed
     with contextlib.suppress(OSError):
         if len(packed) == 16:
-            with open("/proc/net/if_inet6", encoding="ascii") as file:
-                return next((row.split()[-1] for row in file if row.startswith(packed.hex())), "")
+            rows = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+            return next((row.split()[-1] for row in rows if row.startswith(packed.hex())), "")
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR

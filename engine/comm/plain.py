@@ -46,4 +46,4 @@ class Plain:
         """(all ranks) Restore the buffers if the step was skipped; make them one where ddp.buffers asks for it."""
         self.buffers.put_back(skipped)
         if self.mode != "same":
-            self.world.unify(self.buffers(of_norms=False).values(), mean=self.mode == "mean")
+            self.world.broadcast_or_mean(self.buffers(of_norms=False).values(), mean=self.mode == "mean")

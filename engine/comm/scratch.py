@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from typing import Any
 
 from engine.errors import LockstepError
 
@@ -21,10 +22,10 @@ EXIT_CODE = "exit_code"
 """File in it: the exit code that the processes agreed on."""
 
 COMMAND = "LOCKSTEP_COMMAND"
-"""Environment variable: what stands before the training's own arguments in the user's shell."""
+"""Environment variable: the command in the user's shell up to the training's own arguments."""
 
 
-_scratch: list[str] = []
+PREFIX = "lockstep_"
 
 
 def temporary_folder() -> str:
@@ -39,22 +40,39 @@ def temporary_folder() -> str:
         return tempfile.tempdir
 
 
-def own_scratch() -> None:
-    """Set a scratch folder before the first loader process, which would make one of its own for its sockets and leave
-    it behind if killed. It inherits this process's folder, which under the launcher lies in the agent's."""
-    if not _scratch:
+def own_scratch() -> str:
+    """Return this process's folder. The first call must precede the first loader process, which would make a folder of
+    its own for its sockets and leave it behind if killed. Under the launcher it lies in the agent's."""
+    if not _made_here():
         try:
-            place = os.environ.get(SCRATCH) or temporary_folder()
-            _scratch.append(tempfile.mkdtemp(prefix="lockstep_", dir=place))
+            made = tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get(SCRATCH) or temporary_folder())
         except OSError as error:
-            raise LockstepError(
-                f"no folder for the temporary files of loader processes: {error.strerror}",
-                "TMPDIR",
-                "mount one (docker run --tmpfs /tmp), or num_workers=0",
-            ) from error
-        atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
-        # what multiprocessing.util.get_temp_dir() reads; its own folder raises errors if it is gone at the end
-        getattr(multiprocessing.current_process(), "_config", {})["tempdir"] = _scratch[0]
+            what = f"no folder for the temporary files of loader processes: {error.strerror}"
+            todo = "mount one (docker run --tmpfs /tmp), or num_workers=0"
+            raise LockstepError(what, "TMPDIR", todo) from error
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        _of_multiprocessing()["tempdir"] = made  # its own would raise errors if it is gone at the end
+    return _made_here()
+
+
+def remove_scratch(orphaned: bool) -> None:
+    """Remove this process's folder, and the agent's where that was killed. A second training in this process makes a
+    new one, or its loader processes would never deliver."""
+    if made := _made_here():
+        shutil.rmtree(made, ignore_errors=True)
+        del _of_multiprocessing()["tempdir"]
+    if orphaned:
+        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+
+
+def _made_here() -> str:
+    folder = _of_multiprocessing().get("tempdir") or ""
+    return folder if os.path.basename(folder).startswith(PREFIX) else ""
+
+
+def _of_multiprocessing() -> dict[str, Any]:
+    """Return what `multiprocessing.util.get_temp_dir()` reads."""
+    return getattr(multiprocessing.current_process(), "_config", {})
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
@@ -62,12 +80,3 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def remove_scratch(orphaned: bool) -> None:
-    """Remove this process's folder, and the agent's where that was killed."""
-    for folder in _scratch + ([os.environ[SCRATCH]] if orphaned else []):
-        shutil.rmtree(folder, ignore_errors=True)
-    if _scratch:  # a second training in this process makes a new one, or its loader processes would never deliver
-        _scratch.clear()
-        getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)

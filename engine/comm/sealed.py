@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,55 @@ import torch
 import torch.distributed as dist
 
 SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
-"""Environment variables: what only the processes of this run know, and a file that holds it."""
+"""Environment variables: a text that only the processes of this run know, and a file that holds it."""
 
-key = b""
-"""Of this attempt, see `launch.rendezvous`."""
+
+@dataclass
+class Meeting:
+    """The store in which the ranks of this process's group leave notes, sealed."""
+
+    notes: Any = None  # for this attempt of torchrun; None before the ranks have met
+    lasting: Any = None  # the same for all attempts
+    key: bytes = b""  # of this attempt, see `launch.rendezvous`
+    warned: bool = False  # a stranger's note has been reported
+    network: str = ""  # the interface by which machines find each other, where it was chosen here
+    wrapped: bool = False  # there is a DDP, which must be gone before its group
+
+
+meeting = Meeting()
+
+
+def remember(key: str, value: str) -> None:
+    """(rank 0) Keep a text for the next attempt, if torchrun makes one."""
+    if meeting.lasting:
+        meeting.lasting.set(key, value)
+
+
+def recall(key: str) -> str:
+    """(rank 0) Return the text that an earlier attempt has kept, or an empty one."""
+    known = meeting.lasting and meeting.lasting.check([key]) and meeting.lasting.get(key)
+    return known.decode() if known else ""
 
 
 def secret(one_machine: bool) -> bytes:
-    """Return what only the processes of this run know; nothing where that cannot be: plain torchrun on several machines
-    without a file. Raises ValueError for a short one, and where others may read the file."""
-    if os.environ.get(SECRET):
-        return _long_enough(os.environ[SECRET].encode(), SECRET)
-    if os.environ.get(SECRET_FILE):
-        return _private(Path(os.environ[SECRET_FILE]))
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not one_machine or not told:
+    """Return what only the processes of this run know; nothing under plain torchrun on several machines without a
+    file. Raises ValueError where it is short, or where others may read the file."""
+    if text := os.environ.get(SECRET):
+        return _long_enough(text.encode(), SECRET)
+    if file := os.environ.get(SECRET_FILE):
+        return _read(Path(file))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not one_machine or not error_file:
         return b""
-    path = Path(told).parents[2] / "lockstep_secret"  # plain torchrun's own folder of this run, which it leaves behind
+    path = Path(error_file).parents[2] / "lockstep_secret"  # plain torchrun's folder of this run, which it leaves
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:  # a rank has made it, or no links
         new.write(secrets.token_hex(32).encode())
         new.flush()
         os.link(new.name, path)  # as a whole, and by one rank
-    return _private(path) if path.exists() else b""
+    return _read(path) if path.exists() else b""
 
 
-def _private(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
             about, found = os.fstat(file.fileno()), file.read(1 << 16).strip()
@@ -63,18 +87,17 @@ def digest(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
+@dataclass
 class Sealed:
-    """A store whose texts bear a seal, by which those who have the key know each other's. What somebody else has put
-    there counts as not there, and as what was there before where this process has read that.
+    """A store of texts with a seal, by which those who have the key know each other's. A stranger's text counts as not
+    there, or as the one that this process has read there before.
 
     key  no bytes: the seal keeps nobody out
     """
 
-    warned = False
-
-    def __init__(self, store: Any, key: bytes):
-        self.store, self.key = store, key
-        self.known: dict[str, bytes] = {}
+    store: Any
+    key: bytes
+    known: dict[str, bytes] = field(default_factory=dict)
 
     def check(self, names: list[str]) -> bool:
         return self.store.check(names)
@@ -102,8 +125,8 @@ class Sealed:
     def _open(self, name: str, sealed: bytes) -> bytes | None:
         if self._is_ours(name, sealed):
             self.known[name] = sealed[64:]
-        elif not Sealed.warned:
-            Sealed.warned = True
+        elif not meeting.warned:
+            meeting.warned = True
             print("warning: a note in the store is not this run's, and is ignored: who writes there?", file=sys.stderr)
         return self.known.get(name)
 
@@ -120,7 +143,7 @@ def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
     """(all ranks) Return every rank's value, by rank; with `on_main` on rank 0, and nothing on the others. torch's own
     collectives of objects unpickle whatever comes; here it must bear the seal of this run."""
     raw = pickle.dumps(value)
-    mine = torch.frombuffer(bytearray(digest(key, raw) + raw), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(digest(meeting.key, raw) + raw), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
     padded = torch.nn.functional.pad(mine, (0, int(max(lengths)) - len(mine)))
@@ -130,37 +153,6 @@ def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
     else:
         dist.all_gather(found, padded, group=group)
     whole = [each.numpy()[: int(length)].tobytes() for each, length in zip(found, lengths, strict=False)]
-    if not all(hmac.compare_digest(digest(key, each[32:]), each[:32]) for each in whole):
+    if not all(hmac.compare_digest(digest(meeting.key, each[32:]), each[:32]) for each in whole):
         raise RuntimeError("what another rank has sent is not sealed by this run")
     return [pickle.loads(each[32:]) for each in whole]
-
-
-@dataclass
-class Meeting:
-    """The store in which the ranks of this process's group leave notes, sealed.
-
-    notes    for this attempt of torchrun; None before the ranks have met
-    lasting  the same for all attempts
-    network  the interface by which machines find each other, where it was chosen here
-    wrapped  whether there is a DDP, which must be gone before its group
-    """
-
-    notes: Any = None
-    lasting: Any = None
-    network: str = ""
-    wrapped: bool = False
-
-
-meeting = Meeting()
-
-
-def remember(key: str, value: str) -> None:
-    """(rank 0) Keep a text for the next attempt, if torchrun makes one."""
-    if meeting.lasting is not None:
-        meeting.lasting.set(key, value)
-
-
-def recall(key: str) -> str:
-    """(rank 0) Return the text that an earlier attempt has kept, or nothing."""
-    known = meeting.lasting is not None and meeting.lasting.check([key])
-    return meeting.lasting.get(key).decode() if known and meeting.lasting is not None else ""

@@ -9,7 +9,8 @@ long, for a few megabytes ten times. Here they are added in the order of the ran
 gets the same bits, whatever buckets DDP makes.
 
 torch calls backends of one's own experimental; read with torch 2.13. There a ProcessGroup written in Python takes the
-place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` is a private name.
+place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` and
+`_create_work_from_future` are private names.
 """
 
 import contextlib
@@ -31,14 +32,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from engine.comm import sealed
 from engine.errors import LockstepError
 
 PIECE = 1 << 21
-"""Bytes of a rank exchanged at once: they stay in the cache until the others have read them. A turn more is a wait
-more: for 1.3 MB two of 1 MB take twice as long as one."""
+"""Bytes of a rank exchanged in a turn: they stay in the cache until the others have read them. Each turn is a wait: for
+1.3 MB two turns of 1 MB take twice as long as one."""
 
 LINE = 64
 """Bytes of a cache line: no two ranks write to the same one."""
@@ -48,7 +50,7 @@ SPINS = 2000
 
 
 def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
-    """Return what the sums of this group, or of the default one, go through, if that is shared memory."""
+    """Return the shared memory through which the sums of this group, or of the default one, go, if any."""
     return getattr(group or dist.group.WORLD, "channel", None)
 
 
@@ -164,8 +166,19 @@ class Channel:
 
     def _await(self, rank: int, count: int) -> None:
         """Wait until a rank has posted its turn, which must be of so many bytes."""
-        if self.posted[rank, 0] < self.turn:
-            self._wait(rank)
+        for _ in range(SPINS):
+            if self.posted[rank, 0] >= self.turn:
+                break
+            os.sched_yield()
+        began = time.monotonic()
+        while self.posted[rank, 0] < self.turn:
+            waited_s = time.monotonic() - began
+            if self.ended.poll(0) and self.posted[rank, 0] < self.turn:  # it may have posted just before it ended
+                raise dist.DistBackendError("Connection closed by peer: a process of this machine has ended")
+            if waited_s > self.timeout_s:  # a backstop: the watchdog notices first, and knows which rank to name
+                what = f"Timed out waiting {waited_s:.0f} s for another process of this machine"
+                raise dist.DistBackendError(what)
+            time.sleep(min(2e-3, 5e-5 + waited_s / 10))
         if (theirs := self.posted[rank, 1 + self.turn % 2]) != count:
             raise LockstepError(
                 f"the ranks add up different things: rank {rank} {theirs} bytes, rank {self.rank} {count}",
@@ -173,29 +186,6 @@ class Channel:
                 "return the same sums, of the same shapes, from the task's `loss` and `score` on all of them",
                 exit_code=6,
             )
-
-    def _wait(self, rank: int) -> None:
-        for _ in range(SPINS):
-            os.sched_yield()
-            if self.posted[rank, 0] >= self.turn:
-                return
-        began = time.monotonic()
-        while True:
-            waited = time.monotonic() - began
-            problem = self._trouble(waited)
-            if self.posted[rank, 0] >= self.turn:  # checked after it: a rank that has posted may have ended since
-                return
-            if problem:
-                raise dist.DistBackendError(problem)
-            time.sleep(min(2e-3, 5e-5 + waited / 10))
-
-    def _trouble(self, waited_s: float) -> str:
-        """Return why waiting is useless; empty while it is not."""
-        if self.ended.poll(0):
-            return "Connection closed by peer: a process of this machine has ended"
-        if waited_s > self.timeout_s:  # a backstop: the watchdog notices first, and knows which rank to name
-            return f"Timed out waiting {waited_s:.0f} s for another process of this machine"
-        return ""
 
 
 class Sum(dist.Work):
@@ -217,26 +207,6 @@ class Sum(dist.Work):
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result([self.tensor])
-        return future
-
-
-class Alone(dist.Work):
-    """The sum of a world of one, complete as it begins."""
-
-    def __init__(self, tensors: list[Tensor]):
-        super().__init__()
-        self.tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Return what DDP asks for; on GPUs it has NCCL."""
-        future: Future[list[Tensor]] = Future()
-        future.set_result(self.tensors)
         return future
 
 
@@ -270,7 +240,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         if len(tensors) == 1 and opts.reduceOp == dist.ReduceOp.SUM:
             if self.size() == 1:
-                return Alone(tensors)
+                done: Future[list[Tensor]] = Future()
+                done.set_result(tensors)
+                return _create_work_from_future(done)
             if self.channel and tensors[0].device.type == "cpu" and tensors[0].layout is torch.strided:
                 return Sum(self.channel, tensors[0])
         return self.gloo.allreduce(tensors, opts)
@@ -293,20 +265,16 @@ for _name, _method in vars(dist.ProcessGroup).items():
 def _open_channel(group: SharedMemoryGroup, timeout_s: float) -> Channel | None:
     """(all ranks) Return None unless all run on one machine, an x86 under Linux: elsewhere writes of a rank may be seen
     out of order, and Python has no fence."""
-
-    rank, count = group.rank(), Channel.bytes(group.size())
-    possible = sys.platform == "linux" and platform.machine() == "x86_64"
-    possible = possible and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
-    file = _reserve(count) if possible and rank == 0 else None
+    count = Channel.bytes(group.size())
+    possible = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+    file = _reserve(count) if possible and group.rank() == 0 else None
     everyone = sealed.gather((machine(), os.getpid(), file) if possible else None, group)
     first, channel = everyone[0], None
     if None not in everyone and first[2] is not None and all(where == first[0] for where, _, _ in everyone):
         with contextlib.suppress(OSError):  # another user's process, or /proc doesn't show it
-            mine = os.open(f"/proc/{first[1]}/fd/{first[2]}", os.O_RDWR)
-            try:
-                channel = Channel(rank, [pid for _, pid, _ in everyone], mmap.mmap(mine, count), timeout_s)
-            finally:
-                os.close(mine)
+            with open(f"/proc/{first[1]}/fd/{first[2]}", "r+b", buffering=0) as mine:
+                memory = mmap.mmap(mine.fileno(), count)
+            channel = Channel(group.rank(), [pid for _, pid, _ in everyone], memory, timeout_s)
     complete = all(sealed.gather(channel is not None, group))
     if file is not None:
         os.close(file)
@@ -324,14 +292,13 @@ def machine() -> str:
 
 def _reserve(count: int) -> int | None:
     """Return a file in memory, without a name, so that none is ever left over."""
+    file = None
     try:
         file = os.memfd_create("lockstep")
-    except OSError:  # forbidden, or too many open files
-        return None
-    try:
         os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
-    except OSError:
-        os.close(file)
+    except OSError:  # also: memfd_create forbidden, or too many open files
+        if file is not None:
+            os.close(file)
         return None
     return file
 

@@ -1,4 +1,4 @@
-"""Sums of virtual workers' gradients in one order, however the workers lie on ranks."""
+"""A binary tree over virtual workers: their sums have one order, however the workers lie on ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]
-"""A node of the tree: its first worker, and the one after its last."""
-
-
-Node = tuple[Span, list[Tensor]]
-"""A node and its sums."""
+Span = tuple[int, int]  # a node of the tree: its first worker, and the one after its last
+Node = tuple[Span, list[Tensor]]  # and its sums
 
 
 def block(workers: int, rank: int, processes: int) -> range:
@@ -24,12 +20,12 @@ def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
     """Append a node, and add up the last two for as long as they are the halves of one: in place into the right half,
     or into new tensors."""
     nodes.append(node)
-    while _are_halves(nodes):
+    while are_halves(nodes):
         ((a, _), left), ((_, d), right) = nodes[-2:]
         nodes[-2:] = [((a, d), _add(left, right, in_place))]
 
 
-def _are_halves(nodes: list[Node]) -> bool:
+def are_halves(nodes: list[Node]) -> bool:
     """Return whether the last two nodes are the halves of one."""
     if len(nodes) < 2:
         return False

@@ -1,9 +1,9 @@
 """Virtual workers: a training takes the same bits on any number of processes.
 
-With `virtual_workers=V` the samples of a step are dealt to V workers, whoever runs them; a process runs a block of
-neighbours, one after the other. What a worker computes depends on (seed, step, its number) alone, and what the workers
-have computed is added up along one binary tree over their numbers: (0+1)+(2+3) and so on. Floating-point addition is
-commutative but not associative, so the same tree over the same operands gives the same bits, wherever its nodes lie.
+With `virtual_workers=V` the samples of a step are dealt to V workers; a process runs a block of neighbours, one after
+the other. What a worker computes depends on (seed, step, its number) alone, and the workers' results are added up along
+one binary tree over their numbers: (0+1)+(2+3) and so on. Floating-point addition is commutative but not associative,
+so the same tree over the same operands gives the same bits, wherever its nodes lie.
 
 The idea is that of EasyScale (Li et al., SC'23, arXiv 2208.14228). See docs/same-bits.md.
 """
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from engine.comm import shm_backend
 from engine.comm.plain import Plain
-from engine.comm.tree import Node, Span, _are_halves, block, fold, push, spans
+from engine.comm.tree import Node, Span, are_halves, block, fold, push, spans
 from engine.comm.world import World
 from engine.errors import LockstepError
 
@@ -42,8 +42,8 @@ class Exchange:
     def __init__(self, everyones: list[list[Span]], mine: list[Tensor]):
         self.everyones, self.mine, self.size = everyones, mine, len(everyones)
         self.channel = shm_backend.channel() if mine[0].device.type == "cpu" else None
-        self.alone = self.size == 1 or self.channel is not None
-        if not self.alone:
+        self.sends = self.size > 1 and self.channel is None
+        if self.sends:
             self._send()
 
     def _send(self) -> None:
@@ -53,22 +53,21 @@ class Exchange:
         host = torch.device("cpu") if "nccl" not in dist.get_backend() else device
         self.piece = -(-length // self.size)
         padded = [pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1) for each in self.mine]
-        sent = torch.stack(padded, 1)  # (ranks, nodes, piece)
+        self.sent = torch.stack(padded, 1)  # (ranks, nodes, piece); must live until it has arrived
         self.counts = [len(theirs) * self.piece for theirs in self.everyones]
-        self.received = sent.new_empty(sum(self.counts))
-        width = sent.element_size()
+        self.received = self.sent.new_empty(sum(self.counts))
+        width = self.sent.element_size()
         self.work: Any = dist.all_to_all_single(
             self.received.view(torch.uint8),
-            sent.view(-1).view(torch.uint8),
+            self.sent.view(-1).view(torch.uint8),
             [count * width for count in self.counts],
             [len(self.mine) * self.piece * width] * self.size,
             async_op=True,
         )
-        self.sent = sent  # must live until it is through
 
     def add(self) -> None:
         """Add up this process's piece, and send it to all."""
-        if not self.alone:
+        if self.sends:
             self.work.wait()
             parts = [[*part.view(-1, self.piece)] for part in self.received.split(self.counts)]
             self.whole = self.received.new_empty(self.size * self.piece)
@@ -77,12 +76,12 @@ class Exchange:
 
     def result(self) -> Tensor:
         """Return the sum, flat."""
-        if self.size == 1:
-            return self._root([self.mine])
+        if self.sends:
+            self.work.wait()
+            return self.whole[: len(self.mine[0])].to(self.mine[0].device)
         if self.channel is not None:
             return self.channel.gather(self.mine, [len(theirs) for theirs in self.everyones], self._root)
-        self.work.wait()
-        return self.whole[: len(self.mine[0])].to(self.mine[0].device)
+        return self._root([self.mine])
 
     def _root(self, parts: list[list[Tensor]]) -> Tensor:
         """Return the root of the tree, given each process's part of each of its nodes."""
@@ -97,13 +96,14 @@ class Exchange:
 class VirtualWorkers(Plain):
     """Keep what the virtual workers of one process compute within a step.
 
-    unused   DDP has `find_unused_parameters`: what any of its passes has used must be in `grad` as it looks there
-    at_end   take the gradients of a worker when it is through, not each as soon as it is there: with `unused`, and on a
+    unused   DDP has `find_unused_parameters`: `grad` must show DDP which parameters any of its passes has used
+    at_end   take a worker's gradients after its last pass, not each as soon as it is there: with `unused`, and on a
              GPU, where all are added in one kernel
     pending  nodes of the tree of each parameter's gradients: at most log2(workers of a process) + 1
-    since    numbers of the parameters whose `grad` waits for a right neighbour's, which autograd adds: the left one
-    added    numbers of those that the worker under way has used
+    waiting  parameter -> left worker whose gradient waits in `grad` for autograd to add the right one's
+    added    parameters that the worker under way has used
     changes  nodes of the tree of changes of running statistics, float64
+    others   buffers that are not floating point, after the last worker
     """
 
     def __init__(self, workers: int, world: World, model: nn.Module, unused: bool = False):
@@ -114,14 +114,14 @@ class VirtualWorkers(Plain):
         self.block = block(workers, world.rank, world.size)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
-        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
         for number, p in enumerate(self.parameters):
             p.register_post_accumulate_grad_hook(partial(self._take, number))
-        self.changes: list[Node] = []
-        self.others: dict[str, Tensor] = {}  # buffers that are not floating point, after the last worker
-        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
-        self.since: dict[int, int] = {}
+        self.pending: dict[int, list[Node]] = collections.defaultdict(list)
+        self.waiting: dict[int, int] = {}
         self.added: set[int] = set()
+        self.changes: list[Node] = []
+        self.others: dict[str, Tensor] = {}
+        self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
         self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
         self.worker, self.idle = -1, False  # of the passes under way; -1 before the step's first
 
@@ -135,7 +135,6 @@ class VirtualWorkers(Plain):
         """
         if micro.opens_worker:
             self.begin_worker(micro.worker, micro.filler)
-            self.added.clear()
         self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
         self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
@@ -145,9 +144,10 @@ class VirtualWorkers(Plain):
         `idle`: it has no samples, because the step has fewer than there are workers."""
         if self.worker >= 0:
             self._keep_buffers()
-        self._settle(right=worker % 2 == 1)
+        self._take_rest(right=worker % 2 == 1)
         self.buffers.restore()
         self.worker, self.idle = worker, idle
+        self.added.clear()
 
     def end_step(self, skipped: Tensor, samples: int) -> None:
         self.add_changes(busy=min(self.workers, samples))
@@ -175,7 +175,7 @@ class VirtualWorkers(Plain):
         for name, buffer in others.items():
             if self.check and name in self.others and not torch.equal(buffer, self.others[name]):
                 raise LockstepError(
-                    f"the buffer {name} is another after virtual worker {self.worker} than after the one before",
+                    f"the buffer {name} differs after virtual worker {self.worker} from that after the one before",
                     "virtual_workers",
                     "change it by what all workers share, keep it in floating point, where the workers' mean "
                     "is taken, or drop virtual_workers",
@@ -183,9 +183,8 @@ class VirtualWorkers(Plain):
         self.others = others
         if floats := [(buffer.flatten(), kept.flatten()) for _, buffer, kept in pairs if buffer.is_floating_point()]:
             after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
-            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
-            node = torch.zeros_like(change) if self.idle else change
-            push(self.changes, ((self.worker, self.worker + 1), [node]))
+            same = (after == before) | self.idle  # infinities stay as they are
+            push(self.changes, ((self.worker, self.worker + 1), [torch.where(same, 0.0, after - before)]))
 
     # ---- gradients ----
 
@@ -193,44 +192,40 @@ class VirtualWorkers(Plain):
         """Add a worker's gradient to the tree of its parameter as soon as it is there, while it is in the cache."""
         self.added.add(number)
         if self.waits:
-            self.since[number] = self.worker
+            self.waiting[number] = self.worker
         elif self.takes and p.grad is not None:
-            self.push_gradient(number, self.worker, p.grad)
+            push(*self.place(number, self.worker, p.grad))
             p.grad = None
 
-    def push_gradient(self, number: int, worker: int, grad: Tensor) -> None:
-        """Add a gradient to the tree of the parameter with this number: a worker's, or with its left neighbour's."""
-        push(*self._place(number, worker, grad))
-
-    def _place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
-        """Return the nodes of a parameter, and the one that comes next."""
-        first, nodes = self.since.pop(number, worker), self.pending[number]
+    def place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
+        """Return the tree of a parameter, and its next node: a worker's gradient, or with its left neighbour's."""
+        first, nodes = self.waiting.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
         return nodes, ((first, worker + 1), [grad])
-
-    def _settle(self, right: bool = False) -> None:
-        """Take what the worker before has left in `grad`: of parameters that its last pass has not used, or all; and
-        the gradients of its left neighbour that it has not used. If the next is its `right` one, what waits stays."""
-        trees: list[list[Node]] = []
-        for number, p in enumerate(self.parameters):
-            used, waits = number in self.added, number in self.since
-            if p.grad is None or not (used or waits) or (waits and right):
-                continue
-            nodes, node = self._place(number, self.worker if used else self.since[number], p.grad)
-            nodes.append(node)
-            trees.append(nodes)
-            # Adding to -0.0 changes no bit, not even that of -0.0.
-            p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
-        while trees := [nodes for nodes in trees if _are_halves(nodes)]:
-            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at][1]] for at in (-2, -1))
-            torch._foreach_add_(rights, lefts)
-            for nodes in trees:
-                nodes[-2:] = [((nodes[-2][0][0], nodes[-1][0][1]), nodes[-1][1])]
 
     def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
         """Push zeros for the workers before `end` whose passes did not use the parameter."""
         for idle in range(nodes[-1][0][1] if nodes else self.block.start, end):
             push(nodes, ((idle, idle + 1), [torch.zeros_like(like)]))
+
+    def _take_rest(self, right: bool = False) -> None:
+        """Take the gradients that the worker before has left in `grad`: of parameters that its last pass has not used,
+        or all; and those of its left neighbour that it has not used. Before a `right` worker what waits stays."""
+        trees: list[list[Node]] = []
+        for number, p in enumerate(self.parameters):
+            used, waits = number in self.added, number in self.waiting
+            if p.grad is None or not (used or waits) or (waits and right):
+                continue
+            nodes, node = self.place(number, self.worker if used else self.waiting[number], p.grad)
+            nodes.append(node)
+            trees.append(nodes)
+            # Adding to -0.0 changes no bit, not even that of -0.0.
+            p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
+        while trees := [nodes for nodes in trees if are_halves(nodes)]:
+            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at][1]] for at in (-2, -1))
+            torch._foreach_add_(rights, lefts)
+            for nodes in trees:
+                nodes[-2:] = [((nodes[-2][0][0], nodes[-1][0][1]), nodes[-1][1])]
 
     @staticmethod
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -243,7 +238,7 @@ class VirtualWorkers(Plain):
         for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-            state.push_gradient(number, state.block[-1], view)
+            push(*state.place(number, state.block[-1], view))
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
@@ -273,7 +268,7 @@ class VirtualWorkers(Plain):
         """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
         process has all workers and no DDP."""
         if not self.in_ddp:
-            self._settle()
+            self._take_rest()
         for number, nodes in self.pending.items():
             p = self.parameters[number]
             self._fill(nodes, self.block.stop, p)

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, and what they tell each other. There is always a process group."""
+"""The processes of a run: which one this is, and how they exchange values. There is always a process group."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class World:
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> None:
-        """(all ranks) Add up over the ranks, in place; tensors on `device`, which stay there: no host sync; or on the
-        host, through gloo."""
+        """(all ranks) Add up over the ranks, in place: on `device`, without a host sync, or on the host by gloo."""
         if self.size > 1:
             with phase.during("all_reduce", waits=True):
                 for tensor in tensors:
@@ -61,8 +60,8 @@ class World:
         with phase.during("broadcast", waits=True):
             return sealed.gather(value if self.main else None)[0]
 
-    def unify(self, tensors: Iterable[Tensor], mean: bool) -> None:
-        """(all ranks) Give all ranks rank 0's tensors, or the mean of theirs; of whole numbers always rank 0's."""
+    def broadcast_or_mean(self, tensors: Iterable[Tensor], mean: bool) -> None:
+        """(all ranks) Give all ranks rank 0's tensors, or with `mean` the mean of those in floating point."""
         for tensor in tensors if self.size > 1 else ():
             if mean and tensor.is_floating_point():
                 self.sum(tensor)

@@ -72,8 +72,8 @@ class DDP:
     init_timeout_s: float = option(120.0, "seconds to wait for all ranks to join", above=0)
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket", above=0)
     gradient_as_bucket_view: bool = option(True, "gradients live in the buckets: one copy less")
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
-        "none", "send gradients compressed: half as many bytes, or low-rank matrices; other cuts are then other runs"
+    comm_hook: Literal["none", "fp16", "bf16"] = option(
+        "none", "send gradients in half as many bytes; other cuts are then other runs"
     )
     find_unused_parameters: bool = option(False, "only for models that skip some parameters in some steps")
     static_graph: bool = option(

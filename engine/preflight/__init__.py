@@ -79,7 +79,8 @@ def _compare_weights(run: Run) -> None:
     on_gpu = run.world.device.type == "cuda"
     mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
-        _same(run.world, {f"parameter {name}": each for name, each in digests.checksums(run.model).items()}, ALIKE)
+        of_each = digests.each(run.model.named_parameters())
+        _same(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
 
 def _same(world: World, facts: dict[str, str], todo: str) -> None:

@@ -10,7 +10,7 @@ import time
 from types import FrameType
 
 from engine import launch
-from engine.comm import network, scratch
+from engine.comm import scratch
 from engine.run import Stop
 from engine.survive import terminal
 
@@ -69,5 +69,4 @@ def cleanup() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():
         child.kill()
-    network.remove_pipes()
     scratch.remove_scratch(orphaned=scratch.SCRATCH in os.environ and os.getppid() != _parent)

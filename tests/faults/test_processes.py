@@ -4,6 +4,7 @@ Every run here is `./train_multigpu.sh`, on CPUs. What breaks comes from tests/t
 """
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -662,7 +663,7 @@ def test_a_dev_shm_without_room_is_named_with_the_cure(launch, folder, size, sai
 
 def test_no_folder_for_temporary_files_is_named_with_the_cure(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_SCRATCH", raising=False)
-    monkeypatch.setattr(scratch, "_scratch", [])
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -85,19 +85,10 @@ def main():
         the_plan = plan.make_plan(cfg, world, size)
         _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
         run = Run(
-            cfg=cfg,
-            world=world,
-            plan=the_plan,
-            task=task,
-            precision=precision.choose("off", world.device),
-            model=model,
-            net=model,
-            optimizer=optim.make_optimizer(model, cfg.optim, world),
-            scaler=torch.amp.GradScaler("cpu", enabled=False),
-            ema=None,
-            train_loader=None,
-            val_loader=batches,
-        )
+            cfg=cfg, world=world, plan=the_plan, task=task, precision=precision.choose("off", world.device),
+            model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim, world), ema=None,
+            scaler=torch.amp.GradScaler("cpu", enabled=False), train_loader=None, val_loader=batches,
+        )  # fmt: skip
         metrics, sums = evaluate_split(run, run.val_loader)
         everyone = world.gather(metrics)
         assert all(theirs == metrics for theirs in everyone), "the ranks report different metrics"

@@ -4,7 +4,6 @@ torchrun ... sums.py right|ddp|different|late|gone|no_room|forbidden|one_cannot|
 """
 
 import functools
-import math
 import os
 import random
 import resource
@@ -81,58 +80,47 @@ def right():
 
 
 def everything_else():
+    """Each collective, called with a tensor, and what is in the tensor afterwards (None: not on this rank)."""
     assert dist.get_backend() == "shm"
-    ranks = list(range(SIZE))
-    tensor = torch.tensor([float(RANK), 1.0])
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [sum(ranks), SIZE]
-    tensor = torch.tensor([float(RANK), -RANK])
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    assert tensor.tolist() == [SIZE - 1, 0]
-    tensor = torch.tensor([[0.0, RANK], [1.0, 0.0]]).to_sparse()
-    dist.all_reduce(tensor)
-    assert tensor.to_dense().tolist() == [[0, sum(ranks)], [SIZE, 0]]
-    tensors = [torch.full((2,), float(RANK)), torch.ones(3)]
-    dist.all_reduce_coalesced(tensors)
-    assert tensors[0].tolist() == [sum(ranks)] * 2 and tensors[1].tolist() == [SIZE] * 3
-    tensor = torch.full((2,), RANK)
-    dist.broadcast(tensor, src=1)
-    assert tensor.tolist() == [1, 1]
-    tensor = torch.full((2,), RANK)
-    dist.reduce(tensor, dst=1)
-    assert RANK != 1 or tensor.tolist() == [sum(ranks)] * 2
-    found = [torch.empty(1) for _ in ranks]
-    dist.all_gather(found, torch.tensor([float(RANK)]))
-    assert found == [torch.tensor([float(rank)]) for rank in ranks]
-    objects = [None] * SIZE
+    ranks, rank, mine = [*range(SIZE)], float(RANK), [torch.empty(1) for _ in range(SIZE)]
+    objects, box, several = [None] * SIZE, [f"from {RANK}"], [torch.full((2,), rank), torch.ones(3)]
+    sparse = torch.tensor([[0.0, rank], [1.0, 0.0]]).to_sparse()
+    for collective, tensor, after in [
+        (dist.all_reduce, torch.tensor([rank, 1.0]), [sum(ranks), SIZE]),
+        (functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX), torch.tensor([rank, -rank]), [SIZE - 1, 0]),
+        (dist.all_reduce, sparse, [[0, sum(ranks)], [SIZE, 0]]),
+        (functools.partial(dist.broadcast, src=1), torch.full((2,), RANK), [1, 1]),
+        (functools.partial(dist.reduce, dst=1), torch.full((2,), RANK), [sum(ranks)] * 2 if RANK == 1 else None),
+        (shift, torch.empty(2), [(RANK - 1) % SIZE] * 2),
+    ]:
+        collective(tensor)
+        assert after is None or tensor.to_dense().tolist() == after, (collective, tensor)
+    dist.all_reduce_coalesced(several)
+    assert [tensor.tolist() for tensor in several] == [[sum(ranks)] * 2, [SIZE] * 3]
+    dist.all_gather(mine, torch.tensor([rank]))
     dist.all_gather_object(objects, "x" * RANK)
-    assert objects == ["x" * rank for rank in ranks]
-    box = [f"from {RANK}"]
     dist.broadcast_object_list(box, src=1)
-    assert box == ["from 1"]
-    received = torch.empty(2)
+    assert (mine, objects, box) == (ranks, ["x" * rank for rank in ranks], ["from 1"])
+    dist.barrier()
+
+
+def shift(received):
+    """From the rank before, to the next."""
     sent = dist.isend(torch.full((2,), float(RANK)), (RANK + 1) % SIZE)
     dist.recv(received, (RANK - 1) % SIZE)
     sent.wait()
-    assert received.tolist() == [(RANK - 1) % SIZE] * 2
-    dist.barrier()
 
 
 def groups():
     both = dist.new_group([0, 1])
-    if RANK < 2:
-        assert shm_backend.in_use(both) and dist.get_backend(both) == "shm"
-        tensor = torch.tensor([RANK + 1])
-        dist.all_reduce(tensor, group=both)
-        assert tensor == 3
     alone = [dist.new_group([rank]) for rank in range(SIZE)][RANK]
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=alone)
-    assert tensor.tolist() == [1, 1] and not shm_backend.in_use(alone)
-    gloo = dist.new_group(backend="gloo")
-    assert not shm_backend.in_use(gloo)
-    dist.all_reduce(tensor, group=gloo)
-    assert tensor.tolist() == [SIZE] * 2
+    assert dist.get_backend(both if RANK < 2 else alone) == "shm"
+    for group, size, shared in [(both, 2, True), (alone, 1, False), (dist.new_group(backend="gloo"), SIZE, False)]:
+        if RANK < 2 or group is not both:
+            tensor = torch.ones(2)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            assert work.wait() and tensor.tolist() == [size] * 2 and shm_backend.in_use(group) is shared
+            assert group is not alone or (work.is_completed() and work.get_future().wait()[0] is tensor)
 
 
 def net_and_loss(**settings):
@@ -146,29 +134,21 @@ def net_and_loss(**settings):
 
 
 def ddp():
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     net, loss = net_and_loss()
     each = [torch.autograd.grad(loss(net.module, rank), net.module.parameters()) for rank in range(SIZE)]
     mean = [functools.reduce(torch.add, parts) / SIZE for parts in zip(*each, strict=True)]
-    low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    for state, hook, error in [
-        (None, None, 1e-6),
-        ([], shm_backend.sum_then_divide, 0),
-        (None, default_hooks.fp16_compress_hook, 2e-3),
-        (low_rank, powerSGD_hook.powerSGD_hook, math.inf),
-    ]:
-        net, loss = net_and_loss(find_unused_parameters=hook is not powerSGD_hook.powerSGD_hook)
+    for hook, error in [(None, 1e-6), (shm_backend.sum_then_divide, 0), (default_hooks.fp16_compress_hook, 2e-3)]:
+        net, loss = net_and_loss(find_unused_parameters=True)
         if hook:
-            net.register_comm_hook(state, hook)
+            net.register_comm_hook([] if error == 0 else None, hook)
         for _ in range(3):  # the buckets are made anew after the first
             net.zero_grad()
             loss(net, RANK).backward()
             got = [p.grad for p in net.parameters()]
-            assert all(
-                (one - other).abs().max() <= error * other.abs().max() for one, other in zip(got, mean, strict=True)
-            )
+            assert all((a - b).abs().max() <= error * b.abs().max() for a, b in zip(got, mean, strict=True))
             totals = [None] * SIZE
             dist.all_gather_object(totals, [grad.double().sum().item() for grad in got])
             assert totals == [totals[0]] * SIZE, hook
@@ -207,26 +187,28 @@ def trouble(what, store):
     store.wait(["over"])
 
 
+def raising(number):
+    def refuse(*_):
+        raise PermissionError(number, "not here")
+
+    return refuse
+
+
+SABOTAGE = {  # of what the backend calls: (owner, name, replacement, whether on rank 0, too)
+    "forbidden": (shm_backend.os, "memfd_create", raising(13), True),
+    "one_cannot": (shm_backend.platform, "machine", lambda: "arm64", False),
+    "elsewhere": (shm_backend, "machine", lambda: f"machine {RANK}", True),
+    "other_user": (shm_backend.os, "pidfd_open", raising(1), False),
+}
+
+
 def main():
     what = sys.argv[1]
     if what == "no_room":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    if what == "forbidden":
-
-        def refuse(name):
-            raise PermissionError(13, "memfd_create")
-
-        shm_backend.os.memfd_create = refuse
-    if what == "one_cannot" and RANK:
-        shm_backend.platform.machine = lambda: "arm64"
-    if what == "elsewhere":
-        shm_backend.machine = lambda: f"machine {RANK}"
-    if what == "other_user" and RANK:
-
-        def hidden(pid):
-            raise PermissionError(1, "pidfd_open")
-
-        shm_backend.os.pidfd_open = hidden
+    owner, name, replacement, everywhere = SABOTAGE.get(what, (None, "", None, False))
+    if owner and (everywhere or RANK):
+        setattr(owner, name, replacement)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), SIZE, False)
     dist.init_process_group(
         "shm", store=dist.PrefixStore("sums", store), rank=RANK, world_size=SIZE, timeout=timedelta(seconds=300)
@@ -235,10 +217,8 @@ def main():
         print("shared" if shm_backend.in_use() else "gloo")
     if what in ("different", "late", "gone"):
         trouble(what, store)
-    elif what == "ddp":
-        ddp()
     else:
-        for check in (right, everything_else, groups) if what == "right" else (everything_else,):
+        for check in {"right": (right, everything_else, groups), "ddp": (ddp,)}.get(what, (everything_else,)):
             check()
     dist.destroy_process_group()
 
