@@ -55,7 +55,7 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
 
     def look() -> tuple[dict[str, str], Path | None, list[str]]:
         folder = (sealed.recall("folder") if restarted else "") or cfg.save_dir
-        again = folder and (restarted or launch.memory_restarts()) and find_checkpoint("auto", Path(folder))[0]
+        again = folder and (restarted or launch.restart().times) and find_checkpoint("auto", Path(folder))[0]
         asked = {"save_dir": folder, "resume": "auto" if again else cfg.resume}
         return asked, *run_folder.inspect_run_folder(config.changed(cfg, asked))
 

@@ -7,8 +7,7 @@ it returns *sums*, and the engine adds them up over micro-batches and ranks befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -269,22 +268,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
             each.state = self.state
 
 
-under_way: tuple[Any, Any] | None = None
-"""The `Run` and the `Micro` of the forward pass that a training is in; None outside of its steps."""
-
-stand_in: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""What `gather_batch` does outside of them, where parts of a batch stand for ranks; see engine/preflight/adds_up.py."""
-
-
-@contextmanager
-def current(run: Any, micro: Any) -> Iterator[None]:
-    """A forward pass of a training step, which `gather_batch` sees."""
-    global under_way
-    under_way = run, micro
-    try:
-        yield
-    finally:
-        under_way = None
+under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+"""The `Run` and the `Micro` of the forward pass that a training is in. None outside of its steps; a function, where
+parts of a batch stand for the ranks: what `gather_batch` returns then (see engine/preflight/adds_up.py)."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +283,9 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     one of them in the backward pass. Raises LockstepError where a step has several forward passes: none sees all.
     """
     if under_way is None:
-        return stand_in(tensor) if stand_in else (tensor, torch.arange(len(tensor), device=tensor.device))
+        return tensor, torch.arange(len(tensor), device=tensor.device)
+    if not isinstance(under_way, tuple):
+        return under_way(tensor)
     run, micro = under_way
     if (plan := run.plan).accumulation > 1:
         what = (
@@ -345,7 +333,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return (total, weight, sums) of the sum of `factor * total / weight` over `terms`, each divided by its weight in
     the whole global batch; outside of a training step, in this one. A term without any weight there is zero."""
     here = next(iter(terms.values())).total.device
-    if under_way is None:
+    if not isinstance(under_way, tuple):
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
         run, micro = under_way

@@ -25,16 +25,27 @@ from engine.config import Config
 from engine.errors import LockstepError, amount, headline
 from engine.phases import phase
 
-AGAIN = "LOCKSTEP_AGAIN"
-"""Environment variable: JSON of the settings that this process was restarted with; they precede all others."""
-
-TIMES = "LOCKSTEP_TIMES_AGAIN"
-"""Environment variable: how often that has happened."""
-
-BEGAN = "LOCKSTEP_BEGAN"
-"""Environment variable: time.monotonic() of the first start, from which a time limit counts."""
+RESTART = "LOCKSTEP_RESTART"
+"""Environment variable: JSON of a `Restart`."""
 
 _BEGAN = time.monotonic()
+
+
+class Restart(NamedTuple):
+    """How this process has restarted itself, because memory ran out.
+
+    settings  that it was restarted with; they precede all others
+    times     how often the ranks have restarted, all together, within one attempt of the launcher's
+    began     time.monotonic() of the first start, from which a time limit counts
+    """
+
+    settings: dict[str, Any]
+    times: int
+    began: float
+
+
+def restart() -> Restart:
+    return Restart(**{"settings": {}, "times": 0, "began": _BEGAN} | json.loads(os.environ.get(RESTART, "{}")))
 
 
 class Environment(NamedTuple):
@@ -180,7 +191,7 @@ def _of_this_attempt(
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or network.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store = dist.PrefixStore(f"time{memory_restarts()}", store)
+    store = dist.PrefixStore(f"time{restart().times}", store)
     # Under torchrun the store is the agent's and always there: check here that the ranks are, or gloo waits timeout_s.
     notes, mine = sealed.Sealed(store, known), f"{backend} {secrets.token_hex(16)}"
     notes.set(f"rank{env.rank}_is_at", network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
@@ -244,18 +255,3 @@ def leave() -> None:
             dist.barrier()
     meeting.notes, meeting.lasting, meeting.wrapped = None, None, False
     dist.destroy_process_group()
-
-
-def first_start() -> float:
-    """Return time.monotonic() of the first start of this process, before any restart."""
-    return float(os.environ.get(BEGAN, _BEGAN))
-
-
-def restart_settings() -> dict[str, Any]:
-    """Return the settings that this process was restarted with."""
-    return json.loads(os.environ.get(AGAIN, "{}"))
-
-
-def memory_restarts() -> int:
-    """Return how often the ranks have restarted, all together, within one attempt of the launcher's."""
-    return int(os.environ.get(TIMES, "0"))

@@ -204,7 +204,7 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
         torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
         command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
-        env = os.environ | {launch.AGAIN: json.dumps(settings)} | threads_at_most(threads)
+        env = os.environ | {launch.RESTART: json.dumps({"settings": settings})} | threads_at_most(threads)
         with open(log, "wb") as file:
             child = subprocess.Popen(
                 command,

@@ -79,7 +79,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
         try:
             return _line(trial)
         finally:
-            contract.stand_in = None
+            contract.under_way = None
             trial.put_back(trial.begin)
             for module, training in modes:
                 module.training = training
@@ -182,7 +182,7 @@ class _Trial:
 
         if whole:
             self.gathered = []
-        contract.stand_in = gather
+        contract.under_way = gather
         found = self.sums(task, self.run.model, self.loader.example(end, begin, least=2))
         return {name: torch.as_tensor(value).detach().cpu() for name, value in found.items()}
 

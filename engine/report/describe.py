@@ -39,8 +39,8 @@ def announce(world: World, cfg: Any, always: bool) -> None:
     if meeting.network:
         console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     console.info(f"Using device: {world.device}")
-    if launch.memory_restarts():
-        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in launch.restart_settings().items()))
+    if launch.restart().times:
+        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in launch.restart().settings.items()))
 
 
 def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:

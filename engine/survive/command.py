@@ -22,7 +22,7 @@ def read(argv: list[str], tasks: Any) -> config.Args:
     tasks  has `load(name)`, the class of a task, and `names()`
     """
     try:
-        args = config.parse(argv, tasks.load, launch.restart_settings(), tasks.names())
+        args = config.parse(argv, tasks.load, launch.restart().settings, tasks.names())
     except LockstepError as error:
         error.everywhere = True  # every rank reads the same command line
         raise

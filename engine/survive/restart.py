@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.launch import _BEGAN, AGAIN, BEGAN, TIMES, memory_restarts, restart_settings
+from engine.launch import RESTART, restart
 
 
 def ran_out(error: BaseException) -> bool:
@@ -22,8 +22,8 @@ def ran_out(error: BaseException) -> bool:
 def start_again(more: dict[str, Any]) -> None:
     """Replace this process by a new one of the same pid, with the same command and these settings: none of the old
     one's memory stays, and the launcher notices nothing. Doesn't return; may be called from any thread."""
-    os.environ.setdefault(BEGAN, str(_BEGAN))
-    os.environ[AGAIN], os.environ[TIMES] = json.dumps(restart_settings() | more), str(memory_restarts() + 1)
+    now = restart()
+    os.environ[RESTART] = json.dumps({"settings": now.settings | more, "times": now.times + 1, "began": now.began})
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open
         try:
             os.set_inheritable(int(descriptor.name), int(descriptor.name) <= 2)

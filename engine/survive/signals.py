@@ -23,7 +23,7 @@ class StopRequest(Stop):
     def __init__(self, max_time_s: float = 0.0):
         self.interrupted = 0.0  # time.monotonic() of the first Ctrl-C
         if max_time_s:
-            spent_s = time.monotonic() - launch.first_start() if launch.memory_restarts() else 0.0
+            spent_s = time.monotonic() - launch.restart().began if launch.restart().times else 0.0
             limit = threading.Timer(max_time_s - spent_s, self.request, ["max_time_s is over"])
             limit.daemon = True
             limit.start()

@@ -1,6 +1,7 @@
 """Memory that runs out: which batch would fit, and `oom=shrink`, which continues with it. It really does: torch asks
 for more than any machine has, wherever a pass has more samples than `fault.fits`."""
 
+import json
 import sys
 import time
 
@@ -100,11 +101,10 @@ def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("times", "over"), [("0", False), ("1", True)])
+@pytest.mark.parametrize(("times", "over"), [(0, False), (1, True)])
 def test_a_restart_does_not_lengthen_a_time_limit(monkeypatch, times, over):
     """It counts from the first start: whoever gave the limit, such as Slurm, ends the run at that time."""
-    monkeypatch.setenv(launch.TIMES, times)
-    monkeypatch.setenv(launch.BEGAN, str(time.monotonic() - 7200))
+    monkeypatch.setenv(launch.RESTART, json.dumps({"times": times, "began": time.monotonic() - 7200}))
     stop, deadline = StopRequest(3600), time.monotonic() + 10
     while over and not stop.reason and time.monotonic() < deadline:
         time.sleep(0.01)
