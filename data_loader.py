@@ -382,10 +382,17 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     return train_set, val_set
 
 
+class Loaders(NamedTuple):
+    """Of the data to train on, and of those to score, where there are any."""
+
+    train: TrainLoader
+    val: EvalLoader | None
+
+
 def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, task: Task | None = None
-) -> tuple[TrainLoader, EvalLoader | None]:
-    """Return the loaders of this rank; without validation data, None, only the first. The training set needs `labels`
+) -> Loaders:
+    """Return the loaders of this rank. The training set needs `labels`
     (N,) where `sampler: balanced`. A `task` prepares the batches to train on."""
     if cfg.num_workers:
         own_scratch()
@@ -418,8 +425,8 @@ def create_data_loaders(
         train_loader.check_prepare(cfg.random_samples)
     if val_set is None:
         console.info("No validation data: nothing is evaluated, and the last checkpoint is the one that counts\n")
-        return train_loader, None
+        return Loaders(train_loader, None)
     val_loader = EvalLoader(sets[1], samplers[1], world, loaders[1])
     val_batches = -(-len(val_set) // samplers[1].batch_size)
     console.info(f"Val batches: {val_batches} (per process: ~{len(val_loader)})\n")
-    return train_loader, val_loader
+    return Loaders(train_loader, val_loader)

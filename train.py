@@ -80,13 +80,13 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
         model = built(task).to(world.device)
-        plan = speed.set_memory_format(cfg, task, model, loaders[0], plan, amp, saved.memory_format)
+        plan = speed.set_memory_format(cfg, task, model, loaders.train, plan, amp, saved.memory_format)
     with survive.sync_errors(world):
         run = Run(
             cfg=cfg, world=world, task=task, plan=plan, precision=amp, model=model, net=model,
             optimizer=optim.make_optimizer(model, cfg.optim, world, task), ema=optim.make_ema(model, cfg.optim),
             scaler=torch.amp.GradScaler(world.device.type, enabled=amp.name == "fp16"),  # bf16 needs none
-            train_loader=loaders[0], val_loader=loaders[1], stop=stop or StopRequest(), record=Record(fingerprint=data),
+            loaders=loaders, stop=stop or StopRequest(), record=Record(fingerprint=data),
         )  # fmt: skip
         checkpoint.restore(run, saved)  # or the weights of init_from
         speed.compile_model(run)
@@ -126,7 +126,7 @@ def train(run: Run) -> None:
     if progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):
-        run.train_loader.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
+        run.loaders.train.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
         for passes in run.steps():
             due = take_step(run, passes)
             if due.outcomes:  # a step was skipped, or a rank was asked to stop
@@ -183,7 +183,7 @@ def evaluate(run: Run, save_due: bool = False) -> None:
     module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums are exchanged."""
     state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
     with survive.keep(run, state):
-        scored = evaluate_split(run, run.record.log.progress(run, run.val_loader, "Validation"))
+        scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))
         if scored is None:  # asked to stop
             save(run, state)
             return

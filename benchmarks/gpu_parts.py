@@ -76,7 +76,7 @@ def steps(*words: str, strict: bool = False) -> tuple[list[str], int, bool]:
     def scoring() -> Iterator[None]:
         sums, model = Gathered("score"), run.evaluated_model.eval()
         while True:
-            for batch in run.val_loader:
+            for batch in run.loaders.val:
                 with torch.no_grad(), run.precision.autocast():
                     sums.add(run.task.score(model, batch))
                 yield
@@ -279,7 +279,7 @@ def pace(seconds: str, *words: str, strict: bool = False) -> Facts:
 
 def limit(run: Any, seconds: float) -> float:
     """Return samples/s of `plain_loop`."""
-    batch, on_gpu, count = run.train_loader.example(), run.world.device.type == "cuda", 0
+    batch, on_gpu, count = run.loaders.train.example(), run.world.device.type == "cuda", 0
     step, at_once = plain_loop(run, batch), 20 if on_gpu else 1
     began = wait(on_gpu)
     while wait(on_gpu) - began < seconds:
@@ -337,9 +337,9 @@ def feeds(seconds: str, *words: str) -> tuple[float, float]:
     while time.perf_counter() - began < float(seconds):
         pair = next(passes, None)
         if pair is None:
-            run.train_loader.set_epoch(run.progress.epoch)
+            run.loaders.train.set_epoch(run.progress.epoch)
             run.progress.next_epoch()
-            passes = run.train_loader.passes()
+            passes = run.loaders.train.passes()
             continue
         first -= 1
         if first == 0:

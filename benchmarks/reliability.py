@@ -114,7 +114,7 @@ class Ways:
         run, run.meter = self.run, self.no_meter
         for due in itertools.islice(endless(run), self.steps):
             if due.log:
-                run.stragglers.find(phase.take())
+                run.meter.stragglers.find(phase.take())
                 run.meter.restart_clock()
 
     def observed(self) -> None:
@@ -125,7 +125,7 @@ class Ways:
         """Like `observed`, with steps that multiply matrices for a step's time and make one sum over the ranks, but
         train nothing. CPU time beyond `computed_s` is the observers'."""
         self.computed_s, step, train.train_step = 0.0, train.train_step, self._stand_in
-        self._train(lambda run: run.record.log.progress(run, [None] * len(run.train_loader), "Training"))
+        self._train(lambda run: run.record.log.progress(run, [None] * len(run.loaders.train), "Training"))
         train.train_step = step
 
     def _stand_in(self, run: Run, passes: Any) -> Due:

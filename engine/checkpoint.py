@@ -235,7 +235,7 @@ def restore(run: Run, saved: Saved) -> None:
     run.progress = Progress(**saved.progress)
     phase.step = run.progress.step
     run.meter.load(saved.tally)
-    run.resumed = saved._replace(model={}, ema=None, optimizer={})  # or the file's tensors would stay in memory
+    run.record.resumed = saved._replace(model={}, ema=None, optimizer={})  # or the file's tensors would stay in memory
 
 
 def load_evaluated(model: nn.Module, saved: Saved) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def log_metrics(run: Run) -> None:
     """(all ranks) Bring the numbers since the last log point to the host, look for a straggler; (rank 0) log them."""
     seconds = phase.take()
-    run.record.log.slow(run, run.stragglers.find(seconds))
+    run.record.log.slow(run, run.meter.stragglers.find(seconds))
     run.record.log.train(run, training_metrics(run, seconds))
 
 
@@ -83,7 +83,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             run.agree_to_stop()
             return None
         sums = scored.summed(world)
-        check_count(sums, len(run.val_loader.dataset))
+        check_count(sums, len(run.loaders.val.dataset))
         if task.num_trials:
             sums = Sums(sums | tried.summed(world))
         if collects(task):

@@ -39,7 +39,8 @@ class Meter:
     """Hold what happened since the last log point, and the clock of this process. From a GPU the numbers of a step are
     read one step late, so that neither host nor device waits."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, workers: int = 1):
+        self.stragglers = Stragglers(world, workers)
         self.world, self.on_gpu = world, world.device.type == "cuda"
         self.names: list[str] | None = None  # of the task's sums, once all ranks have told theirs
         self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a data_loader.Micro, its loss

@@ -22,7 +22,7 @@ from engine.comm.world import World
 from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
-from engine.metrics import Meter, Outcome, Skipped, Straggler, Stragglers
+from engine.metrics import Meter, Outcome, Skipped, Straggler
 from engine.optim.make import unbegun
 from engine.phases import phase, split_backward
 from engine.plan import Plan
@@ -123,6 +123,7 @@ class Record:
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
     profile: Any = None  # of --profile, see report/profile.py
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     fingerprint: str = ""  # of the data
     left_out: dict[str, str] = field(default_factory=dict)  # digests of the weights that no checkpoint holds
     fresh: Fresh | None = None  # until it has been compared with what a checkpoint holds
@@ -142,20 +143,17 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: AveragedModel | None
-    train_loader: Any
-    val_loader: Any
+    loaders: Any  # data_loader.Loaders: of the data to train on, and of those to score, or None
     stop: Stop = field(default_factory=Stop)
-    resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     progress: Progress = field(default_factory=Progress)
     record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.world)
         self.workers = Plain(self.world, self.model, self.cfg.ddp.buffers)
         if self.plan.workers:
             unused = self.cfg.ddp.find_unused_parameters
             self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
-        self.stragglers = Stragglers(self.world, len(self.workers.block))
+        self.meter = Meter(self.world, len(self.workers.block))
         if self.cfg.check_resume:
             self.record.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
         if type(self.task).losses is not Task.losses:
@@ -248,7 +246,7 @@ class Run:
         finished = self.finished
         pauses = finished or consumed >= self.plan.epoch_samples
         save = cfg.save_every > 0 and step % cfg.save_every == 0
-        if self.val_loader is None:
+        if self.loaders.val is None:
             save = save or finished
         else:
             progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
@@ -289,7 +287,7 @@ class Run:
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
         self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
-        steps = self.record.log.progress(self, self.train_loader, "Training")
+        steps = self.record.log.progress(self, self.loaders.train, "Training")
         steps = self.record.profile.follow(steps) if self.record.profile else steps
         return map(self.meter.terms.weigh, steps) if self.meter.terms else steps
 

@@ -391,9 +391,9 @@ def test_every_task_and_example_adds_up(start, capsys, name):
         pytest.importorskip("transformers")
         pytest.importorskip("peft")
     run = start(*SHIPPED[name], *OPTIONS.get(name, []), "check_sums=false")
-    assert adds_up.check(run, run.train_loader, adds_up.of_loss).startswith("the loss adds up: 5 samples = 3 + 2, ")
-    if run.val_loader is not None:
-        assert adds_up.check(run, run.val_loader, adds_up.of_score).startswith("`score` adds up: 5 samples = 3 + 2, ")
+    assert adds_up.check(run, run.loaders.train, adds_up.of_loss).startswith("the loss adds up: 5 samples = 3 + 2, ")
+    if run.loaders.val is not None:
+        assert adds_up.check(run, run.loaders.val, adds_up.of_score).startswith("`score` adds up: 5 samples = 3 + 2, ")
 
 
 KEEPS = """
@@ -434,8 +434,8 @@ def test_a_training_does_not_notice(start, tmp_path):
     seeded()
     before = state()
     seeded()
-    adds_up.check(run, run.train_loader, adds_up.of_loss)
-    adds_up.check(run, run.val_loader, adds_up.of_score)
+    adds_up.check(run, run.loaders.train, adds_up.of_loss)
+    adds_up.check(run, run.loaders.val, adds_up.of_score)
     after = state()
     assert before[:2] == after[:2] and all(torch.equal(value, after[2][name]) for name, value in before[2].items())
 

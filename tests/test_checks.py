@@ -211,10 +211,10 @@ def test_each_batch_of_an_evaluation_is_checked(steps, tmp_path, method, said): 
     (tmp_path / "own.py").write_text(LATER.format(**late))
     run, _ = steps("eval_batch_size=8", "check_sums=false", task=str(tmp_path / "own.py"))
     if not method:
-        assert evaluation.evaluate_split(run, run.val_loader)[1]["hits"] == 1
+        assert evaluation.evaluate_split(run, run.loaders.val)[1]["hits"] == 1
         return
     with pytest.raises(LockstepError, match=f"^`{method}` returns {said}"):
-        evaluation.evaluate_split(run, run.val_loader)
+        evaluation.evaluate_split(run, run.loaders.val)
 
 
 FIRST = """

@@ -144,7 +144,7 @@ def test_weights_are_those_of_the_passes_that_count(steps, tmp_path, more):  # n
     words = ["global_batch=12", "batch_size=3", *more]
     run, _ = steps(*words, task=str(tmp_path / "drawn.py"))
     buffers = {name: value.clone() for name, value in run.workers.buffers().items()}
-    run.train_loader.set_epoch(0)
+    run.loaders.train.set_epoch(0)
     run.task.seen.clear()
     passes = next(iter(run.steps()))
     assert all(torch.equal(value, buffers[name]) for name, value in run.workers.buffers().items()), "put back"

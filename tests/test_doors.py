@@ -169,7 +169,7 @@ run = train.build(args, world)
 if not shm_backend.in_use():
     run.net.register_comm_hook(None, counting(allreduce_hook))
 per_step, before = [], 0
-run.train_loader.set_epoch(0)
+run.loaders.train.set_epoch(0)
 for passes in run.steps():
     train.train_step(run, passes)
     per_step.append(len(calls) - before)

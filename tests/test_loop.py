@@ -68,7 +68,7 @@ class Skips(Silent):
 def epoch_of(run):
     """Yields, after each step that is left of the epoch, the skipped steps that have become known with it."""
     run.record.log = Skips()
-    run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
+    run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
     for passes in run.steps():
         due = train.train_step(run, passes)
         survive.check_outcomes(run, due.outcomes)
@@ -496,7 +496,7 @@ def test_a_checkpoint_holds_tied_and_frozen_weights_once(steps, tmp_path):
     assert 0 < rest < 30, "counters"
     assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in state["model"].items())
     again, more = steps(*words, task=str(tmp_path / "own.py"), state=state)
-    held = again.resumed
+    held = again.record.resumed
     assert held.path and (held.model, held.ema, held.optimizer) == ({}, None, {}), "or they would stay in memory"
     for _ in zip(outcomes, more, strict=False):
         pass

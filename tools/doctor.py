@@ -186,7 +186,7 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     lines, ready = prepare(args, world, stop)
     add("data", lines)
     report.run(threads, cfg, world, cores)
-    source = ready.train_loader if ready else None  # a batch without the tensors that the loader adds
+    source = ready.loaders.train if ready else None  # a batch without the tensors that the loader adds
     batch = [*tensors(source.source.get(next(iter(source.sampler))))] if source else []
     workers = 0 if source and isinstance(source.dataset, CachedDataset) else cfg.num_workers
     report.run(open_files, workers, len(batch) or 4)
@@ -227,10 +227,10 @@ def prepare(args: config.Args, world: World, stop: StopRequest) -> tuple[list[Li
         left_out = warning("not checked for that reason: /dev/shm, disk, speed of the loader", "fix it first")
         return [failure(str(blame.translate(error, world))), left_out], None
     said = [line.removeprefix("warning: ") for line in output.getvalue().splitlines() if line.startswith("warning: ")]
-    scored = len(ready.val_loader.dataset) if ready.val_loader else 0
+    scored = len(ready.loaders.val.dataset) if ready.loaders.val else 0
     read = f"{ready.plan.num_samples} training and {scored} validation samples can be read"
     agree = f"; {world.size} ranks agree on config, code, data and weights" if world.size > 1 else ""
-    resumed = f"; resumes {ready.resumed.path}" if ready.resumed.path else ""
+    resumed = f"; resumes {ready.record.resumed.path}" if ready.record.resumed.path else ""
     return [
         *(warning(text, "a training would say so, too") for text in said),
         ok(f"task {cfg.task}: {read}{agree}{resumed}"),
@@ -289,7 +289,7 @@ def shared_memory(ready: Run, workers: int, batch_bytes: int) -> list[Line]:
     free, processes = shutil.disk_usage(SHM).free, max(1, launch.environment().local_size)
     if not workers:
         return [ok(f"/dev/shm has {free / MB:.0f} MB free; no loader process needs it")]
-    scored = ready.val_loader.sampler.batch_size if ready.val_loader else 0
+    scored = ready.loaders.val.sampler.batch_size if ready.loaders.val else 0
     batches = (batch_bytes, batch_bytes * scored // ready.plan.micro_batch)  # to train, and to validate
     together = sum(batches) if ready.cfg.eval_every > 0 else max(batches)  # amid an epoch both are in flight
     ahead = 2 * workers + 1  # torch's prefetch_factor, and the one in work
@@ -339,12 +339,12 @@ class Speed(NamedTuple):
 def measure(run: Run, workers: int) -> Speed | str:
     """(all ranks) Measure the loader alone, and the model alone on one batch, on all ranks at the same time. Returns
     the error's text if one fails."""
-    given = run.train_loader
+    given = run.loaders.train
     alone = TrainLoader(given.dataset, given.sampler, given.seed, run.world, None, given.prepare)
     works = {"fetch": _batches(alone), "step": _steps(run, alone)}
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
-        val_set = run.val_loader and run.val_loader.dataset
+        val_set = run.loaders.val and run.loaders.val.dataset
         works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set, run.task)[0])
     found: dict[str, tuple[float, float]] = {}
     problem = ""

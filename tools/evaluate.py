@@ -131,10 +131,10 @@ def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> An
     """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
     describe.print_plan(found, steps=False)
-    scored = evaluate_split(found, found.val_loader)
+    scored = evaluate_split(found, found.loaders.val)
     if not scored or not world.main:
         return None
-    return *scored, str(found.resumed.path), found.progress.step, getattr(found.task, "classes", [])
+    return *scored, str(found.record.resumed.path), found.progress.step, getattr(found.task, "classes", [])
 
 
 ONLY_TO_SCORE = {

@@ -118,11 +118,11 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
     module, input_of = run.task.export_module(model)
     module.eval()
     with torch.no_grad():
-        inputs = list(real_inputs(input_of(batch) for batch in run.val_loader))
+        inputs = list(real_inputs(input_of(batch) for batch in run.loaders.val))
         outputs = module(inputs[-1])
         about = {
             "task": args.cfg.task,
-            "checkpoint": run.resumed.path.name if run.resumed.path else "",
+            "checkpoint": run.record.resumed.path.name if run.record.resumed.path else "",
             "step": run.progress.step,
             "inputs": _described(inputs[-1]),
             "outputs": _described(outputs),
@@ -131,7 +131,7 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
         }
         exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
         found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
-    return about | {"path": str(run.resumed.path)}, exported, found
+    return about | {"path": str(run.record.resumed.path)}, exported, found
 
 
 # ---- real batches ---------------------------------------------------------------------------------------------------

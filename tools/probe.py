@@ -89,7 +89,7 @@ def endless(run: Run) -> Iterator[Due]:
     """(all ranks) Take a training's steps, one epoch after the other, without its evaluations; yield what is due."""
     take_step = speed.recorded(run, train.train_step)
     while True:
-        run.train_loader.set_epoch(run.progress.epoch, run.progress.position)
+        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)
         for passes in run.steps():
             due = take_step(run, passes)
             survive.check_outcomes(run, due.outcomes)

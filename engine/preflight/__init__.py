@@ -100,7 +100,7 @@ def _same(world: World, facts: dict[str, str], todo: str) -> None:
 def sanity_check(run: Run) -> None:
     """(all ranks) Score a few samples before the first step: a mistake in the evaluation shows now and not after an
     epoch. Rank 0 does, because the others may have none. Sets `plan.gflop`. Nothing, where nothing is scored."""
-    if run.val_loader is not None and type(run.task).score is not Task.score:
+    if run.loaders.val is not None and type(run.task).score is not Task.score:
         gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
         run.plan = replace(run.plan, gflop=gflop)
 
@@ -110,14 +110,14 @@ def check_sums(run: Run) -> None:
     a task may have collectives of its own."""
     if run.cfg.check_sums:
         with sync_errors(run.world):
-            line = adds_up.check(run, run.train_loader, adds_up.of_loss)
+            line = adds_up.check(run, run.loaders.train, adds_up.of_loss)
         console.info(f"{line}\n")
 
 
 def _rehearse(run: Run) -> float:
     """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the
     task, and not what may come of so few samples, such as a division by zero."""
-    task, loader, device = run.task, run.val_loader, run.world.device
+    task, loader, device = run.task, run.loaders.val, run.world.device
     batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
     samples = len(given_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0

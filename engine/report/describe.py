@@ -171,8 +171,8 @@ def print_plan(run: Run, steps: bool = True) -> None:
 
 def resumed(run: Run) -> None:
     """(rank 0) Print where a resumed run continues, and what will not be as it was."""
-    p, horizon, then = run.progress, run.resumed.horizon, run.resumed.environment
-    console.info(f"Resuming {run.resumed.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
+    p, horizon, then = run.progress, run.record.resumed.horizon, run.record.resumed.environment
+    console.info(f"Resuming {run.record.resumed.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
     if horizon != run.plan.horizon:
         change = f"{run.plan.horizon} steps instead of {horizon}"
         console.info(f"  note: the schedule now spans {change}; schedule.horizon={horizon} keeps it as it was")

@@ -120,7 +120,7 @@ class Log(Silent):
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
         self._check_terminal(run)
-        self._tell("pictures", p.step, pictures(run, next(iter(run.val_loader)), sums))
+        self._tell("pictures", p.step, pictures(run, next(iter(run.loaders.val)), sums))
 
     def slow(self, run: Run, slow: Straggler | None) -> None:
         if slow and (found := (slow.rank, slow.phase)) != self.slowest:  # once, and again when it changes

@@ -29,7 +29,7 @@ def already_complete(run: Run) -> bool:
         more = f": no better evaluation in the last {p.stale}; raise patience to continue"
     else:
         more = f"; raise {'steps' if run.cfg.steps == run.plan.total_steps else 'epochs'} to continue"
-    console.info(f"Already complete: {run.resumed.path} stands at step {p.step} of {run.plan.total_steps}{more}")
+    console.info(f"Already complete: {run.record.resumed.path} stands at step {p.step} of {run.plan.total_steps}{more}")
     return True
 
 
@@ -38,10 +38,10 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
     last checkpoint and print how the run ended. From here on a signal requests a stop in good order."""
     world, progress = run.world, run.progress
-    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.resumed.path))
+    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.record.resumed.path))
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
-    status.current.begin(path, progress.step, run.resumed.path, words)
+    status.current.begin(path, progress.step, run.record.resumed.path, words)
     if isinstance(run.stop, StopRequest):
         run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     record = run.record
@@ -53,9 +53,9 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))
         status.current.write("running")
-    if run.resumed.path:
+    if run.record.resumed.path:
         describe.resumed(run)
-        record.log.changed(run, [*run.resumed.changes.values()])
+        record.log.changed(run, [*run.record.resumed.changes.values()])
     try:
         console.info("Starting training...\n")
         yield record.log

@@ -131,7 +131,7 @@ def finish(run: Run) -> Plan:
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     held = sum(
         set_.bytes
-        for loader in (run.train_loader, run.val_loader)
+        for loader in (run.loaders.train, run.loaders.val)
         if loader is not None and isinstance(set_ := loader.dataset, CachedDataset)
     )
     kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed

@@ -104,7 +104,7 @@ def _samples_behind(run: Run, outcome: Outcome) -> Skipped:
     looks = run.progress.skipped_in_a_row <= 3  # of more the samples are not the cause
     with contextlib.suppress(Exception), phase.during("data loading"):  # the training does not need it
         for micro in passes if looks else ():
-            found |= run.train_loader.not_finite(micro)
+            found |= run.loaders.train.not_finite(micro)
     ranks = run.world.gather(([index for micro in passes for index in micro.indices], found))
     samples = {rank: indices for rank, (indices, _) in enumerate(ranks) if indices}
     return Skipped(outcome.step, samples, {k: what for _, one in ranks for k, what in one.items()} if looks else None)

@@ -87,9 +87,9 @@ def main():
         run = Run(
             cfg=cfg, world=world, plan=the_plan, task=task, precision=precision.choose("off", world.device),
             model=model, net=model, optimizer=optim.make_optimizer(model, cfg.optim, world), ema=None,
-            scaler=torch.amp.GradScaler("cpu", enabled=False), train_loader=None, val_loader=batches,
+            scaler=torch.amp.GradScaler("cpu", enabled=False), loaders=data_loader.Loaders(None, batches),
         )  # fmt: skip
-        metrics, sums = evaluate_split(run, run.val_loader)
+        metrics, sums = evaluate_split(run, run.loaders.val)
         everyone = world.gather(metrics)
         assert all(theirs == metrics for theirs in everyone), "the ranks report different metrics"
         assert world.main == hasattr(task, "collected"), "rank 0 alone reports"

@@ -24,8 +24,8 @@ from engine.report.open_log import open_log
 def naive_epoch(run):
     """The loop of the tutorials, with Lockstep's batches."""
     run.optimizer.zero_grad()
-    run.train_loader.set_epoch(0)
-    for batch, micro in run.train_loader.passes():
+    run.loaders.train.set_epoch(0)
+    for batch, micro in run.loaders.train.passes():
         ddp_waits = isinstance(run.net, DistributedDataParallel) and not micro.closes_step
         with run.net.no_sync() if ddp_waits else nullcontext():
             batch["lockstep"].mean_weight = None  # the tutorials' mean is of the micro-batch
