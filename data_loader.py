@@ -27,9 +27,9 @@ from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
 from engine.comm.world import World
 from engine.config import Config
-from engine.contract import RESERVED, Batch, Given, Task
+from engine.contract import INFO_KEY, Batch, BatchInfo, Task
 from engine.data.ahead import fetched, fetching, to_device
-from engine.data.batches import map_tensors, tell, tree_leaves
+from engine.data.batches import attach, map_tensors, tree_leaves
 from engine.data.cache import CachedDataset, cache_datasets
 from engine.data.processes import in_processes
 from engine.data.samples import Fetcher, Request, per_sample, stop_or_warn
@@ -41,24 +41,24 @@ from engine.plan import Plan
 from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """One forward pass of one rank: which samples, and what they mean for the step.
 
-    slots        the positions of these samples in the epoch's global order
+    positions    of these samples in the epoch's global order
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
     opens_worker, closes_worker  this is its first, its last pass of the step
-    filler       this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
+    empty        padding: this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
     mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     seeds        of these samples, where the dataset takes them
     """
 
     indices: list[int]
-    slots: slice
+    positions: slice
     closes_step: bool
     consumed: int
-    filler: bool
+    empty: bool
     mean_weight: float | None
     seeds: list[int] | None
     worker: int = 0
@@ -93,7 +93,7 @@ class TrainSampler(DistributedSampler[Any]):
             self.drawn = self.epoch, rng.permutation(count) if labels is None else balanced_order(labels, rng)
         return self.drawn[1]
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         plan, order, workers = self.plan, self.order(), self.workers
         end = plan.num_samples - plan.dropped
         mean_weight = None
@@ -105,25 +105,25 @@ class TrainSampler(DistributedSampler[Any]):
                 mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64))
             for worker, done in itertools.product(self.mine, passes):
                 first = start + worker + done * workers
-                filler = first >= stop
-                slots = slice(first, min(first + plan.micro_batch * workers, stop), workers)
-                slots = slice(start, start + 1) if filler else slots
-                yield Micro(
-                    indices=order[slots].tolist(),
-                    slots=slots,
+                empty = first >= stop
+                positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
+                positions = slice(start, start + 1) if empty else positions
+                yield MicroBatch(
+                    indices=order[positions].tolist(),
+                    positions=positions,
                     closes_step=worker == self.mine[-1] and done == passes[-1],
                     consumed=stop,
-                    filler=filler,
+                    empty=empty,
                     mean_weight=mean_weight,
-                    seeds=self.seeds_at(slots) if self.seeded else None,
+                    seeds=self.seeds_at(positions) if self.seeded else None,
                     worker=worker,
                     opens_worker=not done,
                     closes_worker=done == passes[-1],
                 )
 
-    def seeds_at(self, slots: slice) -> list[int]:
+    def seeds_at(self, positions: slice) -> list[int]:
         """Return the seeds that a dataset draws the samples at these positions from."""
-        return data_seeds(self.seed, self.epoch, torch.arange(*slots.indices(slots.stop)))
+        return data_seeds(self.seed, self.epoch, torch.arange(*positions.indices(positions.stop)))
 
     def __len__(self) -> int:
         full, rest = divmod(self.left, self.plan.global_batch)
@@ -222,14 +222,14 @@ class TrainLoader(_Loader):
         """Optimizer steps to come in this epoch."""
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
-    def __iter__(self) -> Iterator[Iterator[tuple[Batch, Micro]]]:
-        """Yield, for each optimizer step that is left of the epoch, its passes: `(batch on the device, Micro)` each."""
+    def __iter__(self) -> Iterator[Iterator[tuple[Batch, MicroBatch]]]:
+        """Yield, for each optimizer step that is left of the epoch, its passes: (batch on the device, MicroBatch)."""
         passes = self.passes()
         for _ in range(len(self)):
             phase("data loading")
             yield itertools.islice(passes, self.sampler.passes_of_a_step)
 
-    def passes(self) -> Iterator[tuple[Batch, Micro]]:
+    def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
         """Yield the passes of all steps. Of held data several are prepared at once, and cut apart."""
         pairs, numbers, at_once = self._fetched(), self._numbers(), self._at_once()
         while some := [*itertools.islice(pairs, at_once)]:
@@ -241,15 +241,15 @@ class TrainLoader(_Loader):
                 if not micro.closes_step:
                     phase("data loading")
 
-    def _prepared(self, micros: list[Micro], batch: Batch, numbers: Tensor) -> Batch:
+    def _prepared(self, micros: list[MicroBatch], batch: Batch, numbers: Tensor) -> Batch:
         """Return the batch of some passes as the task's `loss` gets it; held data are gathered here."""
-        columns = [numbers[:, micro.slots] for micro in micros]
-        given = Given(*(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).unbind())
+        columns = [numbers[:, micro.positions] for micro in micros]
+        given = BatchInfo(*(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).unbind())
         if micros[0].mean_weight is not None:
             full = partial(torch.full, dtype=torch.float64, device=self.device)
             given.mean_weight = torch.cat([full((len(micro.indices),), micro.mean_weight) for micro in micros])
         batch = batch if self.held is None else self.held.rows(given.index)
-        batch = batch | {RESERVED: given} if type(batch) is dict else tell(batch, given)
+        batch = batch | {INFO_KEY: given} if type(batch) is dict else attach(batch, given)
         if self.prepare is None:
             return batch
         phase("augmentation")
@@ -275,11 +275,11 @@ class TrainLoader(_Loader):
         with phase.during("data loading"):
             return self._prepared(*self._some(slice(begin, min(end, max(least, plan.micro_batch), plan.num_samples))))
 
-    def _some(self, slots: slice) -> tuple[list[Micro], Batch, Tensor]:
+    def _some(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
         """Return what `_prepared` is given, of samples of the epoch by their positions."""
         sampler = self.sampler
-        indices, seeds = sampler.order()[slots].tolist(), sampler.seeds_at(slots) if sampler.seeded else None
-        micro = next(iter(sampler))._replace(indices=indices, slots=slots, seeds=seeds)
+        indices, seeds = sampler.order()[positions].tolist(), sampler.seeds_at(positions) if sampler.seeded else None
+        micro = next(iter(sampler))._replace(indices=indices, positions=positions, seeds=seeds)
         batch = to_device(self.source.get(micro), self.device) if self.held is None else None
         return [micro], batch, self._numbers()
 
@@ -310,7 +310,7 @@ class TrainLoader(_Loader):
                     ones = [prepared(n, n + 1) for n in range(samples)]
                     self.together = all(same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole)
 
-    def not_finite(self, micro: Micro) -> dict[int, str]:
+    def not_finite(self, micro: MicroBatch) -> dict[int, str]:
         """Return which samples of a pass hold what is not finite, such as `NaN in x`: each is fetched again."""
         found = {}
         with fetching:
@@ -344,8 +344,8 @@ class EvalLoader(_Loader):
         seeds = sample_seeds(0, 0, index)  # of the samples alone: every evaluation draws the same
         for (indices, _), batch in self._fetched():
             here = slice(indices[0], indices[-1] + 1)
-            given = Given(index[here], index[here], seeds[here])
-            yield tell(batch if self.held is None else self.held.rows(given.index), given)
+            given = BatchInfo(index[here], index[here], seeds[here])
+            yield attach(batch if self.held is None else self.held.rows(given.index), given)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -354,7 +354,8 @@ class EvalLoader(_Loader):
         """Return samples `begin` to `end` of the first batch, to try something with; this process fetches them."""
         request = self.source.request(next(iter(self.sampler)).indices[begin:end])
         index = to_device(torch.tensor(request.indices), self.device)
-        return tell(to_device(self.source.get(request), self.device), Given(index, index, sample_seeds(0, 0, index)))
+        info = BatchInfo(index, index, sample_seeds(0, 0, index))
+        return attach(to_device(self.source.get(request), self.device), info)
 
 
 def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:

@@ -74,8 +74,8 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
         loaders = create_data_loaders(cfg, world, plan, train_set, val_set, task)  # DistributedSamplers that never pad
         data = fingerprint(train_set, val_set, random_samples=cfg.random_samples)
         saved = checkpoint.check_same_run(saved, args, task, plan, data, split)
-    plan = speed.agree(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks
-    amp = precision.choose_together(cfg, world, saved.precision, strict)  # bf16, fp16 or off
+    plan = speed.resolve(cfg, world, plan)  # compiled or not, how many threads: the same on all ranks
+    amp = precision.resolve(cfg, world, saved.precision, strict)  # bf16, fp16 or off
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
@@ -162,17 +162,17 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
         with run.forward(micro), no_sync:  # random numbers that depend on the samples, not on the rank
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
-            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; a filler's are zeros
+            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; an empty pass's are zeros
             if micro.closes_step:
                 summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
-            scale = 0.0 if micro.filler else plan.loss_scale
+            scale = 0.0 if micro.empty else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
     if in_ddp:
         survive.check_all_reduced(net)  # no parameter lacked its gradient
     summed.wait()
     phase("optimizer step")
-    totals = run.workers.total(totals)
+    totals = run.workers.reduce_rows(totals)
     divisor = totals[2] / plan.global_batch  # on the device: the host does not wait for it
     grad_norm, skipped = optim.step(run.optimizer, run.scaler, run.lr, divisor, run.cfg.optim.grad_clip)
     return run.end_step(totals, grad_norm, skipped, micro.consumed)  # buffers, average of weights, totals, progress

@@ -165,12 +165,12 @@ class Work:
 
 def _given(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the batch with the loader's own numbers where a task looks for them."""
-    from engine.contract import Given
+    from engine.contract import BatchInfo
 
     if "seed" not in batch:
         return batch
     seed = batch["seed"]
-    return batch | {"lockstep": Given(seed, seed, seed, batch.get("mean_weight"))}
+    return batch | {"lockstep": BatchInfo(seed, seed, seed, batch.get("mean_weight"))}
 
 
 # ---- the contestants ------------------------------------------------------------------------------------------------

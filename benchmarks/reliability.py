@@ -247,7 +247,7 @@ def saves(run: Run, folder: Path, rounds: int, steps: int) -> dict[str, list[flo
             times["step"].append(statistics.median(seconds(lambda: next(training)) for _ in range(steps)))
             times["stall"].append(seconds(lambda: writer.write(checkpoint.capture(run))))
             times["after"].append(seconds(lambda: next(training)))  # a copy that is only deferred shows here
-            writer.settle()
+            writer.wait()
     return times
 
 

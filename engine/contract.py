@@ -25,9 +25,9 @@ from engine.seeds import uniform as uniform
 
 Batch = Any
 """What a dataset gives, mostly tensors by name, whose leading axis is the batch. The loader adds its own numbers, a
-`Given`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
+`BatchInfo`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
 
-RESERVED = "lockstep"
+INFO_KEY = "lockstep"
 """The one name in a batch that is the loader's."""
 
 LOGGED = ("event", "step", "epoch", "samples", "time_s")
@@ -35,7 +35,7 @@ LOGGED = ("event", "step", "epoch", "samples", "time_s")
 
 
 @dataclass(slots=True)
-class Given:
+class BatchInfo:
     """The loader's own numbers of a batch, on its device; to be read, not changed.
 
     index        (B,) int64: which samples of the dataset these are
@@ -54,7 +54,7 @@ class Given:
 
 def inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """Return a batch that is a dict without the loader's own numbers, as in `net(**inputs(batch))`."""
-    return {name: value for name, value in batch.items() if name != RESERVED}
+    return {name: value for name, value in batch.items() if name != INFO_KEY}
 
 
 PerSample = Mapping[str, Tensor | Sequence[Any]]
@@ -269,7 +269,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
 
 under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""The `Run` and the `Micro` of the forward pass that a training is in. None outside of its steps; a function, where
+"""The `Run` and `MicroBatch` of the forward pass that a training is in. None outside of its steps; a function, where
 parts of a batch stand for the ranks: what `gather_batch` returns then (see engine/preflight/adds_up.py)."""
 
 
@@ -296,8 +296,8 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
         raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
     check_rows(tensor, len(micro.indices))
     first = run.progress.position
-    rows = slice(micro.slots.start - first, micro.slots.stop - first, micro.slots.step)
-    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.consumed - first, micro.filler)
+    rows = slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
+    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.consumed - first, micro.empty)
     return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
 
 
@@ -312,21 +312,21 @@ class _Gather(torch.autograd.Function):
     """A sum over the ranks in which all but one give zeros for a row: exact, whatever the order."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, filler: bool) -> Tensor:
-        ctx.about = world, rows, filler
+    def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, empty: bool) -> Tensor:
+        ctx.about = world, rows, empty
         whole = mine.new_zeros(count, *mine.shape[1:])
-        if not filler:  # its sample is another rank's
+        if not empty:  # its sample is another rank's
             whole[rows] = mine
         world.sum(whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        world, rows, filler = ctx.about
+        world, rows, empty = ctx.about
         grad = grad.clone(memory_format=torch.contiguous_format)
         world.sum(grad)
         mine = grad[rows]
-        return torch.zeros_like(mine) if filler else mine, None, None, None, None
+        return torch.zeros_like(mine) if empty else mine, None, None, None, None
 
 
 def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:

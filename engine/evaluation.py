@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.checks import check, check_count, collects, reported
 from engine.contract import Batch, Sums
-from engine.data.batches import given_of
+from engine.data.batches import info_of
 from engine.metrics import Gathered, loading_s, means
 from engine.phases import phase
 from engine.seeds import seed_generators
@@ -70,7 +70,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             with run.precision.autocast():
                 scored.add(check("score", task.score(model, batch)))
                 if collects(task):
-                    samples = len(given_of(batch).index)
+                    samples = len(info_of(batch).index)
                     collected.collect(check("collect", task.collect(model, batch), samples), samples)
             phase("loading validation data")
         phase("validation")

@@ -88,7 +88,7 @@ def _number(name: str, default: str) -> int:
         raise LockstepError(f"{name}={text!r} is no whole number", "environment", f"unset {name}") from None
 
 
-def speaks() -> bool:
+def is_local_rank0() -> bool:
     """Return whether this is local rank 0, which prints for its machine before the World exists."""
     return os.environ.get("LOCAL_RANK", "0") in ("0", "")
 
@@ -179,7 +179,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     # A prefix of our own, apart from the group's keys.
     meeting.notes = sealed.Sealed(dist.PrefixStore("lockstep", store), key)
     meeting.lasting = sealed.Sealed(dist.PrefixStore("lockstep", lasting), known)
-    meeting.key, meeting.warned = key, not speaks()
+    meeting.key, meeting.warned = key, not is_local_rank0()
     return store
 
 

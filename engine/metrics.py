@@ -24,7 +24,7 @@ from engine.phases import phase
 class Outcome(NamedTuple):
     """The outcome of a step.
 
-    losses   of this rank's passes: a data_loader.Micro, its loss
+    losses   of this rank's passes: a data_loader.MicroBatch, its loss
     votes    of all ranks, see `Run.votes`
     skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
     """
@@ -43,7 +43,7 @@ class Meter:
         self.stragglers = Stragglers(world, workers)
         self.world, self.on_gpu = world, world.device.type == "cuda"
         self.names: list[str] | None = None  # of the task's sums, once all ranks have told theirs
-        self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a data_loader.Micro, its loss
+        self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a MicroBatch, its loss
         self.terms: Any = None  # a `run.Terms`, for a task with `losses`
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
         self.pending: list[tuple[Tensor, int, Any, torch.cuda.Event | None]] = []

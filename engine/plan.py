@@ -196,7 +196,7 @@ def _divisors(number: int, most: int) -> list[int]:
     return [n for n in range(1, most + 1) if number % n == 0]
 
 
-def smaller(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
+def next_smaller_batch(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
     """Return (samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller
     batch that divides this process's share of the global batch. No settings where it is a single sample already."""
     if evaluating:

@@ -52,7 +52,7 @@ class Autocast(nn.Module):
             return self.model(*inputs, **named)
 
 
-def choose_together(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Precision:
+def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Precision:
     """(all ranks) Return what the config asks for, the same on all ranks; for auto the one `saved` in a checkpoint."""
     with sync_errors(world):
         chosen = choose(cfg.amp, world.device, strict, compiled=cfg.compile not in ("off", "auto"))

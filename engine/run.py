@@ -23,7 +23,7 @@ from engine.contract import Loss, Sums, Task, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
 from engine.metrics import Meter, Outcome, Skipped, Straggler
-from engine.optim.make import unbegun
+from engine.optim.make import fresh_copy
 from engine.phases import phase, split_backward
 from engine.plan import Plan
 from engine.precision import Precision
@@ -155,7 +155,7 @@ class Run:
             self.workers = VirtualWorkers(self.plan.workers, self.world, self.model, unused)
         self.meter = Meter(self.world, len(self.workers.block))
         if self.cfg.check_resume:
-            self.record.fresh = Fresh(unbegun(self.optimizer, self.model), forms(self.task, self.model))
+            self.record.fresh = Fresh(fresh_copy(self.optimizer, self.model), forms(self.task, self.model))
         if type(self.task).losses is not Task.losses:
             self.meter.terms = Terms(self)
         if self.world.size > 1:
@@ -181,7 +181,7 @@ class Run:
     def seed_pass(self, micro: Any) -> None:
         """Seed all generators by the position of the pass's first sample in the epoch: its random numbers depend on the
         seed and the cut alone, and no state of a generator has to be kept."""
-        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.slots.start)
+        seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.positions.start)
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
@@ -198,8 +198,8 @@ class Run:
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
 
-        A filler's are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss of a run
-        also compares the names of the sums.
+        Those of an empty pass are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss
+        of a run also compares the names of the sums.
         """
         meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
@@ -209,7 +209,7 @@ class Run:
         if any(part.ndim for part in parts):
             check_loss(loss, meter.names, self.world.gather)
         numbers = torch.stack([meter.no_vote, *[part if part.device == here else _on(here, part) for part in parts]])
-        if micro.filler:
+        if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
             meter.losses.append((micro, loss.total.detach()))
@@ -338,17 +338,17 @@ class Terms:
         return held
 
     def _of_pass(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
-        """(terms,) the weights of a pass, or with virtual workers a row for each worker; a filler's are zeros."""
+        """(terms,) the weights of a pass, or with virtual workers a row for each worker; an empty pass's are zeros."""
         run = self.run
         if self.names != [*terms]:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
-        weights = torch.zeros_like(weights) if micro.filler else weights
+        weights = torch.zeros_like(weights) if micro.empty else weights
         return run.workers.as_row(weights, micro)
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)
-        return self.run.workers.total(rows)
+        return self.run.workers.reduce_rows(rows)
 
 
 def environment(run: Run) -> dict[str, str]:

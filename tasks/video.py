@@ -136,7 +136,7 @@ class Task(Classification):
         return f"{self._found}\n\n{self.class_summary()}"
 
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
-        if contract.RESERVED in batch:
+        if contract.INFO_KEY in batch:
             self._guesses = self._guesses.to(guesses.device)  # moved once: a copy is a sync point
             self._guesses[batch["lockstep"].index] = guesses
 

@@ -173,7 +173,7 @@ def test_who_passes_on_the_loaders_numbers_is_told():
 ])  # fmt: skip
 def test_each_loss_is_checked(steps, change, said):  # noqa: F811
     run, _ = steps()
-    micro = SimpleNamespace(filler=False, indices=[0], closes_step=False, worker=0)
+    micro = SimpleNamespace(empty=False, indices=[0], closes_step=False, worker=0)
     run.begin_step()
     run.loss_vector(LOSS, micro)
     with pytest.raises(LockstepError, match=re.escape(f"`loss` returns {said}")):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine.config import schema_of
-from engine.contract import Given, LockstepError, sample_seeds, uniform
+from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.cache import CachedDataset
 from engine.data.samples import Fetcher
 from formats import arrays
@@ -657,7 +657,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     assert not set(train.videos) & set(val.videos)
     model = task.model()
     three, everyone = torch.arange(3), torch.arange(len(val))
-    batch = train.__getitems__([3, 1, 2]) | {"lockstep": Given(three, three, sample_seeds(0, 0, three))}
+    batch = train.__getitems__([3, 1, 2]) | {"lockstep": BatchInfo(three, three, sample_seeds(0, 0, three))}
     loss = task.loss(model, batch)
     loss.total.backward()
     assert loss.weight > 0 and all(p.grad is not None for p in model.parameters())
@@ -667,7 +667,7 @@ def test_the_task_keeps_its_promises(tmp_path, monkeypatch):
     assert int(sums["count"]) == 20 and 0 <= task.report(sums)["macro_f1"] <= 1
     assert task.pictures(model, batch, sums).keys() == {"confusion_matrix"}, "no sample was told by its number"
     with torch.no_grad():
-        task.score(model, batch | {"lockstep": Given(everyone, everyone, everyone)})
+        task.score(model, batch | {"lockstep": BatchInfo(everyone, everyone, everyone)})
     there = len({*val.labels.tolist()})
     pictures, tile = task.pictures(model, batch, sums), (54 + 128) * (1 + (there > 4))
     assert pictures["clips"].shape[:2] == (17, tile) and pictures["confusion_matrix"].shape[2] == 3

@@ -108,7 +108,7 @@ def test_two_nodes_as_two_launchers(launch, tmp_path):
     assert_trained(first.result(), tmp_path, 3)
     succeed(second.result())
     assert "Node 0 of 2, meeting at 127.0.0.1" in first.result().out
-    assert "Starting training" not in second.result().out, "rank 0 alone speaks"
+    assert "Starting training" not in second.result().out, "rank 0 alone is_local_rank0"
 
 
 def test_the_deprecated_launch_module(launch, tmp_path):

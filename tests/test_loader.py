@@ -53,7 +53,7 @@ def make_plan(num_samples, size, *, batch=3, accumulation=1, drop_last=False, gl
 
 
 def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
-    """[[Micro, ...] of rank 0, of rank 1, ...]."""
+    """[[MicroBatch, ...] of rank 0, of rank 1, ...]."""
     ranks = []
     for rank in range(the_plan.processes):
         sampler = TrainSampler(range(the_plan.num_samples), the_plan, rank, seed, labels)
@@ -65,11 +65,11 @@ def epoch_of(the_plan, *, epoch=0, position=0, seed=5, labels=None):
 
 
 def places_of(micro):
-    return range(micro.slots.start, micro.slots.stop, micro.slots.step or 1)
+    return range(micro.positions.start, micro.positions.stop, micro.positions.step or 1)
 
 
 def steps_of(ranks):
-    """The samples of each optimizer step, as sets of (position, index), fillers left out."""
+    """The samples of each optimizer step, as sets of (position, index), empty passes left out."""
     steps = []
     for micros in ranks:
         assert len(micros) == len(ranks[0]), "ranks that take part a different number of times hang"
@@ -78,7 +78,7 @@ def steps_of(ranks):
             while len(steps) <= step:
                 steps.append([])
             assert micro.indices, "networks may not take a batch of nothing"
-            if not micro.filler:
+            if not micro.empty:
                 steps[step] += zip(places_of(micro), micro.indices, strict=True)
             step += micro.closes_step
     return [sorted(step) for step in steps]
@@ -410,7 +410,7 @@ def test_the_mean_weight_of_a_step_is_that_of_its_own_samples(size):
         sampler = TrainSampler(Windows(), the_plan, rank, seed=5)
         for micro in sampler:
             samples, means = steps.setdefault(micro.consumed, (set(), set()))
-            samples.update([] if micro.filler else micro.indices)
+            samples.update([] if micro.empty else micro.indices)
             means.add(micro.mean_weight)
     assert len(steps) == the_plan.steps_per_epoch
     for samples, means in steps.values():
@@ -707,3 +707,28 @@ def test_held_data_train_the_same(launch, tmp_path):
         torch.load(tmp_path / cache / "last.pt", weights_only=True)["model"] for cache in ("none", "host", "device")
     )
     assert all(torch.equal(other[name], weight) for other in others for name, weight in right.items())
+
+
+PREPARES = """
+import torch
+from tests.tasks import toy
+
+class Task(toy.Task):
+    def prepare(self, batch):
+        draw = torch.Generator().manual_seed(0)
+        weights = torch.rand(8, 40, generator=draw)
+        return batch | {"x": batch["x"].float() @ weights @ weights.T / 10}
+"""
+
+
+@pytest.mark.slow
+def test_prepared_data_are_the_same_bits_on_any_processes(launch, tmp_path):
+    """Held or not, on one, two and four processes that run four virtual workers."""
+    (tmp_path / "own.py").write_text(PREPARES)
+    words = ["train.py", str(tmp_path / "own.py"), "virtual_workers=4", "batch_size=3", "steps=9", "amp=off"]
+    hashes = set()
+    for processes, cache in ((1, "none"), (1, "device"), (2, "device"), (4, "device")):
+        run = [*words, f"cache={cache}", f"save_dir={tmp_path / f'{processes}{cache}'}"]
+        done = succeed(launch.python(*run) if processes == 1 else launch.torchrun(processes, *run))
+        hashes.add(done.out.rpartition("sha256 ")[2].split()[0])
+    assert len(hashes) == 1

@@ -320,7 +320,7 @@ def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
     next(outcomes)
     run.world = replace(run.world, device=torch.device("meta"))
     run.meter.no_vote, total = run.meter.no_vote.to("meta"), torch.zeros((), device="meta", requires_grad=True)
-    loss, micro = Loss(total, weight), SimpleNamespace(filler=False, closes_step=False, indices=[])
+    loss, micro = Loss(total, weight), SimpleNamespace(empty=False, closes_step=False, indices=[])
     with (reads := Reads()):
         numbers = run.loss_vector(loss, micro)
     assert numbers.device.type == "meta" and numbers.dtype == torch.float64
@@ -559,7 +559,7 @@ def test_a_pass_draws_by_the_place_of_its_samples_alone(steps):
     def drawn(first, rank=0):
         run.world = replace(run.world, rank=rank)
         torch.rand(7)
-        run.seed_pass(SimpleNamespace(slots=slice(first, first + 4)))
+        run.seed_pass(SimpleNamespace(positions=slice(first, first + 4)))
         return torch.rand(()).item(), random.random(), np.random.rand()
 
     assert drawn(0) == drawn(0, rank=1)

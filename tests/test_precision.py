@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from engine.errors import LockstepError
-from engine.precision import Precision, choose, choose_together
+from engine.precision import Precision, choose, resolve
 from engine.private import _in_float32
 from models.layers import GroupNormOfHalf, group_norm
 
@@ -155,8 +155,8 @@ def test_where_not_all_machines_have_bf16_none_takes_it(elsewhere, monkeypatch):
     monkeypatch.setattr("engine.precision.cpu_has_bf16", lambda: True)
     cpu = torch.device("cpu")
     world = SimpleNamespace(gather=lambda mine: [mine, mine and elsewhere], device=cpu)  # None: no error
-    assert choose_together(cfg, world).name == elsewhere
-    assert choose_together(cfg, world, "bf16").name == "bf16", "a resumed run keeps its own"
+    assert resolve(cfg, world).name == elsewhere
+    assert resolve(cfg, world, "bf16").name == "bf16", "a resumed run keeps its own"
 
 
 @pytest.mark.slow

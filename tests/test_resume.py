@@ -78,7 +78,7 @@ def saved_steps(path):
 
 HARD = "model.dropout=0.3 optim.ema_decay=0.9 batch_size=3 gradient_accumulation_steps=2 seed=4 log_every=4".split()
 HARD.append("eval_batch_size=2")
-"""Dropout, EMA, accumulation, augmentation; 61 samples: short last steps, with fillers on two processes."""
+"""Dropout, EMA, accumulation, augmentation; 61 samples: short last steps, with empty passes on two processes."""
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import tasks
 from engine import config
-from engine.contract import Given, LockstepError, sample_seeds, uniform
+from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.batches import map_tensors
 from envs import discs
 from formats import lerobot, pretrained
@@ -37,7 +37,7 @@ DISCS = ["robot", "env.demonstrations=8", "env.size=16", "policy.chunk_size=5", 
 def seeded(count):
     """The loader's own numbers of so many samples."""
     index = torch.arange(count)
-    return Given(index, index, sample_seeds(0, 0, index))
+    return BatchInfo(index, index, sample_seeds(0, 0, index))
 
 
 def record(root, episodes=4, frames=9, dim=3, cameras=1, env=0):

@@ -140,7 +140,7 @@ def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
 def begin(ours, worker, done=0, passes=1, in_ddp=False):
     """One of the passes of a worker."""
     closes = done == passes - 1
-    micro = SimpleNamespace(worker=worker, opens_worker=not done, closes_worker=closes, filler=False)
+    micro = SimpleNamespace(worker=worker, opens_worker=not done, closes_worker=closes, empty=False)
     micro.closes_step = closes and worker == ours.workers - 1
     ours.begin_pass(micro, in_ddp)
 
@@ -160,7 +160,7 @@ def test_a_worker_that_does_not_use_a_parameter_adds_zeros(used, passes, at_end)
         begin(ours, worker, done, passes)
         if worker in used and not done:
             (net.weight * grads[worker]).sum().backward()
-    assert ours.total(torch.eye(5)).tolist() == [1.0] * 5
+    assert ours.reduce_rows(torch.eye(5)).tolist() == [1.0] * 5
     if not used:
         assert net.weight.grad is None
         return
@@ -321,7 +321,7 @@ def test_a_gpu_takes_the_norm_of_aligned_gradients():
         p.grad = bucket.as_strided(p.shape, p.stride(), begin)
         begin += p.numel()
     before = [p.grad for p in model.parameters()]
-    workers.total(torch.zeros(2, 3))
+    workers.reduce_rows(torch.zeros(2, 3))
     assert [a is p.grad for a, p in zip(before, model.parameters(), strict=True)] == [
         grad.data_ptr() % 32 == 0 for grad in before
     ]

@@ -546,7 +546,7 @@ def test_task_from_data_to_report():
     model = task.model()
     batch = train.__getitems__(list(range(0, 2832, 45)))
     index = torch.arange(63)
-    batch["lockstep"] = contract.Given(index, index, contract.sample_seeds(0, 0, index))
+    batch["lockstep"] = contract.BatchInfo(index, index, contract.sample_seeds(0, 0, index))
     loss = task.loss(model, batch)
     assert (loss.total / loss.weight).item() == pytest.approx(np.log(7), rel=0.5) and loss.sums["count"] == 63
     with torch.no_grad():

@@ -143,7 +143,7 @@ def examine(args: config.Args, as_json: bool) -> int:
     cores = available()  # before this process is bound to some of them
     env, started = machine.launch_of(args.cfg)
     report = Report(env.rank == 0, as_json)
-    if launch.speaks():  # one process of each machine
+    if launch.is_local_rank0():  # one process of each machine
         report.run(machine.versions)
         report.run(machine.cards, args.cfg)
         report.add("launch", started)
@@ -153,7 +153,9 @@ def examine(args: config.Args, as_json: bool) -> int:
     if any(line.level == "failure" for line in started):
         report.add("launch", [warning("not checked for that reason: data, loader, sums", "fix it first")])
         report.close()
-        return status.leave_code(1) if env.rank == 0 else 0  # else torchrun would end rank 0, which may not have spoken
+        return (
+            status.set_exit_code(1) if env.rank == 0 else 0
+        )  # else torchrun would end rank 0, which may not have printed
     joined = False
 
     def work(world: World, stop: StopRequest) -> int:
@@ -167,12 +169,12 @@ def examine(args: config.Args, as_json: bool) -> int:
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # `report` prints past it
-            return status.leave_code(in_world(args.cfg, work))
+            return status.set_exit_code(in_world(args.cfg, work))
     except LockstepError as error:
         if joined or env.rank != 0:
             raise
         report.add("join", [failure(str(error))])
-        return status.leave_code(report.close())
+        return status.set_exit_code(report.close())
 
 
 def _together(args: config.Args, world: World, stop: StopRequest, report: Report, cores: int) -> None:
@@ -199,7 +201,7 @@ def _together(args: config.Args, world: World, stop: StopRequest, report: Report
     add("loader", [loader(ready, workers, everyone, cores)] if ready else [])
     gradients = sum(p.nbytes for p in ready.model.parameters() if p.requires_grad) if ready else 0
     add("sums", [sums(cfg, world, gradients)])
-    own = [line for _, line in report.lines] if launch.speaks() else []
+    own = [line for _, line in report.lines] if launch.is_local_rank0() else []
     add("machine", complaints(world.gather((socket.gethostname(), own))))
 
 

@@ -106,7 +106,7 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
             print(f"{checkpoint}, step {step}, split {asked.split}:")
             print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
-    return status.leave_code(status.DONE)
+    return status.set_exit_code(status.DONE)
 
 
 SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")

@@ -44,7 +44,7 @@ from data_loader import EvalLoader, EvalSampler
 from engine import checkpoint, config, precision, speed
 from engine.checks import built, check, check_datasets
 from engine.comm.world import World
-from engine.data.batches import given_of
+from engine.data.batches import info_of
 from engine.errors import LockstepError, amount
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
@@ -167,7 +167,7 @@ def load_model(
     model = built(task).to(world.device)
     checkpoint.load_evaluated(model, saved)
     memory.set_memory_format(model, saved.memory_format)
-    amp = precision.choose_together(cfg, world, saved.precision)
+    amp = precision.resolve(cfg, world, saved.precision)
     return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"])
 
 
@@ -201,7 +201,7 @@ def _predict(args: config.Args, asked: argparse.Namespace) -> int:
         print(f"Wrote {asked.out}" + (f" and the ethograms in {drawn.folder}/" if drawn.folder else ""))
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
-    return status.leave_code(status.DATA if left_out else status.DONE)
+    return status.set_exit_code(status.DATA if left_out else status.DONE)
 
 
 def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
@@ -225,7 +225,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
     else:
         print(f"{trained.checkpoint}, step {trained.step}: {amount(rows, 'row')}")
         print(f"Wrote {asked.out}: {', '.join(columns[:8])}" + (f" and {len(columns) - 8} more" * (len(columns) > 8)))
-    return status.leave_code(status.DONE)
+    return status.set_exit_code(status.DONE)
 
 
 def _load_with(args: config.Args, world: World, split: str) -> tuple[LoadedModel, Any]:
@@ -252,7 +252,7 @@ def _said(trained: LoadedModel, dataset: Any) -> Iterator[dict[str, Packed]]:
     for batch in batches:
         with torch.inference_mode(), trained.precision.autocast():
             said = trained.task.predict(trained.model, batch)
-        index = given_of(batch).index
+        index = info_of(batch).index
         yield {"index": index.cpu(), **packed(check("predict", said, len(index)))}
 
 

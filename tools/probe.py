@@ -82,7 +82,7 @@ def _main(out: Path, seconds: float, args: config.Args) -> int:
             write_json(out, found)
 
     in_world(args.cfg, work)
-    return status.leave_code(status.DONE)
+    return status.set_exit_code(status.DONE)
 
 
 def endless(run: Run) -> Iterator[Due]:

@@ -38,7 +38,7 @@ class Plain:
     def as_row(self, numbers: Tensor, micro: Any) -> Tensor:
         return numbers
 
-    def total(self, totals: Tensor) -> Tensor:
+    def reduce_rows(self, totals: Tensor) -> Tensor:
         """Return the (3 + sums,) totals of a step."""
         return totals
 

@@ -128,13 +128,13 @@ class VirtualWorkers(Plain):
     # ---- one worker after the other ----
 
     def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        """Begin a pass, a `data_loader.Micro`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
+        """Begin a pass, a `data_loader.MicroBatch`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
 
         A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
         that finds none is often copied.
         """
         if micro.opens_worker:
-            self.begin_worker(micro.worker, micro.filler)
+            self.begin_worker(micro.worker, micro.empty)
         self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
         self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
@@ -264,7 +264,7 @@ class VirtualWorkers(Plain):
         rows[micro.worker] = numbers
         return rows
 
-    def total(self, rows: Tensor) -> Tensor:
+    def reduce_rows(self, rows: Tensor) -> Tensor:
         """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
         process has all workers and no DDP."""
         if not self.in_ddp:

@@ -37,7 +37,7 @@ class Args(NamedTuple):
     notes: tuple[str, ...] = ()  # what was accepted, but sets nothing
 
 
-class Answered(Exception):
+class EarlyExit(Exception):
     """Raised when the command line asked a question, such as --help, and it was answered: there is nothing to run."""
 
 

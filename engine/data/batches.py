@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
-from engine.contract import RESERVED, Batch, Given
+from engine.contract import INFO_KEY, Batch, BatchInfo
 from engine.errors import LockstepError
 
 PLAIN = {int, float, bool, str, bytes, type(None)}
@@ -129,10 +129,10 @@ def with_tensors(batch: Batch) -> Batch:
 # ---- the loader's own numbers ----------------------------------------------------------------------------------------
 
 
-def tell(batch: Batch, given: Given) -> Batch:
+def attach(batch: Batch, given: BatchInfo) -> Batch:
     """Return the batch with the loader's own numbers: a dict under a key, anything else as an attribute."""
     if type(batch) is dict:
-        return batch | {RESERVED: given}
+        return batch | {INFO_KEY: given}
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
@@ -141,9 +141,9 @@ def tell(batch: Batch, given: Given) -> Batch:
     else:
         new = copy.copy(batch)
     if isinstance(new, dict):
-        new[RESERVED] = given
+        new[INFO_KEY] = given
     else:
-        object.__setattr__(new, RESERVED, given)
+        object.__setattr__(new, INFO_KEY, given)
     return new
 
 
@@ -153,19 +153,19 @@ def _with_attributes(kind: type) -> type:
     return type(kind.__name__, (kind,), {})
 
 
-def given_of(batch: Batch) -> Given:
+def info_of(batch: Batch) -> BatchInfo:
     """Return the loader's own numbers of a batch."""
-    return batch[RESERVED] if isinstance(batch, dict) else getattr(batch, RESERVED)
+    return batch[INFO_KEY] if isinstance(batch, dict) else getattr(batch, INFO_KEY)
 
 
 def check(batch: Batch, where: str) -> None:
     """Raise LockstepError where there is no place for the loader's own numbers in a batch."""
-    if isinstance(batch, dict) and RESERVED in batch:
-        what = f"a sample has a {RESERVED!r}, the one name that the loader itself uses in a batch"
+    if isinstance(batch, dict) and INFO_KEY in batch:
+        what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
         raise LockstepError(what, where, "give it another name")
     try:
-        tell(batch, Given(*[torch.empty(0)] * 3))
+        attach(batch, BatchInfo(*[torch.empty(0)] * 3))
     except (AttributeError, TypeError):
         what = f"a batch is a {type(batch).__name__}, to which the loader cannot add its own numbers"
-        todo = f"give a dict, a tuple, or a class with room for an attribute `{RESERVED}`"
+        todo = f"give a dict, a tuple, or a class with room for an attribute `{INFO_KEY}`"
         raise LockstepError(what, where, todo) from None

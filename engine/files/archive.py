@@ -76,9 +76,9 @@ class _DryUnpickler(pickle._Unpickler):
             raise ValueError("a tensor whose size is not that of its data")
 
 
-def examine(file: Path | io.BytesIO) -> None:
+def check_archive(file: Path | io.BytesIO) -> None:
     """Raise unless a file has the form that torch.save gives it: nothing packed, no code, no claim larger than the
-    file. Reads little of it; `damage` checks that the contents are as written."""
+    file. Reads little of it; `verify` checks that the contents are as written."""
     length = os.stat(file).st_size if isinstance(file, Path) else len(file.getbuffer())
     with zipfile.ZipFile(file) as archive:
         contents = archive.infolist()
@@ -101,7 +101,7 @@ def examine(file: Path | io.BytesIO) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Load a checkpoint onto the CPU, without running code hidden in it or taking more memory than the file is long."""
     try:
-        examine(path)
+        check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises five kinds for a damaged file, one of them with an empty message
         what = f"the checkpoint cannot be read ({reason(error)})"
@@ -112,7 +112,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def damage(path: Path, sha256: str) -> str:
+def verify(path: Path, sha256: str) -> str:
     """Return the fault of a checkpoint file, or an empty text. Reads all of it, runs nothing in it."""
     if path.exists() and not path.is_file():
         return "it is no file"
@@ -120,7 +120,7 @@ def damage(path: Path, sha256: str) -> str:
         if sha256:
             actual = sha256_of(path)
             return "" if actual == sha256 else f"SHA-256 is {actual[:12]}…, the manifest says {sha256[:12]}…"
-        examine(path)
+        check_archive(path)
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
             return f"{bad} does not match its CRC-32" if bad else ""

@@ -24,7 +24,7 @@ import torch
 
 from engine.errors import LockstepError, console
 from engine.files import status
-from engine.files.archive import damage, examine, reason
+from engine.files.archive import check_archive, reason, verify
 from engine.files.atomic import atomically, write_atomically, write_json
 from engine.phases import phase
 
@@ -102,7 +102,7 @@ class Checkpoints:
             try:
                 with atomically(path) as file:
                     yield file
-                examine(path)  # what cannot be read again must not take the place of what can
+                check_archive(path)  # what cannot be read again must not take the place of what can
                 entries = [*self.entries, Entry(name, step, file.size, file.sha256.hexdigest())]
                 chosen, newest = name if best else self.best, entries[-1 - self.keep :]
                 kept = [entry for entry in entries if entry in newest or entry.file == chosen]
@@ -249,7 +249,7 @@ class CheckpointWriter:
             console.info("A checkpoint could be written again")
             status.current.update(warning="")
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the save in flight; raises LockstepError if the newest checkpoint is not on the disk."""
         if self.pending is not None:
             with phase.during("writing the checkpoint"):
@@ -333,8 +333,8 @@ def _find_path(path: Path) -> tuple[Path, list[str]]:
         raise LockstepError(f"no checkpoint {str(path)!r}", "resume", "give the path of a .pt file or a run folder")
     path = path.resolve()
     listed = _read_manifest(path.parent)[0]
-    if problem := damage(path, next((entry.sha256 for entry in listed if entry.file == path.name), "")):
-        whole = next((e.file for e in reversed(listed) if not damage(path.parent / e.file, e.sha256)), None)
+    if problem := verify(path, next((entry.sha256 for entry in listed if entry.file == path.name), "")):
+        whole = next((e.file for e in reversed(listed) if not verify(path.parent / e.file, e.sha256)), None)
         todo = f"resume={path.parent / whole}" if whole else "resume from another file"
         raise _unusable(f"the checkpoint is damaged: {problem}", path, todo)
     return path, []
@@ -343,7 +343,7 @@ def _find_path(path: Path) -> tuple[Path, list[str]]:
 def _newest_whole(folder: Path, entries: list[Entry], warnings: list[str]) -> tuple[Path, list[str]]:
     for entry in reversed(entries):
         path = folder / entry.file
-        problem = damage(path, entry.sha256)
+        problem = verify(path, entry.sha256)
         if not problem:
             return path, [f"{warning}; resuming from {entry.file}" for warning in warnings]
         warnings = [*warnings, f"{path} is damaged ({problem})"]

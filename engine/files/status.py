@@ -82,7 +82,7 @@ class Status:
 current = Status()
 
 
-def leave_code(exit_code: int, everywhere: bool = True) -> int:
+def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
     """Pass the exit code to the launcher, if there is one that asks, and return the code to exit with.
 
     torchrun restarts any process that does not exit with 0, and flattens all codes to 1. Where a restart would end the

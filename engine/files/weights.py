@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import LockstepError
-from engine.files.archive import examine, reason
+from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints
 from engine.private import NORM_WITH_STATISTICS
 
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     if zipfile.is_zipfile(path):  # torch reads older files as they are, a tensor at a time
-        examine(path)
+        check_archive(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
     if "format" in found:  # Lockstep's: what an evaluation would use
         found = found["ema"] or found["model"]

@@ -164,12 +164,12 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
 # ---- what is known of any -------------------------------------------------------------------------------------------
 
 
-def unsplit(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.own if isinstance(optimizer, Zero) else optimizer
 
 
 def _chain(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
-    own = unsplit(optimizer)
+    own = unwrapped(optimizer)
     return own.optimizers if isinstance(own, ChainedOptimizer) else (own,)
 
 
@@ -181,7 +181,7 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the kernel leaves weights and state alone where `found_inf` is 1, so that no host has to know.
     Not torch's fused SGD, whose first momentum would be left as memory had it; nor a class with a step of its own."""
-    own = unsplit(optimizer)
+    own = unwrapped(optimizer)
     if type(own) in (torch.optim.Adam, torch.optim.AdamW):
         return all(group["fused"] for group in own.param_groups)
     return type(own) in (AdamW, SGD)
@@ -264,11 +264,11 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     return twin
 
 
-def unbegun(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
+def fresh_copy(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
     """Return a copy that shares the model's parameters, to be made before the first step; None where there can be
     none, because of something that the optimizer holds."""
     shared = (*model.modules(), *model.parameters(), *model.buffers())
     try:
-        return _twin(unsplit(optimizer), {id(each): each for each in shared})
+        return _twin(unwrapped(optimizer), {id(each): each for each in shared})
     except Exception:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from engine.comm import digests
 from engine.comm.buffers import check_buffers
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.contract import LockstepError, Task
-from engine.data.batches import given_of
+from engine.data.batches import info_of
 from engine.errors import console
 from engine.files import status
 from engine.metrics import Gathered
@@ -40,7 +41,8 @@ def compare_ranks(run: Run) -> None:
     LockstepError (exit code 6) with the first rank that differs."""
     world = run.world
     status.current.parameter_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
-    status.current.smaller = tuple(plan.smaller(run.plan, run.cfg, evaluating) for evaluating in (False, True))
+    smaller = functools.partial(plan.next_smaller_batch, run.plan, run.cfg)
+    status.current.smaller = smaller(evaluating=False), smaller(evaluating=True)
     status.current.shrinks = run.cfg.oom == "shrink"
     if world.size > 1:
         keys = config.flatten(config.to_dict(run.cfg))
@@ -119,7 +121,7 @@ def _rehearse(run: Run) -> float:
     task, and not what may come of so few samples, such as a division by zero."""
     task, loader, device = run.task, run.loaders.val, run.world.device
     batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
-    samples = len(given_of(batch).index)
+    samples = len(info_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
         sums, model = None, run.model.eval()

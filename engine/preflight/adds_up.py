@@ -24,7 +24,7 @@ from engine import contract
 from engine.checks import check_loss, check_terms
 from engine.comm.buffers import Buffers
 from engine.contract import Batch, LockstepError, Task
-from engine.data.batches import PLAIN, given_of
+from engine.data.batches import PLAIN, info_of
 from engine.phases import phase
 from engine.plan import cut_dependent
 from engine.seeds import kept_generators, seed_generators
@@ -137,7 +137,7 @@ class _Trial:
         few = self.device.type == "cpu" or loader.loader is not None
         self.samples, self.low, self.gathered = 1, False, list[Tensor]()
         with contextlib.suppress(Exception):  # two that are no batch, where a pass is one sample
-            self.samples = len(given_of(loader.example(FEW if few else MANY, least=2)).index)
+            self.samples = len(info_of(loader.example(FEW if few else MANY, least=2)).index)
         self.first = max(1, self.samples * 5 // 8)
         self.cuts = (0, self.samples), (0, self.first), (self.first, self.samples)
 

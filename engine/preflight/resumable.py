@@ -20,7 +20,7 @@ from engine.contract import LockstepError
 from engine.data import batches
 from engine.errors import headline
 from engine.files import archive
-from engine.optim.make import load_state, parts, unsplit
+from engine.optim.make import load_state, parts, unwrapped
 from engine.run import forms
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check(run: Run) -> None:
         if run.world.main:
             _check_plain(run.task.metadata(), "the task's `metadata`")
         if run.record.fresh.optimizer is not None:
-            _check_optimizer(unsplit(run.optimizer), run.record.fresh.optimizer)
+            _check_optimizer(unwrapped(run.optimizer), run.record.fresh.optimizer)
     if not run.progress.skipped_in_a_row:  # else the optimizer has not begun: again after the next step
         run.record.fresh = None
 
@@ -60,7 +60,7 @@ def _check_plain(held: Any, where: str) -> None:
     file, empty = io.BytesIO(), torch.empty(0)
     try:
         torch.save(batches.tree_map(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
-        archive.examine(file)
+        archive.check_archive(file)
     except Exception as error:
         _pass_on(error)
         what = f"a checkpoint cannot hold it: {archive.reason(error)}"

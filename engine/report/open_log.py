@@ -63,7 +63,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
             record.profile.finish()
         with sync_errors(world):
             if record.checkpoints:
-                record.checkpoints.settle()
+                record.checkpoints.wait()
     finally:
         if record.checkpoints:
             record.checkpoints.close()

@@ -47,7 +47,7 @@ def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
         cores.bind(device, env.local_rank, env.local_size)
 
 
-def agree(cfg: Any, world: World, plan: Plan) -> Plan:
+def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
     choices = world.gather(compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices)))
     mode = "off" if "off" in choices else choices[0]  # another machine may lack a C compiler

@@ -18,7 +18,7 @@ from engine import launch
 from engine.checks import hint
 from engine.comm import sealed
 from engine.comm.world import World
-from engine.contract import RESERVED
+from engine.contract import INFO_KEY
 from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
@@ -44,8 +44,8 @@ def end(error: BaseException, debug: bool) -> int:
     if debug and not secondary:
         terminal.write_stderr(details)
     if world is None:
-        code = status.leave_code(mine.exit_code, mine.everywhere)
-        if launch.speaks() or not mine.everywhere:
+        code = status.set_exit_code(mine.exit_code, mine.everywhere)
+        if launch.is_local_rank0() or not mine.everywhere:
             watchdog.print_error(str(mine))
         return code
     if not status.current.ended.acquire(blocking=False):
@@ -62,7 +62,7 @@ def end(error: BaseException, debug: bool) -> int:
     sys.unraisablehook = lambda about: None  # half-built loaders complain when they are destroyed
     cleanup()  # or torch waits five seconds and more for a loader process that hangs
     dist.destroy_process_group()
-    return status.leave_code(cause.exit_code)
+    return status.set_exit_code(cause.exit_code)
 
 
 def _joined() -> World | None:
@@ -115,13 +115,13 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
 def _advice(error: BaseException) -> str:
     """Return what the batch holds where a key is sought in vain, and which label is none of the model's outputs."""
     scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # the innermost first
-    given = [[value for value in there.values() if type(value) is dict and RESERVED in value] for there in scopes]
+    given = [[value for value in there.values() if type(value) is dict and INFO_KEY in value] for there in scopes]
     if isinstance(error, KeyError) and given and given[0] and error.args and error.args[0] not in given[0][0]:
-        return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != RESERVED)}"
+        return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != INFO_KEY)}"
     if found := isinstance(error, IndexError) and re.match(r"Target (-?\d+) is out of bounds", str(error)):
         with contextlib.suppress(Exception):  # torch's own names; a label may be of a part of a sample
             logits, y = next((there["input"], there["target"]) for there in scopes if {"input", "target"} <= {*there})
-            index = next(batch[RESERVED].index for batches_of in given for batch in batches_of)
+            index = next(batch[INFO_KEY].index for batches_of in given for batch in batches_of)
             sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
             return f"the label of sample {sample} is none of the model's {logits.shape[1]} outputs, numbered from 0"
     if "device-side assert" in str(error):

@@ -17,7 +17,7 @@ from engine.survive import agent
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:
-    """Parse argv. Answers --help and --print-config, which raises Answered.
+    """Parse argv. Answers --help and --print-config, which raises EarlyExit.
 
     tasks  has `load(name)`, the class of a task, and `names()`
     """
@@ -28,11 +28,11 @@ def read(argv: list[str], tasks: Any) -> config.Args:
         raise
     if args.help:
         print(config.usage(args.cfg, Path(sys.argv[0]).name, tasks.names(), tasks.load(args.cfg.task)))
-        raise config.Answered
+        raise config.EarlyExit
     if args.print_config:
         print(config.to_yaml(args.cfg), end="", flush=True)
-        raise config.Answered
-    if launch.speaks():
+        raise config.EarlyExit
+    if launch.is_local_rank0():
         for note in args.notes:
             print(f"note: {note}", file=sys.stderr)
     return args

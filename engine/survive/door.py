@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine import private
 from engine.comm.world import World
 from engine.comm.world import sync_errors as sync_errors
-from engine.config import Answered
+from engine.config import EarlyExit
 from engine.errors import LockstepError, amount
 from engine.files import status
 from engine.metrics import Outcome, Skipped
@@ -41,8 +41,8 @@ def guarded(main: Callable[..., int]) -> Callable[..., int]:
         gc.freeze()  # what imports have made stays: each full collection would walk all of torch's, 0.1 s
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends it
         try:
-            return status.leave_code(main(argv, *more, **how))
-        except Answered:
+            return status.set_exit_code(main(argv, *more, **how))
+        except EarlyExit:
             return int(terminal.stdout_lost())
         except BaseException as error:
             return blame.end(error, "--debug" in argv)

@@ -49,11 +49,11 @@ class StopRequest(Stop):
         before, now = self.interrupted, time.monotonic()
         if number == signal.SIGINT and not before:
             self.interrupted = now  # before it is printed: the echo may interrupt that
-            if launch.speaks():
+            if launch.is_local_rank0():
                 terminal.write_stderr("\nstopping after this step; Ctrl-C again quits at once\n")
         elif number == signal.SIGINT and now - before > echo_s:
             cleanup()
-            if launch.speaks():
+            if launch.is_local_rank0():
                 terminal.write_stderr("quitting at once; the last checkpoint is as it was\n")
             os._exit(128 + number)
         self.request(signal.Signals(number).name)

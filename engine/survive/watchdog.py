@@ -22,7 +22,7 @@ from engine.comm import network
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files import atomic, status
-from engine.launch import speaks
+from engine.launch import is_local_rank0
 from engine.phases import Phases, phase
 from engine.survive import restart, terminal
 from engine.survive.notes import Beat, Failure, Notes
@@ -96,7 +96,7 @@ class Watchdog:
         if not status.current.ended.acquire(blocking=False):  # the main thread is ending it
             return
         cause, claimed = self.notes.claim(cause)
-        announce(self.world, cause, claimed, aloud=claimed and (speaks() or not self.notes.gone))
+        announce(self.world, cause, claimed, aloud=claimed and (is_local_rank0() or not self.notes.gone))
         for beat in self.silent if claimed else ():
             # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. The beat may be a
             # stranger's, and name any process.
@@ -313,7 +313,7 @@ def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) ->
     because the terminal may be gone, or this process be killed. Rank 0 keeps the run's status; if it is dead, the rank
     that noticed does."""
     if not cause.again:
-        status.leave_code(cause.exit_code)
+        status.set_exit_code(cause.exit_code)
         if world.main or (claimed and cause.rank == 0):
             if not world.main:
                 status.current.adopt()
@@ -347,4 +347,4 @@ def exit_process(world: World, cause: Failure) -> None:
             time.sleep(0.2)
     if cause.again:
         restart.start_again(cause.again | ({"save_dir": str(status.current.folder)} if status.current.folder else {}))
-    os._exit(status.leave_code(cause.exit_code))
+    os._exit(status.set_exit_code(cause.exit_code))

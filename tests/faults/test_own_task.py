@@ -101,7 +101,7 @@ class Waves:
 
 @pytest.mark.parametrize("where", ["training", "validation"])
 def test_the_loaders_own_name_in_a_sample_is_refused(where):
-    sets = [Waves({contract.RESERVED: 0} if where == name else {}) for name in ("training", "validation")]
+    sets = [Waves({contract.INFO_KEY: 0} if where == name else {}) for name in ("training", "validation")]
     said = "a sample has a 'lockstep', the one name that the loader itself uses in a batch (Waves): give it ano"
     with pytest.raises(LockstepError, match="^" + re.escape(said)):
         data_loader.fingerprint(*sets)

@@ -398,7 +398,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
                 opened._tell("write", "train", job, {})
                 writer = CheckpointWriter(checkpoints, SimpleNamespace(sync=opened.sync), "F1")
                 writer.write(state(3))
-                writer.settle()
+                writer.wait()
                 writer.close()
             faults.lose()
 
@@ -455,7 +455,7 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
     ):
         for step in (1, 2):
             checkpoints.write(best(step), best=True)
-            checkpoints.settle()
+            checkpoints.wait()
         names = ["best_model_epoch3.pt", "best_model_epoch3_step2_1.pt"]
         assert said == [f"  ✓ Saved best model: {name} (F1: 0.{n}000)" for n, name in enumerate(names, 1)]
         shutil.rmtree(tmp_path / "run")
@@ -482,7 +482,7 @@ def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
             writer.minutes = minutes
             writer.write(state(1))
             with contextlib.suppress(LockstepError):
-                writer.settle()
+                writer.wait()
             return round(writer.epoch_due_at - 100, 6), round(writer.due_at - 100, 6)
 
         assert (writer.epoch_due_at, writer.due_at) == (100, 100.6), "there is none yet"
@@ -1154,7 +1154,7 @@ def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path
         for _ in range(4):
             checkpoints.gate.release()
         more.join()
-        writer.settle()
+        writer.wait()
     assert checkpoints.most == 1 and saved == [1, 2, 3, 4] and found(tmp_path) == 4
 
 
@@ -1163,13 +1163,13 @@ def test_the_writer_reports_a_failure_and_a_later_success_makes_up_for_it(tmp_pa
     checkpoints.gate.release(4)
     with writer_of(checkpoints, said.append) as writer:
         writer.write(state(1))
-        assert error_of(writer.settle).exit_code == 3 and said == ["warning: it failed"]
+        assert error_of(writer.wait).exit_code == 3 and said == ["warning: it failed"]
         writer.write(state(2))
-        writer.settle()
+        writer.wait()
         assert len(said) == 1 and found(tmp_path) == 2
         writer.write(state(3))
         writer.write(state(4))  # nobody has asked in between: it is said nevertheless
-        writer.settle()
+        writer.wait()
     assert said == ["warning: it failed"] * 2 and found(tmp_path) == 4
 
 
