@@ -47,7 +47,12 @@ def main(words: list[str]) -> int:
         for (where, name), count in calls.items():
             if where == file:
                 print(f"    {name}" + (f"  x{count}" if count > 1 else ""))
-    print(f"{sum(calls.values())} calls of {len(calls)} functions in {len(files)} files")
+    own = {file for file in files if file.startswith(("engine/", "data_loader"))}
+    inside = sum(file in own for file, _ in calls)
+    print(
+        f"{sum(calls.values())} calls of {len(calls)} functions in {len(files)} files; of engine and loader {inside} in "
+        f"{len(own)}"
+    )
     return 0
 
 
