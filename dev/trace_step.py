@@ -49,10 +49,8 @@ def main(words: list[str]) -> int:
                 print(f"    {name}" + (f"  x{count}" if count > 1 else ""))
     own = {file for file in files if file.startswith(("engine/", "data_loader"))}
     inside = sum(file in own for file, _ in calls)
-    print(
-        f"{sum(calls.values())} calls of {len(calls)} functions in {len(files)} files; of engine and loader {inside} in "
-        f"{len(own)}"
-    )
+    print(f"{sum(calls.values())} calls of {len(calls)} functions in {len(files)} files")
+    print(f"{inside} functions in {len(own)} files of engine and loader")
     return 0
 
 
