@@ -68,6 +68,7 @@ class Frames:
             name: (demos.features[name].shape[0], *sizes.get(name, demos.features[name].shape[1:]))
             for name in demos.cameras
         }
+        self.places: dict[str, list[Place]] = {name: [] for name in self.shapes}  # of each chosen episode
         for name, shape in self.shapes.items():
             if shape[0] not in MODES:
                 raise LockstepError(f"{name} has {shape[0]} channels", str(demos.root), "1, 3 or 4 are read")
@@ -75,6 +76,7 @@ class Frames:
                 if place is None or not place.path.is_file():
                     what = f"episode {e} frame 0: no pictures of {name}"
                     raise LockstepError(what, str(place.path if place else demos.root), LEAVE_OUT)
+                self.places[name].append(place)
         self._resized = set(sizes)
         self._reset()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
@@ -117,12 +119,11 @@ class Frames:
 
     def decode(self, camera: str, e: int, rows: np.ndarray, threads: int = 1) -> Iterator[np.ndarray]:
         """Yield the pictures (C, H, W) of ascending rows of the e-th chosen episode; `threads` 0 is one per core."""
-        place = self.demos.places[camera][e]
-        assert place is not None
+        place = self.places[camera][e]
         if self.demos.features[camera].dtype == "image":
             pictures: Iterator[Any] = self._pngs(camera, place, rows - self.demos.start[e], rows)
         else:
-            names = [self.demos.say(int(row)) for row in rows]
+            names = [self.demos.name_of(int(row)) for row in rows]
             video = self._videos.get(place.path, lambda: (_Video(place.path, names[0], threads), 1))
             times = place.start_s + self.demos.columns["timestamp"][rows].astype(np.float64)
             # float32 timestamps are coarser than the usual tolerance after half an hour
@@ -134,11 +135,11 @@ class Frames:
     def _fit(self, image: Any, camera: str, row: int, path: Path) -> np.ndarray:
         channels, height, width = self.shapes[camera]
         if image.mode.startswith(("I", "F")):
-            what = f"{self.demos.say(row)}: {camera} has more than 8 bits per channel"
+            what = f"{self.demos.name_of(row)}: {camera} has more than 8 bits per channel"
             raise LockstepError(what, str(path), "8-bit pictures are read; convert them")
         if image.size != (width, height):
             if camera not in self._resized:
-                what = f"{self.demos.say(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
+                what = f"{self.demos.name_of(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
                 todo = f"fix info.json, or give dataset.resize=[{height}, {width}]"
                 raise LockstepError(what + f"{height}x{width} as info.json says", str(path), todo)
             image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
@@ -179,16 +180,18 @@ class _LRU:
             self.cost += self._kept[key][1]
         self._kept.move_to_end(key)
         while self.cost > self.limit and len(self._kept) > 1:
-            value, cost = self._kept.popitem(last=False)[1]
-            self.cost -= cost
-            getattr(value, "close", lambda: None)()
+            self._drop_oldest()
         return self._kept[key][0]
 
+    def _drop_oldest(self) -> None:
+        value, cost = self._kept.popitem(last=False)[1]
+        self.cost -= cost
+        if hasattr(value, "close"):
+            value.close()
+
     def close(self) -> None:
-        for value, _ in self._kept.values():
-            getattr(value, "close", lambda: None)()
-        self._kept.clear()
-        self.cost = 0
+        while self._kept:
+            self._drop_oldest()
 
 
 class _Video:
@@ -247,14 +250,8 @@ class _Video:
             self._container.seek(int(at), stream=self._stream, backward=True)
             return iter(self._container.decode(self._stream))
 
-    @contextlib.contextmanager
-    def _wrap_errors(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (self._av.error.FFmpegError, OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            what = f"{name}: the video cannot be decoded: {reason.replace(str(self.path), self.path.name)}"
-            raise LockstepError(what, str(self.path), LEAVE_OUT) from None
+    def _wrap_errors(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return _wrap_errors(f"{name}: the video cannot be decoded", self.path, self._av.error.FFmpegError)
 
     def close(self) -> None:
         self._container.close()
@@ -265,10 +262,8 @@ class _Table:
 
     def __init__(self, path: Path):
         self._path = path
-        try:
+        with self._wrap_errors():
             self._file = need("pyarrow.parquet").ParquetFile(path)
-        except (OSError, need("pyarrow").ArrowException) as error:
-            raise self._cannot_read(error) from None
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(g).num_rows for g in range(meta.num_row_groups)])
 
@@ -278,17 +273,14 @@ class _Table:
         return group, row - int(self._ends[group - 1] if group else 0)
 
     def read(self, group: int, camera: str) -> tuple[Any, int]:
-        try:
+        with self._wrap_errors():
             column = self._file.read_row_group(group, columns=[camera], use_threads=False).column(camera)
-        except (OSError, need("pyarrow").ArrowException) as error:
-            raise self._cannot_read(error) from None
         array = column.combine_chunks()
         # If the package `datasets` is imported, pictures have its own type around the plain one.
         return getattr(array, "storage", array), column.nbytes
 
-    def _cannot_read(self, error: Exception) -> LockstepError:
-        what = f"the pictures cannot be read: {str(error).splitlines()[0]}"
-        return LockstepError(what, str(self._path), LEAVE_OUT)
+    def _wrap_errors(self) -> contextlib.AbstractContextManager[None]:
+        return _wrap_errors("the pictures cannot be read", self._path, need("pyarrow").ArrowException)
 
     def close(self) -> None:
         self._file.close()
@@ -298,17 +290,26 @@ def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
     """Decode {bytes, path} or bare bytes to a Pillow image."""
     content = stored.get("bytes") if isinstance(stored, dict) else stored
     beside = stored.get("path") if isinstance(stored, dict) else None
-    try:
+    # Pillow raises any of these for a damaged file.
+    with _wrap_errors(f"{demos.name_of(row)}: the picture cannot be decoded", path, TypeError, SyntaxError):
         if content is None and beside:
             if not stays_below(beside):
-                raise ValueError(f"it is said to lie at {beside!r}"[:200])
+                raise ValueError(f"its file is outside of the dataset: {beside!r}"[:200])
             content = (demos.root / beside).read_bytes()
         image = need("PIL.Image").open(io.BytesIO(content or b""))
         image.load()
-        return image
-    except (OSError, TypeError, ValueError, SyntaxError) as error:  # what Pillow raises for a damaged file
-        what = f"{demos.say(row)}: the picture cannot be decoded: {error}"
-        raise LockstepError(what.splitlines()[0][:300], str(path), LEAVE_OUT) from None
+    return image
+
+
+@contextlib.contextmanager
+def _wrap_errors(what: str, path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises for a damaged file into a LockstepError of one line."""
+    errors: tuple[type[Exception], ...] = (OSError, ValueError, *kinds)
+    try:
+        yield
+    except errors as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(path), path.name)
+        raise LockstepError(f"{what}: {reason}"[:300], str(path), LEAVE_OUT) from None
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ class _Cache:
 
     def __init__(self, frames: Frames, where: Path):
         demos = frames.demos
-        self._demos, self._shapes = demos, frames.shapes
+        self._demos, self._shapes, self._places = demos, frames.shapes, frames.places
         lengths = np.array(list(demos.lengths.values()))
         end = np.cumsum(lengths)
         self._spans = dict(zip(demos.lengths, zip(end - lengths, end, strict=True), strict=True))  # rows of the maps
@@ -336,7 +337,7 @@ class _Cache:
                 _wait_for(lock, self.folder)  # released with the file, by a killed process too
                 self._build(frames)
         except OSError as error:
-            todo = "make room, choose another dataset.cache_dir, or dataset.cache=none"
+            todo = "make room, or give a different dataset.cache_dir, or dataset.cache=none"
             what = f"cannot write the cache of pictures: {error.strerror or error}"
             raise LockstepError(what, str(self.folder), todo) from None
 
@@ -368,7 +369,7 @@ class _Cache:
         needed, free = sum(int(lengths[e]) * sizes[c] for c, e in missing), shutil.disk_usage(self.folder).free
         if needed > free:
             what = f"the pictures take {needed / 1e9:.2f} GB at this size, {free / 1e9:.2f} GB are free"
-            todo = "make room, give a smaller dataset.resize, another dataset.cache_dir, or dataset.cache=none"
+            todo = "make room, or give a smaller dataset.resize, a different dataset.cache_dir, or dataset.cache=none"
             raise LockstepError(what, str(self.folder), todo)
         count = int(sum(lengths[e] for _, e in missing))
         # Decoders are closed on failure too: a process forked later would wait for threads that it does not have.
@@ -388,8 +389,7 @@ class _Cache:
         self._note_checked()
 
     def _order(self, key: tuple[str, int]) -> tuple[str, str, int, float]:
-        place = self._demos.places[key[0]][key[1]]
-        assert place is not None
+        place = self._places[key[0]][key[1]]
         return key[0], str(place.path), place.first_row, place.start_s
 
     def _write_episode(self, frames: Frames, camera: str, e: int, target: int, bar: Any) -> int:
@@ -406,8 +406,7 @@ class _Cache:
 
     def _stamp(self, camera: str, e: int) -> list[Any]:
         """Return values that change when an episode's pictures do."""
-        place = self._demos.places[camera][e]
-        assert place is not None
+        place = self._places[camera][e]
         stat = place.path.stat()
         return [stat.st_size, stat.st_mtime_ns, place.start_s, place.first_row]
 
@@ -421,9 +420,7 @@ class _Cache:
         if self._is_checked():
             return lines
         good = {key: line for key, line in lines.items() if self._crc(*key) == line.get("crc32")}
-        beside = self.journal.with_suffix(".new")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in good.values()))
-        os.replace(beside, self.journal)
+        _replace(self.journal, "".join(json.dumps(line) + "\n" for line in good.values()))
         self._note_checked()
         return good
 
@@ -450,9 +447,13 @@ class _Cache:
             return False
 
     def _note_checked(self) -> None:
-        beside = self.checked.with_suffix(".new")
-        beside.write_text(json.dumps(self._files()))
-        os.replace(beside, self.checked)
+        _replace(self.checked, json.dumps(self._files()))
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def _wait_for(lock: Any, folder: Path) -> None:
@@ -460,7 +461,7 @@ def _wait_for(lock: Any, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if sys.stderr.isatty():
-            print(f"another process decodes the pictures into {folder}: waiting for it", file=sys.stderr)
+            print(f"waiting for a process that decodes the pictures into {folder}", file=sys.stderr)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 

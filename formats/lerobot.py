@@ -16,22 +16,31 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError
+from formats import hub
 from formats.arrays import is_file_name, stays_below
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+FILES = {
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+OLD_FILES = {  # before version 3
+    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+}
 UNFINISHED = "the recording did not finish, or files are missing: record or copy it again"
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -95,32 +104,20 @@ class Demonstrations:
     def cameras(self) -> list[str]:
         return [name for name, feature in self.features.items() if feature.is_picture]
 
-    def say(self, row: int) -> str:
-        """Return the name of a row of `columns`, such as 'episode 3 frame 17', for messages."""
+    def name_of(self, row: int) -> str:
+        """Return 'episode 3 frame 17' or the like for a row of `columns`: errors begin with it."""
         e = int(np.searchsorted(self.end, row, "right"))
         return f"episode {self.episodes[e]} frame {row - self.start[e]}"
 
 
-class Pictures(Protocol):
-    """Source of the pictures of `Chunks`: `formats.frames.Frames`."""
-
-    def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of `columns` -> (n, C, H, W) uint8."""
-        ...
-
-    def prefetch(self, camera: str, rows: np.ndarray) -> None:
-        """Begin to read (n,) rows that `get` will return soon."""
-        ...
-
-
-def need(module: str) -> Any:
-    """Import an optional package where it is used. Raises LockstepError that says how to install it."""
+def need(module: str, where: str = "dataset") -> Any:
+    """Import an optional package where it is used. Raises LockstepError with the command that installs it."""
     package = module.split(".")[0].replace("PIL", "pillow")
     try:
         return importlib.import_module(module)
     except ImportError as error:
         what = f"robot data need the package {package}, which cannot be imported: {error}"
-        raise LockstepError(what, "dataset", f"pip install {package}") from None
+        raise LockstepError(what, where, f"pip install {package}") from None
 
 
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
@@ -131,18 +128,14 @@ def find(root: str, repo_id: str) -> Path:
 
     Nothing is downloaded. Raises LockstepError with every place that was tried.
     """
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    tried: list[Path] = []
-    if root:
-        tried.append(Path(root).expanduser())
-    if root and repo_id:
-        tried.append(tried[0] / repo_id)
+    tried = [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])] if root else []
     if repo_id:
-        if named := os.environ.get("HF_LEROBOT_HOME"):
-            tried.append(Path(named).expanduser() / repo_id)
-        tried.append(home / "lerobot" / repo_id)
-        hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-        tried += _snapshots(hub / ("datasets--" + repo_id.replace("/", "--")))
+        homes = (os.environ.get("HF_LEROBOT_HOME"), hub.home() / "lerobot")
+        tried += [Path(home).expanduser() / repo_id for home in homes if home]
+        cached = hub.repository("datasets", repo_id)
+        main = hub.commit(cached)  # first, then the newest
+        found = sorted(cached.glob("snapshots/*"), key=lambda it: (it.name == main, it.stat().st_mtime), reverse=True)
+        tried += found or [cached / "snapshots" / "*"]
     for place in tried:
         if (place / "meta" / "info.json").is_file():
             return place
@@ -153,21 +146,10 @@ def find(root: str, repo_id: str) -> Path:
     )
 
 
-def _snapshots(folder: Path) -> list[Path]:
-    """Return the folders of the hub's cache: first the one that refs/main names, then the others, newest first."""
-    found = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    try:
-        main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        main = ""
-    return sorted(found, key=lambda path: path.name != main) or [folder / "snapshots" / "*"]
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Episode:
+class _Episode(NamedTuple):
     """A row of the episodes' table."""
 
     length: int
@@ -187,30 +169,27 @@ def read(
     root = Path(root)
     info_path = root / "meta" / "info.json"
     info = _read_info(info_path)
-    version, features = info["codebase_version"], _features(info, info_path)
-    is_old = version != "v3.0"
-    table = (_episodes_of_old if is_old else _episodes_of_v3)(root, info, features)
+    is_old, features = info["codebase_version"] != "v3.0", _features(info, info_path)
+    table = _episodes(root, info, features, is_old)
     _check_counts(info, table, info_path)
-    chosen = _choose(sorted(table), episodes, exclude, info_path)
-    columns, first_rows = _read_columns(features, {e: table[e] for e in chosen})
-    lengths = np.array([table[e].length for e in chosen], dtype=np.int64)
+    chosen = {e: table[e] for e in _choose(sorted(table), episodes, exclude, info_path)}
+    columns, first_rows = _read_columns(features, chosen)
+    lengths = np.array([episode.length for episode in chosen.values()], dtype=np.int64)
     end = np.cumsum(lengths)
-    places: dict[str, list[Place | None]] = {
-        name: [
-            Place(table[e].data, first_row=first_rows[e]) if feature.dtype == "image" else table[e].videos.get(name)
-            for e in chosen
-        ]
-        for name, feature in features.items()
-        if feature.is_picture
-    }
+    places: dict[str, list[Place | None]] = {}
+    for name, feature in features.items():
+        if feature.dtype == "image":
+            places[name] = [Place(episode.data, first_row=first_rows[e]) for e, episode in chosen.items()]
+        elif feature.is_picture:
+            places[name] = [episode.videos.get(name) for episode in chosen.values()]
     demos = Demonstrations(
         root=root,
-        version=version,
+        version=info["codebase_version"],
         fps=info["fps"],
         features=features,
-        tasks=_read_tasks(root, is_old),
+        tasks=_read_tasks(root / "meta" / ("tasks.jsonl" if is_old else "tasks.parquet")),
         columns=columns,
-        episodes=np.array(chosen, dtype=np.int64),
+        episodes=np.array(list(chosen), dtype=np.int64),
         start=end - lengths,
         end=end,
         stats={},
@@ -219,19 +198,15 @@ def read(
         tolerance_s=tolerance_s,
     )
     _check_rows(demos)
-    demos.stats.update(_stats(demos, _stored_stats(root, chosen)))
+    demos.stats.update(_stats(demos, _stored_stats(root, list(chosen))))
     return demos
 
 
 def _read_info(path: Path) -> dict[str, Any]:
-    info = _json(path, _text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"))
-    version = info.get("codebase_version")
-    if version not in VERSIONS:
-        raise LockstepError(
-            f"codebase_version {version!r} is not known",
-            str(path),
-            f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it",
-        )
+    info = _json(_text(path, "this is no LeRobot dataset, or only a part of one: give its root folder"), path)
+    if (version := info.get("codebase_version")) not in VERSIONS:
+        todo = f"{', '.join(VERSIONS)} are read; convert it with the LeRobot that wrote it"
+        raise LockstepError(f"codebase_version {version!r} is not known", str(path), todo)
     fps = info.get("fps")
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not fps > 0:
         raise LockstepError(f"fps {fps!r} is no rate", str(path), "give the frames per second")
@@ -244,12 +219,11 @@ def _features(info: Mapping[str, Any], path: Path) -> dict[str, Feature]:
         raise LockstepError("no features", str(path), UNFINISHED)
     if missing := [name for name in BOOKKEEPING if name not in found]:
         raise LockstepError(f"no feature {', '.join(missing)}", str(path), UNFINISHED)
-    return {name: _feature(name, raw, path) for name, raw in found.items()}
+    return {name: _feature(name, raw if isinstance(raw, dict) else {}, path) for name, raw in found.items()}
 
 
-def _feature(name: str, raw: Any, path: Path) -> Feature:
-    known: dict[str, Any] = raw if isinstance(raw, dict) else {}
-    dtype, shape = known.get("dtype", ""), known.get("shape", "")
+def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
+    dtype, shape = raw.get("dtype", ""), raw.get("shape", "")
     is_right = isinstance(dtype, str) and isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     is_picture = dtype in ("image", "video")
     if not is_right or (is_picture and len(shape) != 3):
@@ -258,79 +232,58 @@ def _feature(name: str, raw: Any, path: Path) -> Feature:
     if is_picture and not is_file_name(name):  # the name becomes part of paths
         what = f"{name[:120]!r} cannot be a camera's name"
         raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
-    names = _flat_names(known.get("names"))
-    size = tuple(shape) or (1,)
-    if is_picture and _channels_last(names, size):
-        size = (size[2], size[0], size[1])
-    return Feature(dtype, size, names, _kind(name, is_picture), is_picture)
+    names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
+    kind = STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    if is_picture:
+        kind = VISUAL
+        channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
+        if len(names) == 3:
+            channels_last = names[2] in ("channel", "channels")
+        if channels_last:
+            size = (size[2], size[0], size[1])
+    elif name == "observation.environment_state":
+        kind = ENV
+    return Feature(dtype, size, names, kind, is_picture)
 
 
 def _flat_names(names: Any) -> list[str]:
     """Flatten names: lists, lists of lists and {"motors": [...]} are all in use."""
     if isinstance(names, dict):
-        lists = [value for value in names.values() if isinstance(value, list)]
-        return _flat_names(lists or list(names))
+        names = [value for value in names.values() if isinstance(value, list)] or list(names)
     if isinstance(names, list):
         return [flat for name in names for flat in _flat_names(name)]
     return [] if names is None else [str(names)]
 
 
-def _channels_last(names: Sequence[str], shape: tuple[int, ...]) -> bool:
-    if len(names) == 3:
-        return names[2] in ("channel", "channels")
-    return shape[2] in (1, 3, 4) and shape[0] not in (1, 3, 4)
-
-
-def _kind(name: str, is_picture: bool) -> str | None:
-    if is_picture:
-        return VISUAL
-    if name == "observation.environment_state":
-        return ENV
-    return STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
-
-
-def _episodes_of_old(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> dict[int, _Episode]:
-    """Versions 2.0 and 2.1: a file per episode."""
-    path = root / "meta" / "episodes.jsonl"
-    size = info.get("chunks_size") or 1000
-    data = info.get("data_path") or "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-    video = info.get("video_path") or "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+def _episodes(
+    root: Path, info: Mapping[str, Any], features: Mapping[str, Feature], is_old: bool
+) -> dict[int, _Episode]:
+    """Read the table of episodes; before version 3 each had a file of its own, whose name follows from its number."""
+    meta = root / "meta"
+    tables = [meta / "episodes.jsonl"] if is_old else sorted(meta.glob("episodes/*/*.parquet"))
+    if not tables:
+        raise LockstepError("no table of episodes", str(meta / "episodes"), UNFINISHED)
+    path = meta / "info.json"
+    data, video = (info.get(key) or usual for key, usual in (OLD_FILES if is_old else FILES).items())
+    per_chunk = info.get("chunks_size") or 1000
+    videos = [name for name, feature in features.items() if feature.dtype == "video"]
     table = {}
-    for line, row in _json_lines(path):
-        e, length = _whole(row, "episode_index", path, line), _whole(row, "length", path, line)
-        names = {"episode_chunk": e // size, "episode_index": e}
-        videos = {
-            key: Place(root / _fill(video, path, video_key=key, **names))
-            for key, feature in features.items()
-            if feature.dtype == "video"
-        }
-        table[e] = _Episode(length, root / _fill(data, path, **names), videos)
+    for where, row in (pair for part in tables for pair in _rows(part)):
+        e, length = _whole(row, "episode_index", where), _whole(row, "length", where)
+        own = {"episode_chunk": e // per_chunk, "episode_index": e}
+        places = {}
+        for name in videos:
+            inside = f"videos/{name}"
+            if is_old or row.get(f"{inside}/file_index") is not None:
+                file = _fill(video, path, video_key=name, **(own if is_old else _numbers(row, inside, where)))
+                places[name] = Place(root / file, float(row.get(f"{inside}/from_timestamp") or 0.0))
+        file = _fill(data, path, **(own if is_old else _numbers(row, "data", where)))
+        table[e] = _Episode(length, root / file, places)
     return table
 
 
-def _episodes_of_v3(root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]) -> dict[int, _Episode]:
-    """Version 3.0: many episodes per file."""
-    files = sorted((root / "meta" / "episodes").glob("*/*.parquet"))
-    if not files:
-        raise LockstepError("no table of episodes", str(root / "meta" / "episodes"), UNFINISHED)
-    data = info.get("data_path") or "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-    video = info.get("video_path") or "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-    table = {}
-    for path in files:
-        file = _parquet(path)
-        # Each episode's statistics are most of the bytes and not needed.
-        wanted = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
-        for line, row in enumerate(_rows(file, wanted, path)):
-            e, length = _whole(row, "episode_index", path, line), _whole(row, "length", path, line)
-            at = {name: _whole(row, f"data/{name}", path, line) for name in ("chunk_index", "file_index")}
-            videos = {}
-            for key, feature in features.items():
-                if feature.dtype == "video" and row.get(f"videos/{key}/file_index") is not None:
-                    inside = {n: _whole(row, f"videos/{key}/{n}", path, line) for n in ("chunk_index", "file_index")}
-                    start = row.get(f"videos/{key}/from_timestamp") or 0.0
-                    videos[key] = Place(root / _fill(video, path, video_key=key, **inside), start_s=float(start))
-            table[e] = _Episode(length, root / _fill(data, path, **at), videos)
-    return table
+def _numbers(row: Mapping[str, Any], prefix: str, where: str) -> dict[str, int]:
+    return {name: _whole(row, f"{prefix}/{name}", where) for name in ("chunk_index", "file_index")}
 
 
 def _check_counts(info: Mapping[str, Any], table: Mapping[int, _Episode], path: Path) -> None:
@@ -358,136 +311,112 @@ def _choose(known: list[int], episodes: Sequence[int], exclude: Sequence[int], p
 
 
 def _read_columns(
-    features: Mapping[str, Feature], table: Mapping[int, _Episode]
+    features: Mapping[str, Feature], chosen: Mapping[int, _Episode]
 ) -> tuple[dict[str, np.ndarray], dict[int, int]]:
     """Return the chosen episodes' columns, concatenated, and {episode: its first row in its file}."""
-    wanted = {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
-    wanted = {name: wanted[name] for name in BOOKKEEPING} | wanted  # read first: they say where the others are wrong
+    wanted = {
+        name: features[name] for name in ("episode_index", "frame_index")
+    }  # first: errors of the others name them
+    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
     members: dict[Path, list[int]] = {}
-    for e, episode in table.items():
+    for e, episode in chosen.items():
         members.setdefault(episode.data, []).append(e)
     parts: dict[int, dict[str, np.ndarray]] = {}
     first_rows: dict[int, int] = {}
     for path, inside in members.items():
-        columns = _read_file(path, wanted, f"episode {inside[0]}")
-        runs = _runs(columns["episode_index"], inside, path)
+        columns = _read_file(path, wanted, f"episode {inside[0]}: ")
+        owner = columns["episode_index"]
+        indices, firsts, counts = np.unique(owner, return_index=True, return_counts=True)
+        runs = dict(zip(indices.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True))
         for e in inside:
-            begin, end = runs.get(e, (0, 0))
-            if end - begin != table[e].length:
-                what = f"episode {e} has {end - begin} rows, its table says {table[e].length}"
+            begin, count = runs.get(e, (0, 0))
+            if (owner[begin : begin + count] != e).any():
+                what = f"episode {e} lies in several pieces, the first at row {begin}"
+                raise LockstepError(what, str(path), "write the frames of an episode one after the other")
+            if count != chosen[e].length:
+                what = f"episode {e} has {count} rows, its table says {chosen[e].length}"
                 raise LockstepError(what, str(path), UNFINISHED)
-            parts[e] = {name: column[begin:end] for name, column in columns.items()}
+            parts[e] = {name: column[begin : begin + count] for name, column in columns.items()}
             first_rows[e] = begin
-    return {name: np.concatenate([parts[e][name] for e in table]) for name in wanted}, first_rows
+    return {name: np.concatenate([parts[e][name] for e in chosen]) for name in wanted}, first_rows
 
 
-def _runs(owner: np.ndarray, wanted: Sequence[int], path: Path) -> dict[int, tuple[int, int]]:
-    """(rows,) episode of each row -> {episode: (first, end)}. Raises LockstepError if a `wanted` one is in pieces."""
-    begins = np.flatnonzero(np.diff(owner, prepend=-1))
-    runs: dict[int, tuple[int, int]] = {}
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(owner)], strict=False):
-        e = int(owner[begin])
-        if e in runs and e in wanted:
-            what = f"episode {e} lies in two pieces, at rows {runs[e][0]} and {begin}"
-            raise LockstepError(what, str(path), "write the frames of an episode one after the other")
-        runs[e] = (begin, end)
-    return runs
-
-
-def _read_file(path: Path, wanted: Mapping[str, Feature], whose: str) -> dict[str, np.ndarray]:
-    file = _parquet(path, whose)
-    if missing := [name for name in wanted if name not in file.schema_arrow.names]:
-        what = f"no column {', '.join(missing)}, which info.json lists"
-        raise LockstepError(what, str(path), UNFINISHED)
-    arrow = _table(file, list(wanted), path)
+def _read_file(path: Path, wanted: Mapping[str, Feature], prefix: str) -> dict[str, np.ndarray]:
+    table = _table(path, list(wanted), prefix)
+    if missing := [name for name in wanted if name not in table.column_names]:
+        raise LockstepError(f"no column {', '.join(missing)}, which info.json lists", str(path), UNFINISHED)
     columns: dict[str, np.ndarray] = {}
 
-    def say(row: int) -> str:
-        at = {name: int(columns[name][row]) for name in ("episode_index", "frame_index") if name in columns}
-        return " ".join(f"{name.removesuffix('_index')} {n}" for name, n in at.items()) or f"row {row}"
+    def name_of(row: int) -> str:
+        if len(columns) < 2:
+            return f"row {row}"
+        return f"episode {columns['episode_index'][row]} frame {columns['frame_index'][row]}"
 
-    for name in sorted(wanted, key=("episode_index", "frame_index").__contains__, reverse=True):
-        columns[name] = _to_numpy(arrow.column(name), name, wanted[name], say, path)
+    for name, feature in wanted.items():
+        columns[name] = _to_numpy(table.column(name), name, feature, name_of, path)
     return columns
 
 
-def _to_numpy(column: Any, name: str, feature: Feature, say: Callable[[int], str], path: Path) -> np.ndarray:
+def _to_numpy(column: Any, name: str, feature: Feature, name_of: Callable[[int], str], path: Path) -> np.ndarray:
     """An arrow column of numbers, or of lists of one length -> (N, *shape), or (N,) if it is of BOOKKEEPING."""
-    pa = need("pyarrow")
+    pa, compute = need("pyarrow"), need("pyarrow.compute")
     array = column.combine_chunks()
-    count, per_row = len(array), 1
+    count, per_row, todo = len(array), 1, "fix or exclude the episode"
     while True:
         array = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
         if array.null_count:
-            row = int(np.flatnonzero(np.asarray(array.is_null()))[0]) // per_row
-            raise LockstepError(f"{say(row)}: {name} has no value", str(path), "fix or exclude the episode")
-        if pa.types.is_fixed_size_list(array.type):
-            array, width = array.flatten(), array.type.list_size
-        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-            widths = np.asarray(array.value_lengths())
-            width = int(widths[0]) if count else 0
-            if len(odd := np.flatnonzero(widths != width)):
-                what = f"{say(int(odd[0]) // per_row)}: {name} has {widths[odd[0]]} numbers, {width} before"
-                raise LockstepError(what, str(path), "fix or exclude the episode")
-            array = array.flatten()
-        else:
+            row = int(np.asarray(array.is_null()).argmax()) // per_row
+            raise LockstepError(f"{name_of(row)}: {name} has no value", str(path), todo)
+        if not isinstance(array, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
             break
-        per_row *= width
-    kinds = (pa.types.is_floating, pa.types.is_integer, pa.types.is_boolean)
-    if not any(kind(array.type) for kind in kinds):
+        widths = np.asarray(compute.list_value_length(array))
+        if (odd := widths != widths[:1]).any():
+            at = int(odd.argmax())
+            what = f"{name_of(at // per_row)}: {name} has {widths[at]} numbers, {widths[0]} before"
+            raise LockstepError(what, str(path), todo)
+        array, per_row = array.flatten(), per_row * int(widths[0] if count else 0)
+    is_float = pa.types.is_floating(array.type)
+    if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
         raise LockstepError(f"{name} is of type {array.type}, not numbers", str(path), "leave it out")
     if count and per_row != math.prod(feature.shape):
         what = f"{name} has {per_row} numbers per frame, info.json says {feature.shape}"
         raise LockstepError(what, str(path), "fix info.json or write the dataset again")
-    kind = np.float32 if pa.types.is_floating(array.type) else np.int64
-    flat = array.to_numpy(zero_copy_only=False).astype(kind)
+    flat = array.to_numpy(zero_copy_only=False).astype(np.float32 if is_float else np.int64)
     return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)
 
 
 def _check_rows(demos: Demonstrations) -> None:
-    columns, lengths = demos.columns, demos.end - demos.start
-    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, lengths)  # (N,)
+    columns = demos.columns
+    frame = np.arange(len(columns["index"])) - np.repeat(demos.start, demos.end - demos.start)  # (N,)
 
     def refuse(wrong: np.ndarray, what: str, todo: str) -> None:
-        if len(rows := np.flatnonzero(wrong)):
-            row = int(rows[0])
-            raise LockstepError(f"{demos.say(row)}: {what.format(row=row)}", str(demos.root), todo)
+        if wrong.any():
+            raise LockstepError(f"{demos.name_of(int(wrong.argmax()))}: {what}", str(demos.root), todo)
 
     for name, column in columns.items():
-        if column.dtype == np.float32 and not np.isfinite(column).all():
+        if column.dtype == np.float32:
             wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-            refuse(
-                wrong,
-                f"{name} is not finite (NaN or infinity)",
-                "fix it, or use dataset.exclude_episodes",
-            )
-    found = columns["frame_index"]
-    refuse(found != frame, "frame_index does not count 0, 1, 2 ... from there", "fix it, or exclude the episode")
-    timestamp = columns["timestamp"].astype(np.float64)
+            refuse(wrong, f"{name} is not finite (NaN or infinity)", "fix it, or use dataset.exclude_episodes")
+    what = "frame_index does not count 0, 1, 2 ... from there"
+    refuse(columns["frame_index"] != frame, what, "fix it, or exclude the episode")
     # After half an hour the float32 that timestamps are stored in is coarser than the usual tolerance.
     allowed = demos.tolerance_s + np.spacing(columns["timestamp"].astype(np.float32))
+    wrong = np.abs(columns["timestamp"].astype(np.float64) - frame / demos.fps) > allowed
     what = f"its timestamp is off frame_index / fps ({demos.fps:g}) by more than {demos.tolerance_s:g} s"
-    todo = "fix it, exclude the episode, or raise dataset.tolerance_s"
-    refuse(np.abs(timestamp - frame / demos.fps) > allowed, what, todo)
-    task = columns["task_index"]
-    what = f"its task_index is none of the {len(demos.tasks)} tasks"
-    refuse((task < 0) | (task >= len(demos.tasks)), what, "fix meta/tasks or the column")
+    refuse(wrong, what, "fix it, exclude the episode, or raise dataset.tolerance_s")
+    task, count = columns["task_index"], len(demos.tasks)
+    what = f"its task_index is none of the {count} tasks"
+    refuse((task < 0) | (task >= count), what, "fix meta/tasks or the column")
 
 
-def _read_tasks(root: Path, is_old: bool) -> list[str]:
+def _read_tasks(path: Path) -> list[str]:
     """Return the texts by task_index. The name of their column varies: it is the one that is not task_index."""
-    path = root / "meta" / ("tasks.jsonl" if is_old else "tasks.parquet")
-    if is_old:
-        rows = list(_json_lines(path))
-    else:
-        file = _parquet(path)
-        rows = list(enumerate(_rows(file, file.schema_arrow.names, path)))
     texts: dict[int, str] = {}
-    for line, row in rows:
+    for where, row in _rows(path):
         words = [value for name, value in row.items() if name != "task_index" and isinstance(value, str)]
         if not words:
-            raise LockstepError("a task without its text", f"{path}:{line}", UNFINISHED)
-        texts[_whole(row, "task_index", path, line)] = words[0]
+            raise LockstepError("a task without its text", where, UNFINISHED)
+        texts[_whole(row, "task_index", where)] = words[0]
     return [texts.get(index, "") for index in range(max(texts, default=-1) + 1)]
 
 
@@ -520,13 +449,13 @@ def _stored_stats(root: Path, chosen: Sequence[int]) -> Stats:
     """Return the statistics that the dataset holds, without episodes' quantiles, which cannot be combined."""
     whole, each = root / "meta" / "stats.json", root / "meta" / "episodes_stats.jsonl"
     if whole.is_file():
-        return {name: _arrays(stats) for name, stats in _json(whole, _text(whole, "")).items()}
+        return {name: _arrays(stats) for name, stats in _json(_text(whole), whole).items()}
     if not each.is_file():
         return {}
     parts: dict[str, list[dict[str, np.ndarray]]] = {}
     wanted = set(chosen)
-    for line, row in _json_lines(each):
-        if _whole(row, "episode_index", each, line) in wanted:
+    for where, row in _rows(each):
+        if _whole(row, "episode_index", where) in wanted:
             for name, stats in row.get("stats", {}).items():
                 parts.setdefault(name, []).append(_arrays(stats))
     basic = {"mean", "std", "min", "max", "count"}
@@ -572,7 +501,7 @@ class Chunks:
 
     episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
-    pictures  source of the cameras' pictures; None: batches have none
+    pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
     labels    (len,) int64: each sample's task_index
     weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
     """
@@ -582,7 +511,7 @@ class Chunks:
         demos: Demonstrations,
         episodes: Iterable[int],
         deltas: Mapping[str, Sequence[int]],
-        pictures: Pictures | None = None,
+        pictures: Any = None,
     ):
         chosen = np.array(list(episodes), dtype=np.int64)
         if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
@@ -604,8 +533,8 @@ class Chunks:
         self.cameras = demos.cameras if pictures else []
         numbers = [name for name, feature in demos.features.items() if feature.kind and name in demos.columns]
         self.columns = {name: torch.from_numpy(demos.columns[name]) for name in numbers}
-        keys = {"task_index": "task_index", "episode_index": "episode_index", "frame_index": "frame_index"}
-        self.told = {key: torch.from_numpy(demos.columns[name]) for key, name in (keys | {"row": "index"}).items()}
+        told = {name: demos.columns[name] for name in ("task_index", "episode_index", "frame_index")}
+        self.told = {name: torch.from_numpy(array) for name, array in (told | {"row": demos.columns["index"]}).items()}
         inside = torch.zeros(len(self.rows), dtype=torch.float64)
         for step in self.deltas.get("action", torch.zeros(1, dtype=torch.int64)):
             at = self.rows + step
@@ -627,17 +556,14 @@ class Chunks:
         chosen = torch.as_tensor(indices)
         rows = self.rows[chosen]
         batch: Batch = {key: column[rows] for key, column in self.told.items()}
-        where = {}
-        for name, steps in self.deltas.items():
-            at = rows[:, None] + steps  # (B, T)
-            where[name] = self._within(chosen, at)
-            batch[f"{name}_is_pad"] = where[name] != at
+        windows = {}
+        for name in self.deltas:
+            windows[name], batch[f"{name}_is_pad"] = self._window(name, chosen)
         for name, column in self.columns.items():
-            at = where.get(name, rows)
+            at = windows.get(name, rows)
             batch[name] = column.index_select(0, at.view(-1)).view(*at.shape, *column.shape[1:])
         for name in self.cameras:
-            at = where.get(name, rows)
-            assert self.pictures is not None
+            at = windows.get(name, rows)
             pixels = torch.from_numpy(self.pictures.get(name, at.view(-1).numpy()))
             batch[name] = pixels.view(*at.shape, *pixels.shape[1:])
         return batch
@@ -648,15 +574,15 @@ class Chunks:
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin to read the pictures of these samples from the disk; returns at once."""
         chosen = torch.as_tensor(indices)
-        now = torch.zeros(1, dtype=torch.int64)
         for name in self.cameras:
-            at = self.rows[chosen, None] + self.deltas.get(name, now)
-            assert self.pictures is not None
-            self.pictures.prefetch(name, self._within(chosen, at).view(-1).numpy())
+            at = self._window(name, chosen)[0] if name in self.deltas else self.rows[chosen]
+            self.pictures.prefetch(name, at.view(-1).numpy())
 
-    def _within(self, chosen: Tensor, rows: Tensor) -> Tensor:
-        """Clamp (B, T) rows to the episodes of the samples `chosen`."""
-        return rows.clamp(self.first[chosen, None], self.last[chosen, None])
+    def _window(self, name: str, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (B, T) rows of a feature around the samples `chosen`, and which of them would be outside."""
+        at = self.rows[chosen, None] + self.deltas[name]
+        inside = at.clamp(self.first[chosen, None], self.last[chosen, None])
+        return inside, inside != at
 
 
 def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -677,7 +603,7 @@ def split(episodes: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _text(path: Path, todo: str) -> str:
+def _text(path: Path, todo: str = UNFINISHED) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -686,27 +612,31 @@ def _text(path: Path, todo: str) -> str:
         raise LockstepError("no text in UTF-8", str(path), UNFINISHED) from None
 
 
-def _json(path: Path, text: str, line: int = 0) -> dict[str, Any]:
-    where = f"{path}:{line}" if line else str(path)
+def _json(text: str, where: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise LockstepError("no JSON, or cut short", where, UNFINISHED) from None
+        raise LockstepError("no JSON, or cut short", str(where), UNFINISHED) from None
     if not isinstance(found, dict):
-        raise LockstepError("a JSON object is expected", where, UNFINISHED)
+        raise LockstepError("a JSON object is expected", str(where), UNFINISHED)
     return found
 
 
-def _json_lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    for line, text in enumerate(_text(path, UNFINISHED).splitlines(), 1):
-        if text.strip():
-            yield line, _json(path, text, line)
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (its place for messages, a row) of a .jsonl or .parquet file."""
+    if path.suffix == ".parquet":
+        for number, row in enumerate(_table(path).to_pylist()):
+            yield f"{path}:{number}", row
+    else:
+        for number, text in enumerate(_text(path).splitlines(), 1):
+            if text.strip():
+                yield f"{path}:{number}", _json(text, f"{path}:{number}")
 
 
-def _whole(row: Mapping[str, Any], name: str, path: Path, line: int) -> int:
+def _whole(row: Mapping[str, Any], name: str, where: str) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LockstepError(f"{name} is {value!r}, no whole number", f"{path}:{line}", UNFINISHED)
+        raise LockstepError(f"{name} is {value!r}, no whole number", where, UNFINISHED)
     return value
 
 
@@ -726,26 +656,15 @@ def _fill(template: Any, path: Path, **names: Any) -> str:
         raise LockstepError(what, str(path), f"use {known} in it, and stay in the folder") from None
 
 
-def _parquet(path: Path, whose: str = "") -> Any:
+def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:
+    """Read columns of a parquet file; without any given, all but episodes' statistics, which are most of the bytes."""
     pa, pq = need("pyarrow"), need("pyarrow.parquet")
-    prefix = f"{whose}: " if whose else ""
     try:
-        return pq.ParquetFile(path)
+        file = pq.ParquetFile(path)
+        names = columns or [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+        return file.read(columns=names, use_threads=False)
     except FileNotFoundError:
         raise LockstepError(f"{prefix}no file {path.name}", str(path), UNFINISHED) from None
     except (OSError, pa.ArrowException) as error:
         what = f"{prefix}no parquet file, or cut short: {str(error).splitlines()[0]}"
         raise LockstepError(what, str(path), UNFINISHED) from None
-
-
-def _table(file: Any, columns: list[str], path: Path) -> Any:
-    pa = need("pyarrow")
-    try:
-        return file.read(columns=columns, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        what = f"cannot read the table: {str(error).splitlines()[0]}"
-        raise LockstepError(what, str(path), UNFINISHED) from None
-
-
-def _rows(file: Any, columns: list[str], path: Path) -> list[dict[str, Any]]:
-    return _table(file, columns, path).to_pylist()

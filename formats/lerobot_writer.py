@@ -27,10 +27,11 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import is_file_name
-from formats.lerobot import BOOKKEEPING, QUANTILES, Stats, aggregate, measure, need
+from formats.lerobot import BOOKKEEPING, FILES, QUANTILES, Stats, aggregate, measure, need
 from formats.partial import Partial
 
 NUMBERS = ("float32", "float64", "int32", "int64", "bool")
+OWN = {name: ("float32" if name == "timestamp" else "int64", (1,)) for name in BOOKKEEPING}
 FILES_PER_CHUNK = 1000
 # (encoder, its options). g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order.
 ENCODERS = (
@@ -73,7 +74,7 @@ class Recorder:
         self._episodes: list[dict[str, Any]] = []
         self._stats: list[Stats] = []
         self._numbers: dict[str, list[np.ndarray]] = {name: [] for name in self._of(*NUMBERS)}
-        self._counts = {name: np.zeros((shape[0], 256), np.int64) for name, (_, shape) in self._pictures().items()}
+        self._counts = {name: np.zeros((3, 256), np.int64) for name in self._of("image", "video")}  # of each level
         self._data: Any = None
         self._file = -1
         self._videos: dict[str, _Video] = {}
@@ -82,9 +83,6 @@ class Recorder:
 
     def _of(self, *dtypes: str) -> list[str]:
         return [name for name, (dtype, _) in self.features.items() if dtype in dtypes]
-
-    def _pictures(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {name: self.features[name] for name in self._of("image", "video")}
 
     def _check_declaration(self) -> None:
         if not self.fps > 0 or not math.isfinite(self.fps):
@@ -116,9 +114,9 @@ class Recorder:
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
             raise LockstepError(what, self._here(), "call end_episode() first")
-        checked = {name: values[0] for name, values in self._check(_batched(frame), len(self._frames)).items()}
+        batch = {name: np.asarray(value)[None] for name, value in frame.items()}
+        self._frames.append({name: values[0] for name, values in self._check(batch, len(self._frames)).items()})
         self._task = task
-        self._frames.append(checked)
 
     def end_episode(self) -> None:
         """Write the frames that were added since the last call."""
@@ -130,7 +128,7 @@ class Recorder:
     def add_episode(self, arrays: Mapping[str, Any], task: str) -> None:
         """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
         if self._frames:
-            raise LockstepError("an episode in another one", self._here(), "call end_episode() first")
+            raise LockstepError("an episode inside an episode", self._here(), "call end_episode() first")
         episode = self._check(arrays, 0)
         length = len(next(iter(episode.values()), ()))
         if length == 0:
@@ -197,11 +195,8 @@ class Recorder:
         row |= {"dataset_from_index": self.num_frames, "dataset_to_index": self.num_frames + length}
         for name in self._of("video"):
             begin = self._videos[name].add(episode[name])
-            row |= {f"videos/{name}/{key}": n for key, n in _place(self._videos[name].file).items()}
-            row |= {
-                f"videos/{name}/from_timestamp": begin / self.fps,
-                f"videos/{name}/to_timestamp": (begin + length) / self.fps,
-            }
+            span = {"from_timestamp": begin / self.fps, "to_timestamp": (begin + length) / self.fps}
+            row |= {f"videos/{name}/{key}": n for key, n in (_place(self._videos[name].file) | span).items()}
         row |= {f"stats/{name}/{key}": v.tolist() for name, one in stats.items() for key, v in one.items()}
         self._episodes.append(row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
         self._stats.append(stats)
@@ -212,51 +207,47 @@ class Recorder:
     def _roll(self) -> None:
         """Open the first files, and new ones where `file_mb` is reached."""
         limit = self.file_mb * 2**20
-        if self._data is None or _size(self._path("data", self._file, "parquet")) >= limit:
+        if self._data is None or _size(self._path("data_path", self._file)) >= limit:
             if self._data is not None:
                 self._data.close()
             self._file += 1
-            self._data = self._open_table(self._path("data", self._file, "parquet"))
+            self._data = self._open_table(self._path("data_path", self._file))
         for name in self._of("video"):
             video = self._videos.get(name)
             if video is None or _size(video.path) >= limit:
                 if video is not None:
                     video.close()
                 number = video.file + 1 if video else 0
-                _, (_, height, width) = self.features[name]
-                path = self._path(f"videos/{name}", number, "mp4")
-                self._videos[name] = _Video(path, number, self.fps, (height, width))
+                path = self._path("video_path", number, video_key=name)
+                self._videos[name] = _Video(path, number, self.fps, self.features[name][1][1:])
 
-    def _path(self, folder: str, number: int, kind: str) -> Path:
-        at = _place(number)
-        place = self._partial / folder / f"chunk-{at['chunk_index']:03d}"
-        place.mkdir(parents=True, exist_ok=True)
-        return place / f"file-{at['file_index']:03d}.{kind}"
+    def _path(self, template: str, number: int, **names: str) -> Path:
+        path = self._partial / FILES[template].format(**names, **_place(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
     def _open_table(self, path: Path) -> Any:
         pa, pq = need("pyarrow"), need("pyarrow.parquet")
-        fields: list[Any] = []
+        fields: dict[str, Any] = {}
         known: dict[str, Any] = {}
-        for name, (dtype, shape) in (self.features | dict.fromkeys(BOOKKEEPING, ("int64", (1,)))).items():
-            dtype = "float32" if name == "timestamp" else dtype
+        for name, (dtype, shape) in (self.features | OWN).items():
             if dtype == "video":
                 continue
-            value: dict[str, Any] = {"dtype": dtype, "_type": "Value"}
             if dtype == "image":
                 known[name] = {"_type": "Image"}
-                fields.append(pa.field(name, pa.struct([("bytes", pa.binary()), ("path", pa.string())])))
-            elif len(shape) == 1:
-                kind = pa.type_for_alias(dtype)
-                known[name] = value if shape == (1,) else {"feature": value, "length": shape[0], "_type": "Sequence"}
-                fields.append(pa.field(name, kind if shape == (1,) else pa.list_(kind, shape[0])))
-            else:
-                kind = pa.type_for_alias(dtype)
-                for _ in shape:
-                    kind = pa.list_(kind)
+                fields[name] = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+                continue
+            known[name] = {"dtype": dtype, "_type": "Value"}
+            fields[name] = pa.type_for_alias(dtype)
+            if len(shape) > 1:
                 known[name] = {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}
-                fields.append(pa.field(name, kind))
+                for _ in shape:
+                    fields[name] = pa.list_(fields[name])
+            elif shape != (1,):
+                known[name] = {"feature": known[name], "length": shape[0], "_type": "Sequence"}
+                fields[name] = pa.list_(fields[name], shape[0])
         metadata = {"huggingface": json.dumps({"info": {"features": known}})}
-        return pq.ParquetWriter(path, pa.schema(fields, metadata=metadata), compression="snappy")
+        return pq.ParquetWriter(path, pa.schema(fields.items(), metadata=metadata), compression="snappy")
 
     def _write_rows(self, columns: Mapping[str, np.ndarray]) -> None:
         """Write an episode as one row group, so that its pictures can be read without others."""
@@ -344,7 +335,7 @@ class Recorder:
 
     def _info(self) -> dict[str, Any]:
         features: dict[str, Any] = {}
-        for name, (dtype, shape) in self.features.items():
+        for name, (dtype, shape) in (self.features | OWN).items():
             features[name] = {"dtype": dtype, "shape": list(shape), "names": None}
             if name in self._counts:
                 features[name] |= {"shape": [*shape[1:], 3], "names": ["height", "width", "channels"]}
@@ -352,10 +343,6 @@ class Recorder:
                 video = {"height": shape[1], "width": shape[2], "codec": self._videos[name].codec, "fps": self.fps}
                 video |= {"pix_fmt": "yuv420p", "is_depth_map": False, "channels": 3}
                 features[name]["info"] = {f"video.{key}": value for key, value in video.items()} | {"has_audio": False}
-        for name in BOOKKEEPING:
-            dtype = "float32" if name == "timestamp" else "int64"
-            features[name] = {"dtype": dtype, "shape": [1], "names": None}
-        file = "chunk-{chunk_index:03d}/file-{file_index:03d}"
         return {
             "codebase_version": "v3.0",
             "robot_type": self.robot_type,
@@ -367,8 +354,8 @@ class Recorder:
             "video_files_size_in_mb": 200,
             "fps": int(self.fps) if self.fps == int(self.fps) else self.fps,
             "splits": {"train": f"0:{len(self._episodes)}"},
-            "data_path": f"data/{file}.parquet",
-            "video_path": f"videos/{{video_key}}/{file}.mp4" if self._of("video") else None,
+            "data_path": FILES["data_path"],
+            "video_path": FILES["video_path"] if self._of("video") else None,
             "features": features,
         }
 
@@ -376,7 +363,7 @@ class Recorder:
 class _Video:
     """One mp4 file with the pictures of several episodes."""
 
-    def __init__(self, path: Path, number: int, fps: float, size: tuple[int, int]):
+    def __init__(self, path: Path, number: int, fps: float, size: tuple[int, ...]):
         self.path, self.file, self.count = path, number, 0
         self._av = need("av")
         os.environ.setdefault("SVT_LOG", "1")  # or the encoder prints its settings for each file
@@ -391,7 +378,7 @@ class _Video:
         known = ", ".join(name for name, _ in ENCODERS)
         raise LockstepError(f"no encoder of {known} takes {size} pixels", str(path), "use dtype image")
 
-    def _begin(self, name: str, options: dict[str, str], size: tuple[int, int]) -> None:
+    def _begin(self, name: str, options: dict[str, str], size: tuple[int, ...]) -> None:
         self._container = self._av.open(str(self.path), "w")
         self._stream = self._container.add_stream(name, rate=self._rate, options=dict(options))
         self._stream.pix_fmt = "yuv420p"
@@ -438,10 +425,6 @@ def _usual_priority() -> Iterator[None]:
     finally:
         if os.sched_getscheduler(0) != before[0]:
             os.sched_setscheduler(0, *before)
-
-
-def _batched(frame: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(value)[None] for name, value in frame.items()}
 
 
 def _place(number: int) -> dict[str, int]:

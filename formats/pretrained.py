@@ -17,13 +17,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.contract import LockstepError
+from formats import hub
+from formats.lerobot import need
 from formats.partial import Partial
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -31,16 +32,7 @@ PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OLD = re.compile(r"(?:normalize_inputs|normalize_targets|unnormalize_outputs)\.buffer_(.+)\.(\w+)")
-_DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-}
+_DTYPES = {getattr(torch, name) for name in "float64 float32 float16 bfloat16 int64 int32 uint8 bool".split()}
 
 Stats = dict[str, dict[str, Tensor]]
 """{feature: {"mean": ..., "std": ..., "min": ..., ...}}"""
@@ -95,21 +87,8 @@ def _candidates(path_or_id: str) -> Iterable[Path]:
     yield path
     yield from (path / inside / "pretrained_model" for inside in ("", "last", "checkpoints/last"))
     if _ID.fullmatch(path_or_id):
-        model = _hub_cache() / f"models--{path_or_id.replace('/', '--')}"
-        yield model / "snapshots" / _commit(model / "refs" / "main")
-
-
-def _hub_cache() -> Path:
-    """Return the folder of huggingface_hub's downloads."""
-    env = os.environ.get
-    home = env("HF_HOME") or Path(env("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(env("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-
-
-def _commit(ref: Path) -> str:
-    """Return the commit that a ref names, or a placeholder for messages."""
-    commit = ref.read_text(errors="replace").strip() if ref.is_file() else ""
-    return commit if re.fullmatch(r"\w+", commit) else "<refs/main>"
+        model = hub.repository("models", path_or_id)
+        yield model / "snapshots" / hub.commit(model)
 
 
 # ---- read -----------------------------------------------------------------------------------------------------------
@@ -169,13 +148,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    safetensors = _safetensors()
+    load_file = need("safetensors.torch", "policy.pretrained_path").load_file
     try:
         with open(path, "rb") as file:
             if file.read(64).startswith(b"version https://git-lfs"):
                 what = f"{path.name} is a git-lfs pointer, not the file itself"
                 raise LockstepError(what, str(path), "run `git lfs pull` in that repository")
-        tensors = safetensors.torch.load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
         if strange := {value.dtype for value in tensors.values()} - _DTYPES:
             raise ValueError(f"it holds {strange.pop()}")
         return tensors
@@ -187,18 +166,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         why = _plain(str(error) or type(error).__name__)
         what = f"{path.name} is cut short or no safetensors file: {why}"
         raise LockstepError(what, str(path), "copy the folder again") from None
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise LockstepError(
-            "the package that reads and writes LeRobot's weights is missing",
-            "policy.pretrained_path",
-            "pip install safetensors",
-        ) from None
-    return safetensors
 
 
 def _cannot(verb: str, path: Path, error: Exception) -> LockstepError:
@@ -215,24 +182,26 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
     Raises LockstepError with that line if `strict`, and in any case if none fits; `net` is then unchanged.
     """
     expected = net.state_dict()
-    misshaped = {
-        name: f"{name} {tuple(weights[name].shape)}, not {tuple(value.shape)}"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
-    }
     missing = [f"{name} {tuple(value.shape)}" for name, value in expected.items() if name not in weights]
-    unexpected = [f"{_plain(name)} {tuple(value.shape)}" for name, value in weights.items() if name not in expected]
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": list(misshaped.values())}
-    report = "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
-    good = {name: value for name, value in weights.items() if name in expected and name not in misshaped}
+    good, unexpected, misshaped = {}, [], []
+    for name, value in weights.items():
+        if name not in expected:
+            unexpected.append(f"{_plain(name)} {tuple(value.shape)}")
+        elif value.shape != expected[name].shape:
+            misshaped.append(f"{name} {tuple(value.shape)}, not {tuple(expected[name].shape)}")
+        else:
+            good[name] = value
+    kinds = {"missing": missing, "unexpected": unexpected, "of a different shape": misshaped}
+    report = "; ".join(
+        f"{len(names)} {kind}: {', '.join(names[:3])}" + ", ..." * (len(names) > 3)
+        for kind, names in kinds.items()
+        if names
+    )
     if report and (strict or not good):
         what = f"the pretrained weights do not fit ({len(good)} of {len(expected)} tensors do): {report}"
         todo = "set the policy's options as it was trained"
-        raise LockstepError(
-            what,
-            "policy.pretrained_path",
-            f"{todo}, or policy.pretrained_strict=false to start the rest afresh" if good else todo,
-        )
+        todo += ", or policy.pretrained_strict=false to start the rest afresh" if good else ""
+        raise LockstepError(what, "policy.pretrained_path", todo)
     net.load_state_dict(good, strict=False)
     return report
 
@@ -240,10 +209,6 @@ def fit(net: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> str:
 def _plain(text: str) -> str:
     """Return the start of `text`, printable in a message of one line."""
     return text[:120] if text.isprintable() else ascii(text[:120])
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # ---- write ----------------------------------------------------------------------------------------------------------
@@ -296,13 +261,12 @@ def save_with(
         for feature in features
         for name, value in stats.get(feature, {}).items()
     }
-    safetensors = _safetensors()
+    need("safetensors.torch", "policy.pretrained_path")
     partial = Partial(folder)
     beside = partial.path
     try:
         if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-            todo = "choose another folder"
-            raise LockstepError("the folder holds something else than a policy", str(folder), todo)
+            raise LockstepError("the folder holds something else than a policy", str(folder), "choose a new folder")
         partial.begin()
         write(beside, by_type)
         for name, steps in _processors(features, by_type, tokenizer).items():
@@ -313,7 +277,7 @@ def save_with(
             with open(path, "rb") as opened:
                 os.fsync(opened.fileno())  # a rename may reach the disk before the contents do
         _replace(beside, folder)
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, need("safetensors").SafetensorError) as error:
         raise _cannot("write", folder, error) from None
     finally:
         partial.end()
@@ -326,7 +290,7 @@ def _write_json(path: Path, content: Any) -> None:
 def _write_tensors(path: Path, values: Mapping[str, Tensor]) -> None:
     # Copied, because safetensors refuses tensors that share memory.
     own = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in values.items()}
-    _safetensors().torch.save_file(own, path, metadata={"format": "pt"})
+    need("safetensors.torch").save_file(own, path, metadata={"format": "pt"})
 
 
 def _replace(new: Path, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """LeRobot's folders: found wherever they lie, read without believing them, fitted or refused, and written whole."""
 
-import builtins
 import errno
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -260,14 +260,7 @@ def test_weights_that_are_no_numbers(net, tmp_path):
 
 
 def test_without_the_package(folder, net, tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     fails(lambda: pretrained.load(folder), "pip install safetensors")
     fails(lambda: pretrained.save(tmp_path / "b", "act", {}, net, {}, {}, {}), "pip install safetensors")
 
