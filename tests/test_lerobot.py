@@ -57,44 +57,8 @@ def flat(e, n, size=(16, 24)):
     return np.stack([np.full((3, *size), level(e, f), np.uint8) for f in range(n)])
 
 
-def info(version, episodes, features, **more):
-    kept = {name: {"dtype": "int64", "shape": [1], "names": None} for name in lerobot.BOOKKEEPING}
-    kept["timestamp"]["dtype"] = "float32"
-    names = [["a", "b"]]  # nested, as some sets have it
-    own = {
-        "observation.state": {"dtype": "float32", "shape": [2], "names": names},
-        "action": {"dtype": "float32", "shape": [3], "names": {"motors": ["x", "y", "z"]}},
-    }
-    return {
-        "codebase_version": version,
-        "robot_type": "test",
-        "fps": 10,
-        "total_episodes": len(episodes),
-        "total_frames": sum(len(episode["action"]) for episode in episodes),
-        "something_new": {"deep": [1]},
-        "features": own | features | kept,
-        **more,
-    }
-
-
-def table(e, episode, index, tasks=0, fixed=True):
-    n = len(episode["action"])
-    columns = {
-        name: pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
-        if fixed
-        else pa.array(array.tolist(), pa.list_(pa.float32()))
-        for name, array in episode.items()
-    }
-    return pa.table(
-        columns
-        | {
-            "timestamp": pa.array((np.arange(n) / 10).astype(np.float32)),
-            "frame_index": pa.array(np.arange(n)),
-            "episode_index": pa.array(np.full(n, e)),
-            "index": pa.array(np.arange(n) + index),
-            "task_index": pa.array(np.full(n, tasks)),
-        }
-    )
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_video(path, pictures, fps=10, gop=2):
@@ -109,110 +73,106 @@ def write_video(path, pictures, fps=10, gop=2):
         container.mux(stream.encode())
 
 
-VIDEO = {CAMERA: {"dtype": "video", "shape": [16, 24, 3], "names": ["height", "width", "channel"], "info": {}}}
+def write_table(path, table):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table if isinstance(table, pa.Table) else pa.Table.from_pylist(table), path)
 
 
-def write_old(root, version="v2.1", lengths=LENGTHS, fixed=True, videos=True):
-    """A dataset of version 2.0 or 2.1, two episodes per chunk."""
-    episodes, index = numbers(lengths), 0
-    (root / "meta").mkdir(parents=True)
-    paths = {
-        "chunks_size": 2,
-        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-    }
-    about = info(version, episodes, VIDEO if videos else {}, **paths)
-    (root / "meta/info.json").write_text(json.dumps(about))
-    lines, stats = [], []
-    for e, episode in enumerate(episodes):
-        n = len(episode["action"])
-        path = root / f"data/chunk-{e // 2:03d}/episode_{e:06d}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table(e, episode, index, tasks=e % 2, fixed=fixed), path)
-        if videos:
-            write_video(root / f"videos/chunk-{e // 2:03d}/{CAMERA}/episode_{e:06d}.mp4", flat(e, n))
-        lines.append({"episode_index": e, "tasks": ["push"], "length": n})
-        told = {
+def build(root, version="v2.1", lengths=LENGTHS, fixed=True):
+    """A dataset as LeRobot wrote it. Before version 3 a file per episode and two episodes per chunk; in version 3 two
+    episodes per file, whose pictures begin 3 pictures into the video."""
+    is_old, episodes = version != "v3.0", numbers(lengths)
+    file = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+    paths = {"data_path": f"data/{file}.parquet", "video_path": f"videos/{{video_key}}/{file}.mp4"}
+    if is_old:
+        chunk, file = "chunk-{episode_chunk:03d}", "episode_{episode_index:06d}"
+        paths = {"data_path": f"data/{chunk}/{file}.parquet", "video_path": f"videos/{chunk}/{{video_key}}/{file}.mp4"}
+    rows, tables, pictures, stats, index = [], {}, {}, [], 0
+    for e, (episode, n) in enumerate(zip(episodes, lengths, strict=True)):
+        columns = {
+            name: pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+            if fixed
+            else pa.array(array.tolist(), pa.list_(pa.float32()))
+            for name, array in episode.items()
+        }
+        columns["timestamp"] = pa.array((np.arange(n) / 10).astype(np.float32))
+        columns |= {"frame_index": np.arange(n), "episode_index": np.full(n, e), "task_index": np.full(n, e % 2)}
+        names = {"episode_chunk": e // 2, "episode_index": e} if is_old else {"chunk_index": 0, "file_index": e // 2}
+        data, video = (root / path.format(video_key=CAMERA, **names) for path in paths.values())
+        tables.setdefault(data, []).append(pa.table(columns | {"index": np.arange(n) + index}))
+        shown = pictures.setdefault(video, [] if is_old else [np.full((3, 3, 16, 24), 255, np.uint8)])
+        row = {"episode_index": e, "tasks": ["push"], "length": n}
+        if not is_old:
+            begin = sum(map(len, shown)) / 10
+            row |= {f"data/{name}": number for name, number in names.items()}
+            row |= {f"videos/{CAMERA}/{name}": number for name, number in names.items()}
+            row |= {f"videos/{CAMERA}/from_timestamp": begin, f"videos/{CAMERA}/to_timestamp": begin + n / 10}
+            row |= {"dataset_from_index": index, "dataset_to_index": index + n, "stats/action/mean": [0.0]}
+        rows.append(row)
+        shown.append(flat(e, n))
+        own = {
             name: {key: getattr(array, key)(0).tolist() for key in ("mean", "std", "min", "max")} | {"count": [n]}
             for name, array in episode.items()
         }
         picture = {key: [[[level(e, 0) / 255]]] * 3 for key in ("mean", "min", "max")} | {"std": [[[0.1]]] * 3}
-        stats.append({"episode_index": e, "stats": told | {CAMERA: picture | {"count": [n]}}})
+        stats.append({"episode_index": e, "stats": own | {CAMERA: picture | {"count": [n]}}})
         index += n
-    write_lines(root / "meta/episodes.jsonl", lines)
-    write_lines(root / "meta/tasks.jsonl", [{"task_index": 1, "task": "pull"}, {"task_index": 0, "task": "push"}])
+    for path, parts in tables.items():
+        write_table(path, pa.concat_tables(parts))
+    for path, parts in pictures.items():
+        write_video(path, np.concatenate(parts))
+    (root / "meta").mkdir()
+    tasks = [{"task_index": 1, "task": "pull"}, {"task_index": 0, "task": "push"}]
+    if is_old:
+        write_lines(root / "meta/episodes.jsonl", rows)
+        write_lines(root / "meta/tasks.jsonl", tasks)
+    else:
+        for number in range(0, len(rows), 2):
+            path = root / f"meta/episodes/chunk-000/file-{number // 2:03d}.parquet"
+            write_table(path, rows[number : number + 2])
+        write_table(root / "meta/tasks.parquet", tasks)
     if version == "v2.1":
         write_lines(root / "meta/episodes_stats.jsonl", stats)
-    else:
-        everything = {name: np.concatenate([episode[name] for episode in episodes]) for name in ("action",)}
-        (root / "meta/stats.json").write_text(
-            json.dumps({n: {k: getattr(a, k)(0).tolist() for k in ("mean", "std")} for n, a in everything.items()})
-        )
-    return root
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_v3(root):
-    """By hand: two data files, two videos of two episodes each, which begin 3 pictures into their file."""
-    episodes, index, rows = numbers(), 0, []
-    file = "chunk-{chunk_index:03d}/file-{file_index:03d}"
-    paths = {"data_path": f"data/{file}.parquet", "video_path": f"videos/{{video_key}}/{file}.mp4"}
-    for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
-        (root / folder).mkdir(parents=True)
-    (root / "meta/info.json").write_text(json.dumps(info("v3.0", episodes, VIDEO, **paths)))
-    for file in range(2):
-        pair = [2 * file, 2 * file + 1]
-        tables = []
-        pictures = [np.full((3, 3, 16, 24), 255, np.uint8)]
-        begin = 3
-        for e in pair:
-            n = LENGTHS[e]
-            tables.append(table(e, episodes[e], index, tasks=e % 2, fixed=False))
-            pictures.append(flat(e, n))
-            rows.append(
-                {
-                    "episode_index": e,
-                    "tasks": ["push"],
-                    "length": n,
-                    "data/chunk_index": 0,
-                    "data/file_index": file,
-                    "dataset_from_index": index,
-                    "dataset_to_index": index + n,
-                    f"videos/{CAMERA}/chunk_index": 0,
-                    f"videos/{CAMERA}/file_index": file,
-                    f"videos/{CAMERA}/from_timestamp": begin / 10,
-                    f"videos/{CAMERA}/to_timestamp": (begin + n) / 10,
-                    "stats/action/mean": [0.0],
-                }
-            )
-            index, begin = index + n, begin + n
-        pq.write_table(pa.concat_tables(tables), root / f"data/chunk-000/file-{file:03d}.parquet")
-        write_video(root / f"videos/{CAMERA}/chunk-000/file-{file:03d}.mp4", np.concatenate(pictures))
-        pq.write_table(pa.Table.from_pylist(rows), root / f"meta/episodes/chunk-000/file-{file:03d}.parquet")
-        rows = []
-    pq.write_table(pa.table({"task_index": [1, 0], "task": ["pull", "push"]}), root / "meta/tasks.parquet")
-    return root
-
-
-def record(root, kind="image", lengths=LENGTHS, size=(16, 24), **how):
+    elif is_old:
+        action = np.concatenate([episode["action"] for episode in episodes])
+        whole = {"action": {key: getattr(action, key)(0).tolist() for key in ("mean", "std")}}
+        (root / "meta/stats.json").write_text(json.dumps(whole))
     features = {
-        "observation.state": ("float32", (2,)),
-        CAMERA: (kind, (3, *size)),
-        "action": ("float32", (3,)),
+        "observation.state": {"dtype": "float32", "shape": [2], "names": [["a", "b"]]},  # nested, as some sets have it
+        "action": {"dtype": "float32", "shape": [3], "names": {"motors": ["x", "y", "z"]}},
+        CAMERA: {"dtype": "video", "shape": [16, 24, 3], "names": ["height", "width", "channel"], "info": {}},
     }
-    with Recorder(root, 10, features, **how) as recorder:
-        for e, episode in enumerate(numbers(lengths)):
-            recorder.add_episode(episode | {CAMERA: flat(e, lengths[e], size)}, ("push", "pull")[e % 2])
+    features |= {name: {"dtype": "int64", "shape": [1], "names": None} for name in lerobot.BOOKKEEPING}
+    features["timestamp"]["dtype"] = "float32"
+    about = {"codebase_version": version, "robot_type": "test", "fps": 10, "something_new": {"deep": [1]}}
+    about |= {"total_episodes": len(lengths), "total_frames": sum(lengths), "features": features} | paths
+    (root / "meta/info.json").write_text(json.dumps(about | ({"chunks_size": 2} if is_old else {})))
+    return root
+
+
+FEATURES = {"observation.state": ("float32", (2,)), CAMERA: ("image", (3, 16, 24)), "action": ("float32", (3,))}
+
+
+def record(root, kind="image", size=(16, 24), **how):
+    with Recorder(root, 10, FEATURES | {CAMERA: (kind, (3, *size))}, **how) as recorder:
+        for e, episode in enumerate(numbers()):
+            recorder.add_episode(episode | {CAMERA: flat(e, LENGTHS[e], size)}, ("push", "pull")[e % 2])
+    return root
+
+
+def record_one(root, fps=10, task="push", **features):
+    """One episode, of arrays by the feature's name; `top` is the camera."""
+    arrays = {CAMERA if name == "top" else name: array for name, array in features.items()}
+    kinds = {n: ("image" if n == CAMERA else str(array.dtype), array.shape[1:]) for n, array in arrays.items()}
+    with Recorder(root, fps, kinds) as recorder:
+        recorder.add_episode(arrays, task)
     return root
 
 
 MAKERS = {
-    "v2.0": lambda root: write_old(root, "v2.0", fixed=False),
-    "v2.1": write_old,
-    "v3.0 by hand": write_v3,
+    "v2.0": lambda root: build(root, "v2.0", fixed=False),
+    "v2.1": build,
+    "v3.0 by hand": lambda root: build(root, "v3.0", fixed=False),
     "v3.0 images": record,
     "v3.0 many files": lambda root: record(root, file_mb=1e-4),
     "v3.0 video": lambda root: record(root, kind="video", size=(64, 64)),
@@ -934,7 +894,7 @@ def test_images_are_lossless_and_resized_by_pillow(tmp_path):
 @pytest.mark.parametrize("gop", [1, 12, 250])
 def test_frames_between_distant_key_frames(tmp_path, gop):
     lengths = [40]
-    root = write_old(tmp_path / "set", lengths=lengths, videos=True)
+    root = build(tmp_path / "set", lengths=lengths)
     pictures = np.stack([np.full((3, 16, 24), 20 + 5 * f, np.uint8) for f in range(40)])
     write_video(root / f"videos/chunk-000/{CAMERA}/episode_000000.mp4", pictures, gop=gop)
     demos = read(root)
@@ -947,7 +907,7 @@ def test_frames_between_distant_key_frames(tmp_path, gop):
 
 @pytest.mark.parametrize(("gop", "most"), [(1, 9), (2, 13), (250, 160)])
 def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
-    root = write_old(tmp_path / "set", lengths=[40])
+    root = build(tmp_path / "set", lengths=[40])
     write_video(old_video(root, 0), np.zeros((40, 3, 16, 24), np.uint8), gop=gop)
     decoded, real = [], frames_module._Video._from
 
@@ -994,7 +954,7 @@ def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage,
 
 def test_flipped_bytes_in_a_video_are_refused_in_one_line(tmp_path):
     """The decoder conceals them: the picture comes, made up, with a mark."""
-    root = write_old(tmp_path / "set", lengths=[40])
+    root = build(tmp_path / "set", lengths=[40])
     rng, path, every = np.random.default_rng(0), old_video(root, 0), np.arange(40)
     write_video(path, rng.integers(0, 255, (40, 3, 64, 96), dtype=np.uint8))
     assert Frames(read(root), {CAMERA: (16, 24)}, "none", "unused").get(CAMERA, every).std() > 5

@@ -122,7 +122,7 @@ def test_lerobot_reads_what_we_read(peer, made, tmp_path, kind, episodes):
 
 def test_version_2_against_lerobots_own_conversion(peer, tmp_path):
     convert = importlib.import_module("lerobot.datasets.v30.convert_dataset_v21_to_v30").convert_dataset
-    ours.write_old(tmp_path / "set", "v2.1")
+    ours.build(tmp_path / "set", "v2.1")
     about = json.loads((tmp_path / "set/meta/info.json").read_text())
     about["features"]["observation.state"]["names"] = ["a", "b"]
     about |= {"total_videos": 4, "total_chunks": 2, "total_tasks": 2, "splits": {"train": "0:4"}}
