@@ -160,10 +160,10 @@ def record(root, kind="image", size=(16, 24), **how):
     return root
 
 
-def record_one(root, fps=10, task="push", **features):
+def record_one(root, fps=10, task="push", kind="image", **features):
     """One episode, of arrays by the feature's name; `top` is the camera."""
     arrays = {CAMERA if name == "top" else name: array for name, array in features.items()}
-    kinds = {n: ("image" if n == CAMERA else str(array.dtype), array.shape[1:]) for n, array in arrays.items()}
+    kinds = {n: (kind if n == CAMERA else str(array.dtype), array.shape[1:]) for n, array in arrays.items()}
     with Recorder(root, fps, kinds) as recorder:
         recorder.add_episode(arrays, task)
     return root
@@ -305,8 +305,10 @@ def change_column(root, name, column, e=1):
     path = root / f"data/chunk-{e // 2:03d}/episode_{e:06d}.parquet"
     old = pq.read_table(path)
     column = column(old.column(name).to_pylist()) if callable(column) else column
+    if name == "timestamp":
+        column = np.float32(column)
     at = old.schema.get_field_index(name)
-    pq.write_table(old.remove_column(at) if column is None else old.set_column(at, name, column), path)
+    pq.write_table(old.remove_column(at) if column is None else old.set_column(at, name, pa.array(column)), path)
 
 
 def add_column(root, name, values, dtype, shape=(1,)):
@@ -439,85 +441,90 @@ def test_aggregate_weighs_by_count():
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def nan_at(frame):
-    def change(rows):
-        rows[frame][1] = float("nan")
-        return pa.array(rows, pa.list_(pa.float32()))
-
-    return change
-
-
 def cut(path, keep=0.5):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
 
 
-DAMAGES = {
-    "no info": (lambda r: (r / "meta/info.json").unlink(), ["info.json", "root folder"]),
-    "info cut": (lambda r: cut(r / "meta/info.json"), ["info.json", "cut short"]),
-    "info a list": (lambda r: (r / "meta/info.json").write_text("[]"), ["info.json"]),
-    "version": (lambda r: change_info(r, lambda a: a.update(codebase_version="v1.6")), ["'v1.6'", "v2.1"]),
-    "fps": (lambda r: change_info(r, lambda a: a.update(fps=0)), ["fps 0"]),
-    "no features": (lambda r: change_info(r, lambda a: a.pop("features")), ["no features"]),
-    "no timestamp": (lambda r: change_info(r, lambda a: a["features"].pop("timestamp")), ["no feature timestamp"]),
-    "feature": (lambda r: change_info(r, lambda a: a["features"]["action"].update(shape="x")), ["action", "'x'"]),
-    "picture": (lambda r: change_info(r, lambda a: a["features"][CAMERA].update(shape=[3, 4])), [CAMERA, "three"]),
-    "template": (lambda r: change_info(r, lambda a: a.update(data_path="{chunk}")), ["{chunk}", "{episode_index}"]),
-    "episodes": (lambda r: change_info(r, lambda a: a.update(total_episodes=9)), ["total_episodes is 9", "has 4"]),
-    "frames": (lambda r: change_info(r, lambda a: a.update(total_frames=9)), ["total_frames is 9", "has 25"]),
-    "no table": (lambda r: (r / "meta/episodes.jsonl").unlink(), ["episodes.jsonl"]),
-    "table cut": (lambda r: cut(r / "meta/episodes.jsonl", 0.9), ["episodes.jsonl:4", "cut short"]),
-    "no tasks": (lambda r: (r / "meta/tasks.jsonl").unlink(), ["tasks.jsonl"]),
-    "task": (lambda r: write_lines(r / "meta/tasks.jsonl", [{"task_index": 0}]), ["tasks.jsonl:1", "text"]),
-    "no data": (lambda r: (r / "data/chunk-000/episode_000001.parquet").unlink(), ["episode 1: no file"]),
-    "data cut": (lambda r: cut(r / "data/chunk-000/episode_000001.parquet"), ["episode 1: no parquet file"]),
-    "length": (
-        lambda r: change_column(r, "episode_index", pa.array([1, 1, 1, 7])),
-        ["episode 1 has 3 rows", "says 4"],
-    ),
-    "pieces": (
-        lambda r: change_column(r, "episode_index", pa.array([1, 7, 1, 1])),
-        ["episode 1 lies in several pieces"],
-    ),
-    "no column": (lambda r: change_column(r, "action", None), ["no column action", "episode_000001"]),
-    "nan": (lambda r: change_column(r, "action", nan_at(2)), ["episode 1 frame 2", "action is not finite"]),
-    "no value": (
-        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], None])),
-        ["episode 1 frame 3", "action has no value"],
-    ),
-    "no number": (
-        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], [1.0, None, 2.0]])),
-        ["episode 1 frame 3", "action has no value"],
-    ),
-    "ragged": (
-        lambda r: change_column(r, "action", lambda rows: pa.array([*rows[:3], [1.0]])),
-        ["episode 1 frame 3", "action has 1 numbers, 3 before"],
-    ),
-    "width": (
-        lambda r: change_info(r, lambda a: a["features"]["action"].update(shape=[4])),
-        ["action has 3 numbers per frame", "(4,)"],
-    ),
-    "words": (lambda r: change_column(r, "action", pa.array(["a"] * 4)), ["action is of type string"]),
-    "frame_index": (
-        lambda r: change_column(r, "frame_index", pa.array([0, 1, 3, 4])),
-        ["episode 1 frame 2", "frame_index"],
-    ),
-    "timestamp": (
-        lambda r: change_column(r, "timestamp", pa.array(np.float32([0, 0.1, 0.2, 0.3011]))),
-        ["episode 1 frame 3", "timestamp", "tolerance_s"],
-    ),
-    "task_index": (
-        lambda r: change_column(r, "task_index", pa.array([1, 1, 1, 2])),
-        ["episode 1 frame 3", "task_index", "2 tasks"],
-    ),
-}
+def gone(path):
+    return lambda root: shutil.rmtree(root / path) if (root / path).is_dir() else (root / path).unlink()
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_dataset_is_refused_in_one_line(copied, how):
-    damage, says = DAMAGES[how]
-    damage(copied)
-    refused(says, lambda: read(copied))
+def half(path, keep=0.5):
+    return lambda root: cut(root / path, keep)
+
+
+def without(name):
+    return lambda root: change_info(root, lambda about: (about if name in about else about["features"]).pop(name))
+
+
+def about(**changed):
+    return lambda root: change_info(root, lambda about: about.update(changed))
+
+
+def shape(name, shape):
+    return lambda root: change_info(root, lambda about: about["features"][name].update(shape=shape))
+
+
+def column(name, values):
+    """Of episode 1; a function of the row's four, each a list, gets them to change."""
+    return lambda root: change_column(root, name, values)
+
+
+EPISODE, FILE = "data/chunk-000/episode_000001.parquet", "chunk-000/file-001.parquet"
+V3 = "v3.0 by hand"
+NAN = [0.0, float("nan"), 0.0]
+DAMAGES = [
+    ("v2.1", gone("meta/info.json"), ["info.json", "root folder"]),
+    ("v2.1", half("meta/info.json"), ["info.json", "cut short"]),
+    ("v2.1", lambda root: (root / "meta/info.json").write_text("[]"), ["info.json", "a JSON object"]),
+    ("v2.1", about(codebase_version="v1.6"), ["'v1.6'", "v2.1"]),
+    ("v2.1", about(fps=0), ["fps 0"]),
+    ("v2.1", about(fps=True), ["fps True"]),
+    ("v2.1", without("features"), ["no features"]),
+    ("v2.1", without("timestamp"), ["no feature timestamp"]),
+    ("v2.1", shape("action", "x"), ["action", "'x'"]),
+    ("v2.1", shape("action", [0]), ["action", "[0]"]),
+    ("v2.1", shape(CAMERA, [3, 4]), [CAMERA, "three"]),
+    ("v2.1", about(data_path="{chunk}"), ["{chunk}", "{episode_index}"]),
+    ("v2.1", about(total_episodes=9), ["total_episodes is 9", "has 4"]),
+    ("v2.1", about(total_frames=9), ["total_frames is 9", "has 25"]),
+    ("v2.1", gone("meta/episodes.jsonl"), ["episodes.jsonl"]),
+    ("v2.1", half("meta/episodes.jsonl", 0.9), ["episodes.jsonl:4", "cut short"]),
+    ("v2.1", half("meta/episodes.jsonl", 0), ["total_episodes is 4", "has 0"]),
+    ("v2.1", gone("meta/tasks.jsonl"), ["tasks.jsonl"]),
+    ("v2.1", lambda root: write_lines(root / "meta/tasks.jsonl", [{"task_index": 0}]), ["tasks.jsonl:1", "text"]),
+    ("v2.1", gone(EPISODE), ["episode 1: no file"]),
+    ("v2.1", half(EPISODE), ["episode 1: no parquet file"]),
+    ("v2.1", column("episode_index", [1, 1, 1, 7]), ["episode 1 has 3 rows", "says 4"]),
+    ("v2.1", column("episode_index", [1, 7, 1, 1]), ["episode 1 lies in several pieces"]),
+    ("v2.1", column("action", None), ["no column action", "episode_000001"]),
+    ("v2.1", column("action", lambda rows: [*rows[:2], NAN, rows[3]]), ["episode 1 frame 2", "action is not finite"]),
+    ("v2.1", column("action", lambda rows: [*rows[:3], None]), ["episode 1 frame 3", "action has no value"]),
+    ("v2.1", column("action", lambda rows: [*rows[:3], [1.0, None, 2.0]]), ["episode 1 frame 3", "has no value"]),
+    ("v2.1", column("action", lambda rows: [*rows[:3], [1.0]]), ["episode 1 frame 3", "has 1 numbers, 3 before"]),
+    ("v2.1", column("episode_index", [1, 1, None, 1]), ["row 2: episode_index has no value"]),
+    ("v2.1", shape("action", [4]), ["action has 3 numbers per frame", "(4,)"]),
+    ("v2.1", column("action", ["a"] * 4), ["action is of type string"]),
+    ("v2.1", column("frame_index", [0, 1, 3, 4]), ["episode 1 frame 2", "frame_index"]),
+    ("v2.1", column("timestamp", [0, 0.1, 0.2, 0.3011]), ["episode 1 frame 3", "timestamp", "tolerance_s"]),
+    ("v2.1", column("timestamp", [0, 0.1, 0.2, 0.2989]), ["episode 1 frame 3", "timestamp", "tolerance_s"]),
+    ("v2.1", column("task_index", [1, 1, 1, 2]), ["episode 1 frame 3", "task_index", "2 tasks"]),
+    ("v2.1", column("task_index", [1, 1, -1, 1]), ["episode 1 frame 2", "task_index", "2 tasks"]),
+    (V3, gone("meta/episodes"), ["no table of episodes"]),
+    (V3, half(f"meta/episodes/{FILE}"), ["file-001.parquet", "cut short"]),
+    (V3, gone(f"meta/episodes/{FILE}"), ["total_episodes is 4", "has 2"]),
+    (V3, half(f"data/{FILE}"), ["episode 2: no parquet file", "cut short"]),
+    (V3, gone(f"data/{FILE}"), ["episode 2: no file file-001.parquet"]),
+    (V3, gone("meta/tasks.parquet"), ["no file tasks.parquet"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "says"), DAMAGES, ids=[f"{kind} {says}" for kind, _, says in DAMAGES])
+def test_a_damaged_dataset_is_refused_in_one_line(made, tmp_path, kind, damage, says):
+    root = shutil.copytree(made(kind), tmp_path / "copy")
+    damage(root)
+    refused(says, lambda: read(root))
 
 
 @pytest.mark.parametrize(
@@ -565,16 +572,14 @@ def test_a_template_names_files_of_the_dataset_and_nothing_else(made, tmp_path, 
 
 
 def test_the_tolerance_can_be_raised(copied):
-    change_column(copied, "timestamp", pa.array(np.float32([0, 0.1, 0.2, 0.3011])))
+    change_column(copied, "timestamp", [0, 0.1, 0.2, 0.3011])
     assert read(copied, tolerance_s=0.002).columns["timestamp"][10] == np.float32(0.3011)
     assert read(copied, exclude=[1])
 
 
 def test_late_timestamps_are_as_coarse_as_float32(tmp_path):
     n = 30 * 60 * 50  # 50 minutes at 30 Hz: half a unit in the last place is 1.2e-4 s
-    with Recorder(tmp_path / "long", 30, {"action": ("float32", (1,))}) as recorder:
-        recorder.add_episode({"action": np.zeros((n, 1))}, "wait")
-    assert len(read(tmp_path / "long").columns["index"]) == n
+    assert len(read(record_one(tmp_path / "long", 30, action=np.zeros((n, 1)))).columns["index"]) == n
 
 
 def test_unknown_episodes_are_refused(made):
@@ -582,23 +587,6 @@ def test_unknown_episodes_are_refused(made):
     refused(["dataset.episodes", *says], lambda: read(made("v2.1"), episodes=[1, 9, 4]))
     refused(["dataset.exclude", *says], lambda: read(made("v3.0 by hand"), exclude=[9, 4]))
     refused("every episode is excluded", lambda: read(made("v2.1"), episodes=[1], exclude=[1]))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda r: shutil.rmtree(r / "meta/episodes"), ["no table of episodes"]),
-        (lambda r: cut(r / "meta/episodes/chunk-000/file-001.parquet"), ["file-001.parquet", "cut short"]),
-        (lambda r: (r / "meta/episodes/chunk-000/file-001.parquet").unlink(), ["total_episodes is 4", "has 2"]),
-        (lambda r: cut(r / "data/chunk-000/file-001.parquet"), ["episode 2: no parquet file", "cut short"]),
-        (lambda r: (r / "data/chunk-000/file-001.parquet").unlink(), ["episode 2: no file file-001.parquet"]),
-        (lambda r: (r / "meta/tasks.parquet").unlink(), ["no file tasks.parquet"]),
-    ],
-)
-def test_a_half_written_dataset_of_version_3(made, tmp_path, damage, says):
-    root = shutil.copytree(made("v3.0 by hand"), tmp_path / "copy")
-    damage(root)
-    refused(says, lambda: read(root))
 
 
 def test_a_missing_package_is_named(made, monkeypatch):
@@ -658,12 +646,7 @@ def test_find(tmp_path, monkeypatch):
 
 
 def test_frame_by_frame_is_the_same_as_whole_episodes(made, tmp_path):
-    features = {
-        "observation.state": ("float32", (2,)),
-        CAMERA: ("image", (3, 16, 24)),
-        "action": ("float32", (3,)),
-    }
-    with Recorder(tmp_path / "set", 10, features) as recorder:
+    with Recorder(tmp_path / "set", 10, FEATURES) as recorder:
         for e, episode in enumerate(numbers()):
             for f in range(LENGTHS[e]):
                 frame = {name: array[f] for name, array in episode.items()} | {CAMERA: flat(e, LENGTHS[e])[f]}
@@ -736,34 +719,33 @@ def test_wrong_declarations_are_refused(tmp_path, features, says):
     refused(says, lambda: Recorder(tmp_path / "set", 10, features))
 
 
-def test_misuse_of_a_recorder(tmp_path):
-    features, one = {"action": ("float32", (1,))}, {"action": np.zeros((1, 1))}
-    (tmp_path / "there").mkdir()
-    refused("exists already", lambda: Recorder(tmp_path / "there", 10, features))
-    refused("fps 0", lambda: Recorder(tmp_path / "set", 0, features))
+ONE = ("add_frame", {"action": np.zeros(1)}, "push")
 
-    def within(act):
-        def run():
-            with Recorder(tmp_path / "set", 10, features) as recorder:
-                act(recorder)
 
-        return run
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ([], "no episode was written"),
+        ([("end_episode",)], "without frames"),
+        ([("add_episode", {"action": np.zeros((0, 1))}, "push")], "without frames"),
+        ([ONE, ("add_episode", {"action": np.zeros((1, 1))}, "push")], "call end_episode() first"),
+        ([ONE, ("add_frame", {"action": np.zeros(1)}, "pull")], "'pull' in an episode of 'push'"),
+        ([ONE], "was not ended"),
+    ],
+)
+def test_misuse_of_a_recorder(tmp_path, calls, says):
+    def act():
+        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+            for name, *arguments in calls:
+                getattr(recorder, name)(*arguments)
 
-    def twice(recorder):
-        recorder.add_frame({"action": np.zeros(1)}, "push")
-        recorder.add_episode(one, "push")
+    refused(says, act)
+    assert not list(tmp_path.iterdir())
 
-    def two_tasks(recorder):
-        recorder.add_frame({"action": np.zeros(1)}, "push")
-        recorder.add_frame({"action": np.zeros(1)}, "pull")
 
-    refused("no episode was written", within(lambda recorder: None))
-    refused("without frames", within(lambda recorder: recorder.end_episode()))
-    refused("without frames", within(lambda recorder: recorder.add_episode({"action": np.zeros((0, 1))}, "push")))
-    refused("call end_episode() first", within(twice))
-    refused("'pull' in an episode of 'push'", within(two_tasks))
-    refused("was not ended", within(lambda recorder: recorder.add_frame({"action": np.zeros(1)}, "push")))
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+def test_no_recording_over_a_folder_or_without_a_rate(tmp_path):
+    refused("exists already", lambda: Recorder(tmp_path, 10, FEATURES))
+    refused("fps 0", lambda: Recorder(tmp_path / "set", 0, FEATURES))
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -797,8 +779,7 @@ def test_a_killed_recording_leaves_no_dataset(tmp_path):
     run(begin, exitcode=-signal.SIGKILL)
     assert not (tmp_path / "set").exists() and len(list(tmp_path.iterdir())) == 1
     refused("cannot read info.json", lambda: read(tmp_path / "set"))
-    with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
-        recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+    record_one(tmp_path / "set", action=np.zeros((5, 1)))
     assert [path.name for path in tmp_path.iterdir()] == ["set"], "what was left goes with the next recording"
 
 
@@ -881,9 +862,7 @@ def test_the_pictures_of_the_next_batch_are_read_ahead(made, tmp_path, monkeypat
 
 def test_images_are_lossless_and_resized_by_pillow(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 20, 30), dtype=np.uint8)
-    with Recorder(tmp_path / "set", 10, {CAMERA: ("image", (3, 20, 30)), "action": ("float32", (1,))}) as recorder:
-        recorder.add_episode({CAMERA: pixels, "action": np.zeros((6, 1))}, "push")
-    demos = read(tmp_path / "set")
+    demos = read(record_one(tmp_path / "set", top=pixels))
     rows = np.array([4, 0, 4, 5])
     assert np.array_equal(Frames(demos, {}, "none", "unused").get(CAMERA, rows), pixels[rows])
     small = [Image.fromarray(p.transpose(1, 2, 0)).resize((12, 8), Image.Resampling.BILINEAR) for p in pixels[rows]]
@@ -891,24 +870,16 @@ def test_images_are_lossless_and_resized_by_pillow(tmp_path):
     assert np.array_equal(Frames(demos, {CAMERA: (8, 12)}, "memmap", tmp_path).get(CAMERA, rows), expected)
 
 
-@pytest.mark.parametrize("gop", [1, 12, 250])
-def test_frames_between_distant_key_frames(tmp_path, gop):
-    lengths = [40]
-    root = build(tmp_path / "set", lengths=lengths)
-    pictures = np.stack([np.full((3, 16, 24), 20 + 5 * f, np.uint8) for f in range(40)])
-    write_video(root / f"videos/chunk-000/{CAMERA}/episode_000000.mp4", pictures, gop=gop)
+@pytest.mark.parametrize(("gop", "most"), [(1, 9), (2, 13), (12, 60), (250, 160)])
+def test_frames_between_key_frames_and_how_many_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
+    root, every = build(tmp_path / "set", lengths=[40]), np.arange(40)
+    write_video(old_video(root, 0), np.stack([np.full((3, 16, 24), 20 + 5 * f, np.uint8) for f in every]), gop=gop)
     demos = read(root)
     frames = Frames(demos, {}, "none", "unused")
-    for rows in ([39, 0, 20], [5], [0, 39], list(range(40)), [38, 39]):
+    for rows in ([39, 0, 20], [5], [0, 39], every, [38, 39]):
         assert np.abs(frames.get(CAMERA, np.array(rows)).mean((1, 2, 3)) - 20 - 5 * np.array(rows)).max() < 2
-    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, np.arange(40)),
-                          frames.get(CAMERA, np.arange(40)))  # fmt: skip
-
-
-@pytest.mark.parametrize(("gop", "most"), [(1, 9), (2, 13), (250, 160)])
-def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
-    root = build(tmp_path / "set", lengths=[40])
-    write_video(old_video(root, 0), np.zeros((40, 3, 16, 24), np.uint8), gop=gop)
+    cached = Frames(demos, {}, "memmap", tmp_path)
+    assert np.array_equal(cached.get(CAMERA, every), frames.get(CAMERA, every))
     decoded, real = [], frames_module._Video._from
 
     def counted(self, *where):
@@ -917,7 +888,7 @@ def test_few_frames_are_decoded_to_reach_some(tmp_path, monkeypatch, gop, most):
             yield frame
 
     monkeypatch.setattr(frames_module._Video, "_from", counted)
-    Frames(read(root), {}, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
+    Frames(demos, {}, "none", "unused").get(CAMERA, np.array([1, 14, 27, 39]))
     assert len(decoded) <= most, len(decoded)
 
 
@@ -1060,41 +1031,35 @@ def test_a_killed_build_is_resumed(made, tmp_path, monkeypatch, writes, kind, na
     )
 
 
-def test_a_line_cut_short_is_not_believed(made, tmp_path, writes):
-    demos = read(made("v2.1"))
-    Frames(demos, {}, "memmap", tmp_path)
-    (journal,) = tmp_path.glob("*/episodes.jsonl")
-    cut(journal, 0.95)
-    writes.clear()
-    Frames(demos, {}, "memmap", tmp_path)
-    assert len(writes) == LENGTHS[-1]
-    writes.clear()
-    Frames(demos, {}, "memmap", tmp_path)
-    assert not writes
+def overwrite(path):
+    with open(path, "r+b") as file:
+        file.seek(8 * 3 * 16 * 24)  # in episode 1
+        file.write(b"\0" * 10)
 
 
-def test_bytes_that_are_not_what_was_written_are_decoded_again(made, tmp_path, writes):
-    """Of episodes that are not asked for just now, too: a later run would trust them."""
+@pytest.mark.parametrize(
+    ("file", "damage", "lost"),
+    [
+        ("episodes.jsonl", lambda path: cut(path, 0.95), [3]),
+        ("*.u8", overwrite, [1]),
+        ("*.u8", cut, [2, 3]),
+        ("*.u8", Path.unlink, [0, 1, 2, 3]),
+    ],
+    ids=["a line cut short", "other bytes", "cut", "gone"],
+)
+def test_what_is_not_as_it_was_written_is_decoded_again(made, tmp_path, writes, file, damage, lost):
+    """Also of episodes that are not asked for just now: a later run would trust them."""
     demos, every = read(made("v2.1")), np.arange(sum(LENGTHS))
     good = Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every)
-    (pixels,) = tmp_path.glob("*/*.u8")
-    size = 3 * 16 * 24
-    with open(pixels, "r+b") as file:
-        file.seek(8 * size)  # in episode 1
-        file.write(b"\0" * 10)
+    damage(next(tmp_path.glob(f"*/{file}")))
     writes.clear()
-    Frames(read(made("v2.1"), episodes=[0]), {}, "memmap", tmp_path)
-    assert not writes
+    if 0 not in lost:
+        Frames(read(made("v2.1"), episodes=[0]), {}, "memmap", tmp_path)
+        assert not writes
     assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
-    assert len(writes) == LENGTHS[1]
-    cut(pixels)
-    writes.clear()
-    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
-    assert len(writes) >= LENGTHS[2] + LENGTHS[3]
-    pixels.unlink()
-    writes.clear()
-    assert np.array_equal(Frames(demos, {}, "memmap", tmp_path).get(CAMERA, every), good)
-    assert len(writes) == sum(LENGTHS)
+    assert len(writes) == sum(LENGTHS[e] for e in lost)
+    Frames(demos, {}, "memmap", tmp_path)
+    assert len(writes) == sum(LENGTHS[e] for e in lost), "once"
 
 
 def test_a_bar_is_for_terminals_only(made, tmp_path, capfd):
@@ -1138,8 +1103,7 @@ def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):
 def test_two_processes_build_once(made, tmp_path):
     """The first holds its first picture until the second waits for the lock, or writes as well."""
     demos = read(made("v2.1"))
-    log = tmp_path / "log"
-    log.touch()
+    (log := tmp_path / "log").touch()
 
     def build(first):
         real = frames_module._write_all
@@ -1148,9 +1112,8 @@ def test_two_processes_build_once(made, tmp_path):
             with open(log, "a") as file:
                 file.write(f"{os.getpid()}\n")
             deadline = time.monotonic() + 60
-            while (
-                first and len(set(log.read_text().split())) == 1 and "-> FLOCK" not in Path("/proc/locks").read_text()
-            ):
+            waits = Path("/proc/locks")
+            while first and len(set(log.read_text().split())) == 1 and "-> FLOCK" not in waits.read_text():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)  # polling with a deadline
             real(*args)
@@ -1317,6 +1280,5 @@ def test_real_pictures(tmp_path):
 def test_writing_a_video_leaves_this_process_its_priority(tmp_path):
     """Run by root, SVT-AV1 would make it a real-time one, and all that it starts later."""
     before = os.sched_getscheduler(0)
-    with Recorder(tmp_path / "data", 10, {"observation.images.top": ("video", (3, 64, 64))}) as recorder:
-        recorder.add_episode({"observation.images.top": np.zeros((3, 3, 64, 64), np.uint8)}, "look")
+    record_one(tmp_path / "data", kind="video", top=np.zeros((3, 3, 64, 64), np.uint8))
     assert os.sched_getscheduler(0) == before == os.SCHED_OTHER
