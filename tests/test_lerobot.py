@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -161,9 +162,9 @@ def record(root, kind="image", size=(16, 24), **how):
 
 
 def record_one(root, fps=10, task="push", kind="image", **features):
-    """One episode, of arrays by the feature's name; `top` is the camera."""
+    """One episode, of arrays by the feature's name; uint8 is pictures, and `top` a camera."""
     arrays = {CAMERA if name == "top" else name: array for name, array in features.items()}
-    kinds = {n: (kind if n == CAMERA else str(array.dtype), array.shape[1:]) for n, array in arrays.items()}
+    kinds = {n: (kind if a.dtype == np.uint8 else str(a.dtype), a.shape[1:]) for n, a in arrays.items()}
     with Recorder(root, fps, kinds) as recorder:
         recorder.add_episode(arrays, task)
     return root
@@ -268,7 +269,9 @@ def test_without_deltas_a_sample_is_a_frame(made):
 def test_some_of_the_episodes_that_were_read(made):
     """A split takes its windows from its own episodes alone, whatever their order."""
     demos = read(made("v2.1"), exclude=[1])
-    batch = Chunks(demos, [3, 0], {"action": [-1, 20]}).__getitems__([0, 4, 5])
+    chunks = Chunks(demos, [3, 0], {"action": [-1, 20]})
+    batch = chunks.__getitems__([0, 4, 5])
+    assert chunks.weights[[0, 4, 5]].tolist() == [0.0, 1.0, 0.0]
     raw = numbers()
     assert batch["episode_index"].tolist() == [3, 3, 0]
     for i, (e, f) in enumerate([(3, 0), (3, 4), (0, 0)]):
@@ -577,9 +580,13 @@ def test_the_tolerance_can_be_raised(copied):
     assert read(copied, exclude=[1])
 
 
-def test_late_timestamps_are_as_coarse_as_float32(tmp_path):
+def test_late_timestamps_are_as_coarse_as_float32(made, tmp_path):
     n = 30 * 60 * 50  # 50 minutes at 30 Hz: half a unit in the last place is 1.2e-4 s
     assert len(read(record_one(tmp_path / "long", 30, action=np.zeros((n, 1)))).columns["index"]) == n
+    demos = read(made("v2.1"))
+    demos.columns["timestamp"] += 5000
+    demos.places[CAMERA] = [replace(place, start_s=-5000.0) for place in demos.places[CAMERA]]
+    assert len(Frames(demos, {}, "none", "unused").get(CAMERA, np.arange(25))) == 25
 
 
 def test_unknown_episodes_are_refused(made):

@@ -17,8 +17,7 @@ from models.layers import Normalizer
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-ACTION = "action"
-NAMES = [STATE, ENV, ACTION]
+ACTION, CAMERA = "action", "observation.images.top_left"
 FEATURES = {
     STATE: {"type": "STATE", "shape": [4]},
     ENV: {"type": "ENV", "shape": [3]},
@@ -31,6 +30,10 @@ STATS = {
 }
 
 
+def save(folder, net):
+    pretrained.save(folder, "act", TINY, net, STATS, FEATURES, MODES)
+
+
 @pytest.fixture
 def net():
     return build([STATE, ENV])
@@ -39,7 +42,7 @@ def net():
 @pytest.fixture
 def folder(net, tmp_path):
     path = tmp_path / "pretrained_model"
-    pretrained.save(path, "act", TINY, net, STATS, FEATURES, MODES)
+    save(path, net)
     return path
 
 
@@ -75,15 +78,10 @@ def put_into_cache(folder, cache, commit="0a1b2c"):
     return model / "snapshots" / commit
 
 
-@pytest.mark.parametrize(
-    ("variable", "below"),
-    [
-        ("HF_HUB_CACHE", "."),
-        ("HF_HOME", "hub"),
-        ("XDG_CACHE_HOME", "huggingface/hub"),
-        ("HOME", ".cache/huggingface/hub"),
-    ],
-)
+CACHES = {"HF_HUB_CACHE": ".", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub", "HOME": ".cache/huggingface/hub"}
+
+
+@pytest.mark.parametrize(("variable", "below"), CACHES.items())
 def test_an_id_is_found_in_the_hubs_cache(variable, below, folder, tmp_path, monkeypatch):
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -135,63 +133,53 @@ def test_what_is_saved_is_loaded(net, folder):
     Normalizer(stats, MODES)
 
 
-def test_the_layout_is_lerobots(folder):
-    """File by file as LeRobot 0.4.4 writes them; tests/peer holds it against LeRobot itself where it is installed."""
-    state_files = {
-        "policy_preprocessor": "policy_preprocessor_step_3_normalizer_processor.safetensors",
-        "policy_postprocessor": "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
+@pytest.mark.parametrize("tokenizer", [None, {"tokenizer_name": "some/model", "max_length": 48}])
+def test_the_layout_is_lerobots(net, folder, tmp_path, tokenizer):
+    """File by file as LeRobot 0.4.4 writes them; tests/peer compares with LeRobot itself where it is installed."""
+    if tokenizer:
+
+        def write(out, by_type):
+            for name in ("config.json", "model.safetensors"):
+                shutil.copy(folder / name, out)
+
+        pretrained.save_with(write, tmp_path / "words", STATS, FEATURES, MODES, tokenizer)
+    out = tmp_path / "words" if tokenizer else folder
+    scale = {"eps": 1e-8, "norm_map": {"STATE": "MEAN_STD", "ENV": "IDENTITY", "ACTION": "MIN_MAX"}}
+    to_cpu = ("device_processor", {"device": "cpu", "float_dtype": None})
+    words = [("smolvla_new_line_processor", {}), ("tokenizer_processor", tokenizer)] if tokenizer else []
+    before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), *words, to_cpu]
+    pipelines = {
+        "policy_preprocessor": [*before, ("normalizer_processor", {"features": FEATURES} | scale)],
+        "policy_postprocessor": [("unnormalizer_processor", {"features": {ACTION: FEATURES[ACTION]}} | scale), to_cpu],
     }
-    names = {"config.json", "model.safetensors", *(f"{name}.json" for name in state_files), *state_files.values()}
-    assert {path.name for path in folder.iterdir()} == names
-    assert all(name.startswith("model.") for name in safetensors.load_file(folder / "model.safetensors"))
-    steps = {
-        "policy_preprocessor": [
-            "rename_observations_processor",
-            "to_batch_processor",
-            "device_processor",
-            "normalizer_processor",
-        ],
-        "policy_postprocessor": ["unnormalizer_processor", "device_processor"],
-    }
-    for name, file in state_files.items():
-        written = json.loads((folder / f"{name}.json").read_text())
-        assert written["name"] == name
-        assert [step["registry_name"] for step in written["steps"]] == steps[name]
-        (stateful,) = (step for step in written["steps"] if "state_file" in step)
-        assert stateful["state_file"] == file and "normalizer" in stateful["registry_name"]
-        assert stateful["config"]["norm_map"] == {"STATE": "MEAN_STD", "ENV": "IDENTITY", "ACTION": "MIN_MAX"}
-        assert set(stateful["config"]["features"]) == set(NAMES if name == "policy_preprocessor" else [ACTION])
-        assert sorted(safetensors.load_file(folder / file)) == sorted(f"{n}.{s}" for n in STATS for s in STATS[n])
+    names = {"config.json", "model.safetensors"}
+    for name, steps in pipelines.items():
+        found = json.loads((out / f"{name}.json").read_text())
+        assert found["name"] == name
+        assert [(step["registry_name"], step["config"]) for step in found["steps"]] == steps
+        at = len(before) if name == "policy_preprocessor" else 0
+        file = f"{name}_step_{at}_{steps[at][0]}.safetensors"
+        assert {n: step["state_file"] for n, step in enumerate(found["steps"]) if "state_file" in step} == {at: file}
+        assert sorted(safetensors.load_file(out / file)) == sorted(f"{n}.{s}" for n in STATS for s in STATS[n])
+        names |= {f"{name}.json", file}
+    assert {path.name for path in out.iterdir()} == names
+    assert all(name.startswith("model.") for name in safetensors.load_file(out / "model.safetensors"))
 
 
 def test_statistics_among_the_weights(net, tmp_path):
     """As LeRobot wrote them until 0.3: underscores for a feature's dots, and infinity for what was never set."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "type": "act",
-                "input_features": {STATE: {}, "observation.images.top_left": {}},
-                "output_features": {ACTION: {}},
-            }
-        )
-    )
+    features = {"input_features": {STATE: {}, CAMERA: {}}, "output_features": {ACTION: {}}}
+    (tmp_path / "config.json").write_text(json.dumps({"type": "act"} | features))
     tensors = {f"model.{name}": value.clone() for name, value in net.state_dict().items()}
     tensors |= {"normalize_inputs.buffer_observation_state.mean": torch.arange(4.0)}
     tensors |= {"normalize_inputs.buffer_observation_images_top_left.std": torch.ones(3, 1, 1)}
-    for where in ("normalize_targets", "unnormalize_outputs"):
-        tensors |= {
-            f"{where}.buffer_action.mean": torch.arange(2.0),
-            f"{where}.buffer_action.max": torch.full((2,), torch.inf),
-        }
+    for where in ("normalize_targets.buffer_action", "unnormalize_outputs.buffer_action"):
+        tensors |= {f"{where}.mean": torch.arange(2.0), f"{where}.max": torch.full((2,), torch.inf)}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     _, weights, stats = pretrained.load(tmp_path)
     assert pretrained.fit(net, weights) == ""
     shapes = {feature: {name: tuple(v.shape) for name, v in values.items()} for feature, values in stats.items()}
-    assert shapes == {
-        STATE: {"mean": (4,)},
-        "observation.images.top_left": {"std": (3, 1, 1)},
-        ACTION: {"mean": (2,)},
-    }
+    assert shapes == {STATE: {"mean": (4,)}, CAMERA: {"std": (3, 1, 1)}, ACTION: {"mean": (2,)}}
 
 
 def test_without_statistics(net, tmp_path):
@@ -206,39 +194,32 @@ def test_without_statistics(net, tmp_path):
 # ---- what is wrong with a folder ------------------------------------------------------------------------------------
 
 
-def damage(path, how):
-    data = path.read_bytes()
-    path.unlink()
-    if how == "a folder":
-        path.mkdir()
-    elif how != "gone":
-        header = json.dumps({"x": {"dtype": "F32", "shape": [10**9], "data_offsets": [0, 4 * 10**9]}}).encode()
-        strange = safetensors.save({"model.x": torch.zeros(2, dtype=torch.complex64)})
-        path.write_bytes(
-            {
-                "empty": b"",
-                "cut": data[: len(data) * 2 // 3],
-                "noise": bytes(range(256)) * 40,
-                "long header": b"\xff" * 8 + data[8:],
-                "huge shape": len(header).to_bytes(8, "little") + header + b"1234",
-                "complex": strange,
-                "pickle": b"\x80\x02}q\x00.",
-                "lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
-            }[how]
-        )
+HUGE = json.dumps({"x": {"dtype": "F32", "shape": [10**9], "data_offsets": [0, 4 * 10**9]}}).encode()
+CONTENTS = {  # of a damaged file, from what it was
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) * 2 // 3],
+    "noise": lambda data: bytes(range(256)) * 40,
+    "long header": lambda data: b"\xff" * 8 + data[8:],
+    "huge shape": lambda data: len(HUGE).to_bytes(8, "little") + HUGE + b"1234",
+    "complex": lambda data: safetensors.save({"model.x": torch.zeros(2, dtype=torch.complex64)}),
+    "pickle": lambda data: b"\x80\x02}q\x00.",
+    "git lfs pull": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n",
+}
 
 
-HOWS = ["gone", "a folder", "empty", "cut", "noise", "long header", "huge shape", "complex", "pickle", "lfs"]
-
-
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["gone", "a folder", *CONTENTS])
 @pytest.mark.parametrize("name", ["model.safetensors", "policy_preprocessor_step_3_normalizer_processor.safetensors"])
 def test_damaged_tensors(name, how, folder):
-    damage(folder / name, how)
+    data = (folder / name).read_bytes()
+    (folder / name).unlink()
     if how == "gone" and name.startswith("policy"):
         assert pretrained.load(folder).stats == {}
         return
-    fails(lambda: pretrained.load(folder), name, *(["git lfs pull"] if how == "lfs" else []))
+    if how == "a folder":
+        (folder / name).mkdir()
+    elif how != "gone":
+        (folder / name).write_bytes(CONTENTS[how](data))
+    fails(lambda: pretrained.load(folder), name, *([how] if how == "git lfs pull" else []))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"', "[" * 100_000, "\udcff", '{"a": \x00}', "NaN"])
@@ -255,7 +236,7 @@ def test_a_config_that_says_little_is_enough(folder):
 def test_weights_that_are_no_numbers(net, tmp_path):
     with torch.no_grad():
         net.action_head.bias[0] = torch.nan
-    pretrained.save(tmp_path / "a", "act", TINY, net, STATS, FEATURES, MODES)
+    save(tmp_path / "a", net)
     fails(lambda: pretrained.load(tmp_path / "a"), "1 of", "action_head.bias", "earlier checkpoint")
 
 
@@ -312,7 +293,7 @@ def test_a_folder_is_replaced_whole(net, folder, tmp_path):
         net.action_head.bias.fill_(4.0)
     (folder / "stale").touch()
     (tmp_path / ".pretrained_model.partial-elsewhere-1").mkdir()  # of a process that was killed
-    pretrained.save(folder, "act", TINY, net, STATS, FEATURES, MODES)
+    save(folder, net)
     assert pretrained.load(folder).weights["action_head.bias"].tolist() == [4.0, 4.0]
     assert left(tmp_path) == ["pretrained_model"] and "stale" not in left(folder)
 
@@ -333,11 +314,11 @@ def test_a_failure_leaves_the_old_folder(when, net, folder, tmp_path, monkeypatc
     monkeypatch.setattr(module, name, full)
     with torch.no_grad():
         net.action_head.bias.fill_(4.0)
-    fails(lambda: pretrained.save(folder, "act", TINY, net, STATS, FEATURES, MODES), "No space left", "cannot write")
+    fails(lambda: save(folder, net), "No space left", "cannot write")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert left(tmp_path) == ["pretrained_model"]
     monkeypatch.undo()
-    pretrained.save(tmp_path / "new", "act", TINY, net, STATS, FEATURES, MODES)
+    save(tmp_path / "new", net)
 
 
 def test_a_new_folder_has_its_name_only_when_it_is_whole(net, tmp_path, monkeypatch):
@@ -348,19 +329,19 @@ def test_a_new_folder_has_its_name_only_when_it_is_whole(net, tmp_path, monkeypa
         real(tensors, path, **kwargs)
 
     monkeypatch.setattr(safetensors, "save_file", look)
-    pretrained.save(tmp_path / "new", "act", TINY, net, STATS, FEATURES, MODES)
+    save(tmp_path / "new", net)
     assert left(tmp_path) == ["new"]
 
 
 def test_what_is_no_policy_is_never_replaced(net, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for path in (tmp_path, tmp_path / "thesis.tex"):
-        fails(lambda path=path: pretrained.save(path, "act", TINY, net, STATS, FEATURES, MODES), "something else")
+        fails(lambda path=path: save(path, net), "something else")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
-    pretrained.save(tmp_path / "empty", "act", TINY, net, STATS, FEATURES, MODES)
+    save(tmp_path / "empty", net)
     (tmp_path / "link").symlink_to("empty")
-    pretrained.save(tmp_path / "link", "act", TINY, net, STATS, FEATURES, MODES)
+    save(tmp_path / "link", net)
     assert left(tmp_path) == ["empty", "link", "thesis.tex"] and (tmp_path / "link").is_symlink()
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, succeed
-from test_robot import parse, task_of
+from conftest import succeed
+from test_robot import task_of
 
 pytest.importorskip("gym_pusht", reason="needs the extra [pusht]: pip install gym-pusht==0.1.8")
 
@@ -122,7 +122,3 @@ def test_without_the_package_it_says_so(launch, tmp_path):
     done = launch.python("train.py", "robot", "env.type=pusht", PYTHONPATH=str(tmp_path / "hidden"))
     assert done.code == 2 and done.err.count("\n") == 1, done.err
     assert "PushT needs the gym-pusht package (env.type=pusht): pip install gym-pusht==0.1.8" in done.err
-
-
-def test_the_shipped_config_parses():
-    assert parse("--config", str(ROOT / "configs/policy/pusht.yaml")).env.type == "pusht"

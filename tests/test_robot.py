@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, succeed
+from test_lerobot import record_one
 from test_resume import assert_same_run, load
 from torch.overrides import TorchFunctionMode
 
@@ -67,6 +68,12 @@ def caches(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
 
 
+def change_json(path, change):
+    there = json.loads(path.read_text())
+    there |= change(there)
+    path.write_text(json.dumps({name: value for name, value in there.items() if value is not None}))
+
+
 def parse(*words):
     return config.parse(list(words), tasks.load).cfg
 
@@ -98,9 +105,10 @@ def test_the_type_of_policy_brings_its_own_keys_and_defaults():
             "unknown key 'policy.dim_modle' (command line): did you mean 'policy.dim_model'",
         ),
         ("policy.type=act policy.preset=tiny", "unknown key 'policy.preset'"),
+        ("--eval_steps=1000 --env_eval_freq=20000", "'eval_every' is given twice, as eval_steps and env_eval_freq"),
     ],
 )
-def test_a_key_of_another_policy_is_unknown(words, message):
+def test_a_key_of_a_different_policy_or_two_spellings_of_one_are_refused(words, message):
     with pytest.raises(LockstepError) as caught:
         parse("robot", *words.split())
     assert message in str(caught.value)
@@ -142,13 +150,6 @@ def test_never_in_lerobots_spelling_is_never(words, every, trials):
     assert (cfg.eval_every, cfg.eval.n_episodes) == (every, trials)
 
 
-def test_two_spellings_of_one_key_are_named():
-    with pytest.raises(
-        LockstepError, match=r"'eval_every' is given twice, as eval_steps and env_eval_freq .*: keep one"
-    ):
-        parse("robot", "--eval_steps=1000", "--env_eval_freq=20000")
-
-
 def test_the_split_of_the_demonstrations_is_told_and_a_task_without_any_is_named(walks):
     """LeRobot trains on all of them by default; a task may have all of its episodes among those that validate."""
     words = ["robot", f"dataset.root={walks}", "dataset.episodes=0,1,2"]  # 'walk 1' has one episode
@@ -171,9 +172,13 @@ def test_what_is_written_is_read_again(tmp_path):
     assert config.to_dict(parse("--config", str(tmp_path / "config.yaml"))) == config.to_dict(cfg)
 
 
-@pytest.mark.parametrize("name", ["act", "vla", "smolvla"])
-def test_the_shipped_configs_parse(name):
-    assert parse("--config", str(ROOT / f"configs/policy/{name}.yaml")).policy.type == name
+@pytest.mark.parametrize(
+    ("name", "policy", "env"),
+    [("act", "act", "auto"), ("vla", "vla", "auto"), ("smolvla", "smolvla", "auto"), ("pusht", "vla", "pusht")],
+)
+def test_the_shipped_configs_parse(name, policy, env):
+    cfg = parse("--config", str(ROOT / f"configs/policy/{name}.yaml"))
+    assert (cfg.policy.type, cfg.env.type) == (policy, env)
 
 
 def test_the_shipped_act_is_asked_for_one_thing_only():
@@ -369,14 +374,7 @@ def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
 def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
     """Asked to stop between the validation and the end of the trials, all ranks leave; what was trained is saved, and
     the evaluation is made when the run is resumed."""
-    words = [
-        *DISCS[:-1],
-        "eval.n_episodes=11",
-        "steps=4",
-        "eval_every=2",
-        "log_every=1",
-        f"save_dir={tmp_path / 'run'}",
-    ]
+    words = [*DISCS[:-1], "eval.n_episodes=11", "steps=4", "eval_every=2", f"save_dir={tmp_path / 'run'}"]
     mine = tmp_path / "slow.py"
     mine.write_text(
         "import sys, time\n"
@@ -408,15 +406,13 @@ def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
         ({"n_action_steps": 2, "dropout": 0.3, "kl_weight": 3.0}, ""),
     ],
 )
-def test_weights_that_fit_but_mean_another_network_are_refused(walks, tmp_path, change, says):
+def test_weights_that_fit_but_mean_a_different_network_are_refused(walks, tmp_path, change, says):
     words = ["robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT]
     task, *_ = task_of(*words)
     task.save_pretrained(task.model(), tmp_path / "first")
-    config_file = tmp_path / "first/config.json"
-    there = json.loads(config_file.read_text())
-    for name, value in change.items():
-        there[name] = there[name] | value if isinstance(value, dict) else value
-    config_file.write_text(json.dumps(there))
+    change_json(tmp_path / "first/config.json", lambda there: {
+        name: there[name] | value if isinstance(value, dict) else value for name, value in change.items()
+    })  # fmt: skip
     task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
     if not says:
         task.model()
@@ -441,11 +437,10 @@ def test_weights_whose_config_names_no_mode_of_a_feature_see_it_as_recorded(tmp_
     task, data, _ = task_of(*words)
     first = task.model()
     task.save_pretrained(first, tmp_path / "first")
-    config_file = tmp_path / "first/config.json"
-    there = json.loads(config_file.read_text())
+    there = json.loads((tmp_path / "first/config.json").read_text())
     assert there["normalization_mapping"].pop("ENV") == "MEAN_STD"
-    for named in (True, False):  # without any mapping, the policy's own defaults hold
-        config_file.write_text(json.dumps({k: v for k, v in there.items() if named or k != "normalization_mapping"}))
+    for mapping in (there["normalization_mapping"], None):  # without any mapping, the policy's own defaults hold
+        change_json(tmp_path / "first/config.json", lambda _, mapping=mapping: {"normalization_mapping": mapping})
         task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
         with pytest.raises(LockstepError, match=r"config.json says policy.normalization_mapping.ENV=IDENTITY$"):
             task.model()
@@ -495,8 +490,8 @@ def test_saved_statistics_are_those_of_the_training(walks, tmp_path):
     assert torch.allclose(saved["action.mean"], before["mean"].float())
 
 
-def test_smolvlas_folder_holds_what_lerobot_prepares_its_inputs_by(walks, tmp_path):
-    """Both pipelines and their statistics, as LeRobot 0.4.4 writes them; in tests/peer its own class acts by them."""
+def test_smolvlas_folder_is_written_by_its_own_class_with_pipelines_of_the_training(walks, tmp_path):
+    """What the pipelines hold: tests/test_pretrained.py."""
     task, _, _ = task_of("robot", "policy.preset=test", f"dataset.root={walks}", "dataset.cache=none")
     words = {"tokenizer_name": "some/model", "max_length": 48}
     told = {}
@@ -511,43 +506,22 @@ def test_smolvlas_folder_holds_what_lerobot_prepares_its_inputs_by(walks, tmp_pa
     net = SimpleNamespace(save=write, tokenizer=words)
     task.save_pretrained(SimpleNamespace(net=net, normalizer=normalizer), tmp_path / "out")
     assert told == {"STATE": "MEAN_STD", "ACTION": "MEAN_STD", "VISUAL": "MIN_MAX"}
-    before, after = (json.loads((tmp_path / f"out/policy_{n}processor.json").read_text()) for n in ("pre", "post"))
-    assert [step["registry_name"] for step in before["steps"]] == [
-        "rename_observations_processor",
-        "to_batch_processor",
-        "smolvla_new_line_processor",
-        "tokenizer_processor",
-        "device_processor",
-        "normalizer_processor",
-    ]
-    assert before["steps"][3]["config"] == words
-    assert [step["registry_name"] for step in after["steps"]] == ["unnormalizer_processor", "device_processor"]
-    files = [before["steps"][5]["state_file"], after["steps"][0]["state_file"]]
-    assert files == [
-        "policy_preprocessor_step_5_normalizer_processor.safetensors",
-        "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
-    ]
-    names = {"config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json", *files}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    steps = json.loads((tmp_path / "out/policy_preprocessor.json").read_text())["steps"]
+    assert [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"] == [words]
+    files = list((tmp_path / "out").glob("*processor.safetensors"))
+    assert len(files) == 2
     for file in files:
-        found = pretrained._read_tensors(tmp_path / "out" / file)
+        found = pretrained._read_tensors(file)
         for name in ("mean", "std"):
             wanted = torch.tensor(task.demos.stats["action"][name], dtype=torch.float32)
             torch.testing.assert_close(found[f"action.{name}"], wanted)
 
 
 def test_each_camera_keeps_its_proportions(tmp_path):
-    features = {
-        "observation.images.top": ("image", (3, 32, 48)),
-        "observation.images.wrist": ("image", (3, 40, 20)),
-        "action": ("float32", (2,)),
-    }
-    with Recorder(tmp_path / "set", 10, features) as recorder:
-        frames = {
-            name: np.zeros((5, *shape), kind.replace("image", "uint8")) for name, (kind, shape) in features.items()
-        }
-        recorder.add_episode(frames, "look")
-    task, train, _ = task_of("robot", f"dataset.root={tmp_path}/set", "policy.chunk_size=4")
+    wrist = {"observation.images.wrist": np.zeros((5, 3, 40, 20), np.uint8)}
+    top, action = np.zeros((5, 3, 32, 48), np.uint8), np.zeros((5, 2), np.float32)
+    root = record_one(tmp_path / "set", top=top, **wrist, action=action)
+    task, train, _ = task_of("robot", f"dataset.root={root}", "policy.chunk_size=4")
     batch = train.__getitems__([0, 1])
     assert batch["observation.images.top"].shape[2:] == (21, 32)
     assert batch["observation.images.wrist"].shape[2:] == (32, 16)
@@ -559,10 +533,9 @@ def test_each_camera_keeps_its_proportions(tmp_path):
     assert shapes == {name: [*batch[name].shape[1:]] for name in task.cameras}, "as the policy is given them"
 
 
-def test_whole_numbers_and_gray_pictures_are_learned_from(tmp_path):
-    features = {"observation.state": ("int64", (2,)), "action": ("int64", (2,))}
-    with Recorder(tmp_path / "set", 10, features) as recorder:
-        recorder.add_episode({name: np.arange(10).reshape(5, 2) for name in features}, "count")
+def test_whole_numbers_are_learned_from(tmp_path):
+    numbers = np.arange(10).reshape(5, 2)
+    record_one(tmp_path / "set", **dict.fromkeys(("observation.state", "action"), numbers))
     modes = ["policy.normalization_mapping.ACTION=IDENTITY", "policy.normalization_mapping.STATE=IDENTITY"]
     task, train, _ = task_of("robot", f"dataset.root={tmp_path}/set", "policy.chunk_size=4", *modes)
     batch = train.__getitems__([0, 1]) | {"lockstep": seeded(2)}
