@@ -24,29 +24,18 @@ CASES = {
     "no state": ({"n_decoder_layers": 3}, [ENV, WRIST]),
 }
 GOLDEN = {
-    "as published": {
-        "kl": [11.9503, 11.9769, 11.0148],
-        "error": [10.3493, 2.4157, 3.6857],
-        "sample": [1.3199, -0.5637, 0.7014, -0.1205],
-    },
-    "pre-norm": {
-        "kl": [12.1161, 12.3841, 12.227],
-        "error": [12.8993, 1.4216, 5.4159],
-        "sample": [0.3133, -1.2258, 0.741, -1.5367],
-    },
-    "no VAE": {"error": [11.6244, 2.5133, 4.1316], "sample": [1.3199, -0.5637, 0.7014, -0.1205]},
-    "no camera": {
-        "kl": [11.9503, 11.9769, 11.0148],
-        "error": [8.6353, 1.8624, 3.4424],
-        "sample": [0.5325, -0.2272, 0.4963, -0.208],
-    },
-    "no state": {
-        "kl": [11.7731, 11.2207, 11.0233],
-        "error": [5.1184, 0.3791, 5.0613],
-        "sample": [-0.7585, 0.4419, -0.4848, 0.0797],
-    },
+    "as published": ([11.9503, 11.9769, 11.0148], [10.3493, 2.4157, 3.6857], [1.3199, -0.5637, 0.7014, -0.1205]),
+    "pre-norm": ([12.1161, 12.3841, 12.227], [12.8993, 1.4216, 5.4159], [0.3133, -1.2258, 0.741, -1.5367]),
+    "no VAE": (None, [11.6244, 2.5133, 4.1316], [1.3199, -0.5637, 0.7014, -0.1205]),
+    "no camera": ([11.9503, 11.9769, 11.0148], [8.6353, 1.8624, 3.4424], [0.5325, -0.2272, 0.4963, -0.208]),
+    "no state": ([11.7731, 11.2207, 11.0233], [5.1184, 0.3791, 5.0613], [-0.7585, 0.4419, -0.4848, 0.0797]),
 }
-"""The numbers of LeRobot 0.4.4 from `fill`ed weights: per sample the sums, and the start of the first chunk."""
+"""LeRobot 0.4.4's numbers from `fill`ed weights: `kl` and `error` per sample, the start of the first `sample`."""
+
+
+def golden(case):
+    named = zip(("kl", "error", "sample"), GOLDEN[case], strict=True)
+    return {name: value for name, value in named if value is not None}
 
 
 def build(names=(STATE, TOP), **options):
@@ -86,11 +75,16 @@ def some_draws(net, count=3):
     return noise(count, net.num_draws, seed=4) / 2 + 0.5
 
 
+def small(names=(STATE, ENV), **options):
+    """A network, a batch for it, and draws."""
+    net = build(names, **options)
+    return net, a_batch(names), some_draws(net)
+
+
 @pytest.fixture(params=CASES)
 def case(request):
     options, names = CASES[request.param]
-    net = build(names, **options)
-    return request.param, net, a_batch(names), some_draws(net)
+    return request.param, *small(names, **options)
 
 
 def close(got, expected, **how):
@@ -105,7 +99,7 @@ def close(got, expected, **how):
 def test_the_numbers_of_lerobot(case):
     name, net, inputs, draws = case
     fill(net.state_dict())
-    expected = GOLDEN[name]
+    expected = golden(name)
     got = net(inputs, draws) | {"sample": net.sample(inputs)[0].flatten()[:4]}
     assert got.keys() == expected.keys()
     for what, value in expected.items():
@@ -123,31 +117,26 @@ def test_as_many_parameters_as_lerobot():
 
 def test_the_names_of_lerobots_checkpoints():
     net = build([STATE, ENV, TOP], n_encoder_layers=1, n_vae_encoder_layers=1)
+    weight, linear, norm = ["weight"], ["weight", "bias"], ["weight", "bias", "running_mean", "running_var"]
     attention = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
-    linear = ["weight", "bias"]
-    norm = ["weight", "bias", "running_mean", "running_var"]
-
-    def layer(prefix, attentions, norms):
-        names = [f"{prefix}.{one}.{what}" for one in attentions for what in attention]
-        return names + [f"{prefix}.{one}.{what}" for one in ["linear1", "linear2", *norms] for what in linear]
-
-    expected = layer("encoder.layers.0", ["self_attn"], ["norm1", "norm2"])
-    expected += layer("vae_encoder.layers.0", ["self_attn"], ["norm1", "norm2"])
-    expected += layer("decoder.layers.0", ["self_attn", "multihead_attn"], ["norm1", "norm2", "norm3"])
-    expected += ["vae_encoder_pos_enc", "vae_encoder_cls_embed.weight"]
-    expected += ["encoder_1d_feature_pos_embed.weight", "decoder_pos_embed.weight"]
-    linears = ["vae_encoder_robot_state_input_proj", "vae_encoder_action_input_proj", "vae_encoder_latent_output_proj"]
-    linears += ["encoder_robot_state_input_proj", "encoder_env_state_input_proj", "encoder_latent_input_proj"]
-    linears += ["encoder_img_feat_input_proj", "decoder.norm", "action_head"]
-    expected += [f"{one}.{what}" for one in linears for what in linear]
-    expected += ["backbone.conv1.weight"] + [f"backbone.bn1.{what}" for what in norm]
+    vae = ["robot_state_input_proj", "action_input_proj", "latent_output_proj"]
+    seen = ["robot_state_input_proj", "env_state_input_proj", "latent_input_proj", "img_feat_input_proj"]
+    of = dict.fromkeys([*(f"vae_encoder_{one}" for one in vae), *(f"encoder_{one}" for one in seen)], linear)
+    of |= dict.fromkeys(["decoder.norm", "action_head"], linear)
+    for part, attentions in (("encoder", 1), ("vae_encoder", 1), ("decoder", 2)):
+        layer = f"{part}.layers.0"
+        of |= dict.fromkeys([f"{layer}.{one}" for one in ("self_attn", "multihead_attn")[:attentions]], attention)
+        of |= dict.fromkeys([f"{layer}.linear1", f"{layer}.linear2"], linear)
+        of |= dict.fromkeys([f"{layer}.norm{n + 1}" for n in range(attentions + 1)], linear)
+    embeds = ["vae_encoder_cls_embed", "encoder_1d_feature_pos_embed", "decoder_pos_embed"]
+    of |= dict.fromkeys([*embeds, "backbone.conv1"], weight) | {"backbone.bn1": norm}
     for stage in (1, 2, 3, 4):
         for block in (0, 1):
             one = f"backbone.layer{stage}.{block}"
-            expected += [f"{one}.conv1.weight", f"{one}.conv2.weight"]
-            expected += [f"{one}.{bn}.{what}" for bn in ("bn1", "bn2") for what in norm]
+            of |= {f"{one}.conv1": weight, f"{one}.conv2": weight, f"{one}.bn1": norm, f"{one}.bn2": norm}
             if stage > 1 and block == 0:
-                expected += [f"{one}.downsample.0.weight"] + [f"{one}.downsample.1.{what}" for what in norm]
+                of |= {f"{one}.downsample.0": weight, f"{one}.downsample.1": norm}
+    expected = ["vae_encoder_pos_enc", *(f"{one}.{what}" for one, tensors in of.items() for what in tensors)]
     assert sorted(net.state_dict()) == sorted(expected)
 
 
@@ -167,7 +156,7 @@ def test_dropout_is_there_in_training_alone():
     assert not torch.equal(attention(x, x, x), attention(x, x, x))
     attention.eval()
     assert torch.equal(attention(x, x, x), attention(x, x, x))
-    net, inputs = build([STATE, ENV], dropout=0.5), a_batch([STATE, ENV])
+    net, inputs, _ = small(dropout=0.5)
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
     assert not torch.equal(net.sample(inputs), net.sample(inputs))
     net.eval()
@@ -176,12 +165,12 @@ def test_dropout_is_there_in_training_alone():
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_dropout_is_on_every_branch_and_inside_the_feed_forward_part(pre_norm):
-    net, inputs = build([STATE, ENV], pre_norm=pre_norm, n_vae_encoder_layers=1), a_batch([STATE, ENV])
+    net, inputs, draws = small(pre_norm=pre_norm, n_vae_encoder_layers=1)
     calls = []
     for module in net.modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda *_: calls.append(1))
-    net(inputs, some_draws(net))
+    net(inputs, draws)
     assert len(calls) == 3 * (1 + 2) + 4, "three encoder layers, and a decoder layer with one branch more"
 
 
@@ -222,8 +211,7 @@ def lerobots_loss(prediction, mean, log_var, inputs):
 
 @torch.no_grad()
 def test_the_sums_make_lerobots_loss_however_the_batch_is_cut():
-    names = [STATE, ENV]
-    net, inputs = build(names), a_batch(names, count=6)
+    net, inputs = build([STATE, ENV]), a_batch([STATE, ENV], count=6)
     draws = some_draws(net, 6)
     mean, log_var = net.posterior(inputs)
     prediction = net.decode(inputs, mean + (log_var / 2).exp() * normal_quantiles()(draws))
@@ -239,8 +227,7 @@ def test_the_sums_make_lerobots_loss_however_the_batch_is_cut():
 
 
 def test_the_latent_is_drawn_and_used():
-    names = [STATE, ENV]
-    net, inputs = build(names), a_batch(names)
+    net, inputs, _ = small()
     assert net.num_draws == 5 and net.penalty == 10.0
     a, b = (net(inputs, torch.full((3, 5), draw)) for draw in (0.1, 0.9))
     assert (a["error"] - b["error"]).abs().min() > 1e-3, "the draws move the prediction"
@@ -252,7 +239,7 @@ def test_the_latent_is_drawn_and_used():
 
 
 def test_without_the_vae_nothing_is_drawn():
-    net, inputs = build([STATE, ENV], use_vae=False), a_batch([STATE, ENV])
+    net, inputs, _ = small(use_vae=False)
     assert (net.num_draws, net.penalty) == (0, 0.0)
     sums = net(inputs, torch.zeros(3, 0))
     error = (net.sample(inputs) - inputs[ACTION]).abs() * ~inputs[PADDED][..., None]
@@ -261,8 +248,7 @@ def test_without_the_vae_nothing_is_drawn():
 
 
 def test_padding_counts_for_nothing():
-    net, inputs = build([STATE, ENV]), a_batch([STATE, ENV])
-    draws = some_draws(net)
+    net, inputs, draws = small()
     other = inputs | {ACTION: inputs[ACTION].masked_fill(inputs[PADDED][..., None], 77.0)}
     a, b = net(inputs, draws), net(other, draws)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -271,7 +257,7 @@ def test_padding_counts_for_nothing():
 
 
 def test_a_sample_is_of_what_is_seen_alone():
-    net, inputs = build([STATE, ENV]), a_batch([STATE, ENV])
+    net, inputs, _ = small()
     chunk = net.sample({name: inputs[name] for name in (STATE, ENV)}, torch.rand(3, 5))
     assert chunk.shape == (3, 6, 2) and not chunk.requires_grad
     close(chunk, net.decode(inputs, torch.zeros(3, 5)))
@@ -279,10 +265,10 @@ def test_a_sample_is_of_what_is_seen_alone():
 
 
 def test_cameras_of_any_size_in_their_order():
-    net, inputs = build([TOP, WRIST], use_vae=False), a_batch([TOP, WRIST])
+    net, inputs, _ = small([TOP, WRIST], use_vae=False)
     chunk = net.sample(inputs)
-    small = net.sample(inputs | {TOP: noise(3, 3, 33, 20)})
-    assert chunk.shape == small.shape and not torch.equal(chunk, small)
+    odd = net.sample(inputs | {TOP: noise(3, 3, 33, 20)})
+    assert chunk.shape == odd.shape and not torch.equal(chunk, odd)
     one = build([TOP], use_vae=False)
     one.load_state_dict(net.state_dict())
     assert (one.sample({TOP: inputs[TOP]}) - chunk).abs().max() > 1e-3, "the second camera is looked at"
@@ -320,8 +306,7 @@ def test_no_step_waits_for_the_device(case):
 
 
 def test_under_autocast_the_sums_keep_their_digits():
-    net, inputs = build([STATE, TOP]), a_batch([STATE, TOP])
-    draws = some_draws(net)
+    net, inputs, draws = small([STATE, TOP])
     exact = net(inputs, draws)
     with torch.autocast("cpu", torch.bfloat16):
         assert net.backbone(inputs[TOP]).dtype == torch.bfloat16, "half the memory, to the last feature map"

@@ -614,20 +614,14 @@ def test_find(tmp_path, monkeypatch):
         (folder / "meta/info.json").write_text("{}")
         return folder
 
-    for name in ("HF_HOME", "HF_LEROBOT_HOME", "HF_HUB_CACHE"):
+    for name in ("HF_HOME", "HF_LEROBOT_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     home = tmp_path / "home/.cache/huggingface"
-    text = refused(
-        ["nothing is downloaded", "dataset.root=FOLDER"], lambda: find(str(tmp_path / "here"), "someone/reach")
-    )
-    for place in (
-        tmp_path / "here",
-        tmp_path / "here/someone/reach",
-        home / "lerobot/someone/reach",
-        home / "hub/datasets--someone--reach/snapshots",
-    ):
-        assert str(place) in text
+    here = tmp_path / "here"
+    places = (here, here / "someone/reach", home / "lerobot/someone/reach", home / "hub/datasets--someone--reach/snap")
+    says = ["nothing is downloaded", "dataset.root=FOLDER", *map(str, places)]
+    refused(says, lambda: find(str(here), "someone/reach"))
     refused("no place is named", lambda: find("", ""))
     hub = home / "hub/datasets--someone--reach"
     old, new = make(hub / "snapshots/aaa"), make(hub / "snapshots/bbb")
@@ -638,14 +632,12 @@ def test_find(tmp_path, monkeypatch):
     assert find("", "someone/reach") == old, "what refs/main names"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     refused([str(tmp_path / "elsewhere")], lambda: find("", "someone/reach"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    moved = make(tmp_path / "hf/lerobot/someone/reach")
-    assert find("", "someone/reach") == moved
-    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lr"))
-    own = make(tmp_path / "lr/someone/reach")
-    assert find("", "someone/reach") == own
-    below = make(tmp_path / "here/someone/reach")
-    assert find(str(tmp_path / "here"), "someone/reach") == below
+    for name, below in (("HF_HOME", "lerobot"), ("HF_LEROBOT_HOME", "")):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        place = make(tmp_path / name / below / "someone/reach")
+        assert find("", "someone/reach") == place
+    place = make(here / "someone/reach")
+    assert find(str(here), "someone/reach") == place
     assert find(str(make(tmp_path / "there")), "someone/reach") == tmp_path / "there"
 
 
@@ -671,6 +663,29 @@ def test_files_roll_over(made):
     assert len(list(made("v3.0 images").glob("data/*/*.parquet"))) == 1
     demos = read(made("v3.0 images"))
     assert [place.first_row for place in demos.places[CAMERA]] == [0, 7, 11, 20]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_lerobot_alone_reads_of_a_recording(tmp_path, many):
+    """Where episodes begin and end in the dataset and in the videos, and statistics of the bookkeeping."""
+    root = record(tmp_path / "set", "video", (64, 64), file_mb=0 if many else 100)
+    rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    end = np.cumsum(LENGTHS)
+    for e, (row, n) in enumerate(zip(rows, LENGTHS, strict=True)):
+        begin, file = (0.0, e) if many else ((end[e] - n) / 10, 0)
+        expected = {"length": n, "dataset_from_index": end[e] - n, "dataset_to_index": end[e], "data/file_index": file}
+        expected |= {f"videos/{CAMERA}/file_index": file, f"videos/{CAMERA}/from_timestamp": pytest.approx(begin)}
+        expected |= {f"videos/{CAMERA}/to_timestamp": pytest.approx(begin + n / 10)}
+        assert {name: row[name] for name in expected} == expected
+    demos = read(root)
+    grays = Frames(demos, {}, "none", "unused").get(CAMERA, demos.start).mean((1, 2, 3))
+    assert np.abs(grays - [level(e, 0) for e in range(4)]).max() < 2
+    about = json.loads((root / "meta/info.json").read_text())
+    assert (about["total_tasks"], about["splits"]) == (2, {"train": "0:4"})
+    middles = [np.median(np.arange(a, b)) for a, b in zip(end - LENGTHS, end, strict=True)]
+    assert json.loads((root / "meta/stats.json").read_text())["index"]["q50"] == pytest.approx(
+        [middles @ np.array(LENGTHS) / 25]
+    )
 
 
 def test_all_kinds_of_numbers(tmp_path):
@@ -907,26 +922,19 @@ def old_video(root, e):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda r: old_video(r, 1).unlink(), ["episode 1 frame 0", "no pictures"]),
-        (lambda r: old_video(r, 1).write_bytes(b"no video"), ["episode 1 frame 0", "cannot be decoded"]),
-        (lambda r: old_video(r, 1).write_bytes(b""), ["episode 1 frame 0", "cannot be decoded"]),
-        (lambda r: cut(old_video(r, 1)), ["episode 1 frame"]),
-        (
-            lambda r: write_video(old_video(r, 1), flat(1, 3)),
-            ["episode 1 frame 3 is at 0.3000 s", "0.2000 s, the last"],
-        ),
-        (lambda r: write_video(old_video(r, 1), flat(1, 4), fps=11), ["episode 1 frame 1 is at 0.1", "tolerance_s"]),
-        (
-            lambda r: write_video(old_video(r, 1), flat(1, 4, (32, 24))),
-            ["episode 1 frame 0", "32x24 pixels, not 16x24"],
-        ),
+        (Path.unlink, ["frame 0", "no pictures"]),
+        (lambda path: path.write_bytes(b"no video"), ["frame 0", "cannot be decoded"]),
+        (lambda path: path.write_bytes(b""), ["frame 0", "cannot be decoded"]),
+        (cut, ["episode 1 frame"]),
+        (lambda path: write_video(path, flat(1, 3)), ["frame 3 is at 0.3000 s", "0.2000 s, the last"]),
+        (lambda path: write_video(path, flat(1, 4), fps=11), ["frame 1 is at 0.1", "tolerance_s"]),
+        (lambda path: write_video(path, flat(1, 4, (32, 24))), ["frame 0", "32x24 pixels, not 16x24"]),
     ],
 )
 def test_a_damaged_video_is_refused_in_one_line(copied, tmp_path, cache, damage, says):
-    damage(copied)
-    demos = read(copied)
-    text = refused(says, lambda: Frames(demos, {}, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
-    assert "episode_000001.mp4" in text
+    damage(old_video(copied, 1))
+    demos, says = read(copied), ["episode 1 frame", "episode_000001.mp4", *says]
+    refused(says, lambda: Frames(demos, {}, cache, tmp_path / "c").get(CAMERA, np.arange(sum(LENGTHS))))
     assert Frames(read(copied, exclude=[1]), {}, cache, tmp_path / "c").get(CAMERA, np.arange(21)).shape[0] == 21
 
 
@@ -1075,15 +1083,13 @@ def test_a_bar_is_for_terminals_only(made, tmp_path, capfd):
 
 
 def test_checksums_are_read_once(made, tmp_path, monkeypatch):
-    demos = read(made("v2.1"))
+    demos, calls, real = read(made("v2.1")), [], frames_module._Cache._crc
     Frames(demos, {}, "memmap", tmp_path)
-    (journal,) = tmp_path.glob("*/episodes.jsonl")
-    os.utime(journal, (1, 1))
-    Frames(demos, {}, "memmap", tmp_path)  # reads them, because somebody was there
-    calls = []
-    monkeypatch.setattr(frames_module._Cache, "_crc", lambda *args: calls.append(1))
-    Frames(demos, {}, "memmap", tmp_path)
-    assert not calls
+    os.utime(next(tmp_path.glob("*/episodes.jsonl")), (1, 1))
+    monkeypatch.setattr(frames_module._Cache, "_crc", lambda *args: calls.append(1) or real(*args))
+    for _ in range(2):
+        Frames(demos, {}, "memmap", tmp_path)
+    assert len(calls) == len(LENGTHS), "once, because the journal was touched"
 
 
 def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):

@@ -58,6 +58,13 @@ def some_draws(count, net, seed=0):
     return uniform(sample_seeds(seed, 0, torch.arange(count)), net.num_draws)
 
 
+def started(shake=True, cameras=(TOP,), **changes):
+    """A network, a batch of 6 for it, and draws."""
+    net = policy(cameras=cameras, **changes)
+    net = shaken(net) if shake else net
+    return net, some_inputs(cameras=cameras), some_draws(6, net)
+
+
 # Sizes and settings
 
 
@@ -214,8 +221,8 @@ def test_sampling_a_straight_flow_is_exact(double, steps):
 
 
 def test_sampling_starts_from_the_noise_of_the_draws():
-    net, inputs = policy(), some_inputs()
-    draws = some_draws(6, net)[:, 1:]
+    net, inputs, draws = started(shake=False)
+    draws = draws[:, 1:]
     assert torch.equal(net.sample(inputs, draws), net.noise(draws).view(6, 5, 2))  # it is silent yet
     assert net.sample(inputs, draws).requires_grad is False
 
@@ -231,9 +238,8 @@ def test_the_prefix_is_computed_once():
 
 def test_the_time_and_each_input_matter():
     """The velocity depends on both."""
-    net, inputs = shaken(policy(environment=3)), some_inputs()
+    net, inputs, draws = started(environment=3)
     inputs["observation.environment_state"] = torch.randn(6, 3)
-    draws = some_draws(6, net)
     error = net(inputs, draws)["error"]
     for name, changed in {
         "observation.environment_state": inputs["observation.environment_state"] + 1,
@@ -249,8 +255,7 @@ def test_the_time_and_each_input_matter():
 
 
 def test_the_order_of_words_and_of_cameras_matters():
-    net, inputs = shaken(policy(cameras=(TOP, "b"))), some_inputs(cameras=(TOP, "b"))
-    draws = some_draws(6, net)
+    net, inputs, draws = started(cameras=(TOP, "b"))
     error = net(inputs, draws)["error"]
     swapped = net(inputs | {TOP: inputs["b"], "b": inputs[TOP]}, draws)["error"]
     assert (swapped - error).abs().min() > 1e-5
@@ -263,8 +268,7 @@ def test_the_order_of_words_and_of_cameras_matters():
 
 def test_padded_steps_have_no_influence(double):
     """Neither on the error nor, through the attention over the chunk, on the steps before them."""
-    net, inputs = shaken(policy()), some_inputs()
-    draws = some_draws(6, net)
+    net, inputs, draws = started()
     pad = inputs["action_is_pad"]
     error = net(inputs, draws)["error"]
     other = inputs | {"action": torch.where(pad[:, :, None], torch.randn(6, 5, 2) * 100, inputs["action"])}
@@ -287,8 +291,7 @@ def test_padded_words_have_no_influence(double):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_sample_does_not_depend_on_the_others(double, checkpointing):
-    net, inputs = shaken(policy(gradient_checkpointing=checkpointing)), some_inputs()
-    draws = some_draws(6, net)
+    net, inputs, draws = started(gradient_checkpointing=checkpointing)
     together, sampled = net(inputs, draws)["error"], net.sample(inputs, draws[:, 1:])
     for i in range(6):
         one = {name: value[i : i + 1] for name, value in inputs.items()}
@@ -317,8 +320,7 @@ def test_checkpointing_gives_the_same_gradient(double):
 
 
 def test_dropout_is_off_in_evaluation_and_on_in_training():
-    net, inputs = shaken(policy(dropout=0.5)), some_inputs()
-    draws = some_draws(6, net)
+    net, inputs, draws = started(dropout=0.5)
     assert not torch.equal(net(inputs, draws)["error"], net(inputs, draws)["error"])
     net.eval()
     assert torch.equal(net(inputs, draws)["error"], net(inputs, draws)["error"])
@@ -331,11 +333,8 @@ def test_pictures_of_another_shape_are_fitted_in():
     picture = torch.full((2, 3, 20, 40), 0.5)
     small = fit(picture, 16)
     assert small.shape == (2, 3, 16, 16)
-    assert (
-        ((small[:, :, 4:12] - 0.5).abs() < 1e-6).all()
-        and (small[:, :, :4] == -1).all()
-        and (small[:, :, 12:] == -1).all()
-    )
+    assert ((small[:, :, 4:12] - 0.5).abs() < 1e-6).all()
+    assert (small[:, :, :4] == -1).all() and (small[:, :, 12:] == -1).all()
     assert fit(small, 16) is small
     tall = fit(picture.transpose(2, 3), 16)
     assert torch.allclose(tall, small.transpose(2, 3))

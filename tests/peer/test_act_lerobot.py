@@ -15,7 +15,7 @@ if importlib.util.find_spec("lerobot") is None:
 
 import torch
 import torchvision_shim
-from test_act import ACTION, CASES, DIMS, ENV, GOLDEN, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, some_draws
+from test_act import ACTION, CASES, DIMS, ENV, PADDED, SIZES, STATE, TINY, TOP, a_batch, build, fill, golden, some_draws
 
 from formats import pretrained
 from models.act import ACT, ACTConfig, TemporalEnsemble
@@ -98,7 +98,7 @@ def test_the_same_loss_pieces_and_gradients(pair):
 
 
 def test_the_numbers_in_our_own_tests_are_theirs(pair):
-    expected = GOLDEN[pair.case]
+    expected = golden(pair.case)
     with torch.no_grad():
         images = [pair.inputs[name] for name in pair.net.cameras]
         seen = pair.seen | ({"observation.images": images} if images else {})

@@ -19,23 +19,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import test_lerobot as ours
+import torchvision_shim
 
 from formats.frames import Frames
 from formats.lerobot import Chunks, read
-
-# What torchvision's own library would define: its wheel for GPUs cannot load that beside a torch for CPUs.
-OPERATORS = """nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor
-qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor
-roi_align(Tensor a, Tensor b, float c, int d, int e, int f, bool g) -> Tensor
-roi_pool(Tensor a, Tensor b, float c, int d, int e) -> (Tensor, Tensor)
-ps_roi_align(Tensor a, Tensor b, float c, int d, int e, int f) -> (Tensor, Tensor)
-ps_roi_pool(Tensor a, Tensor b, float c, int d, int e) -> (Tensor, Tensor)
-deform_conv2d(Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, int f, int g, int h, int i, int j, int k, int l, int m, bool n) -> Tensor
-_roi_align_backward(Tensor a) -> Tensor
-_roi_pool_backward(Tensor a) -> Tensor
-_ps_roi_align_backward(Tensor a) -> Tensor
-_ps_roi_pool_backward(Tensor a) -> Tensor
-_deform_conv2d_backward(Tensor a) -> Tensor"""  # noqa: E501
 
 STEPS = {name: [d / 10 for d in steps] for name, steps in ours.DELTAS.items()}
 
@@ -44,13 +31,7 @@ def import_lerobot():
     """The module lerobot.datasets.lerobot_dataset; ImportError where it is not installed."""
     if importlib.util.find_spec("lerobot") is None:
         raise ImportError("lerobot is not installed")
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.startswith("torchvision")]:
-            del sys.modules[name]
-        for operator in OPERATORS.splitlines():
-            torch.library.define(f"torchvision::{operator.split('(')[0]}", operator[operator.index("(") :])
+    torchvision_shim.load()
     return importlib.import_module("lerobot.datasets.lerobot_dataset")
 
 
