@@ -7,7 +7,7 @@ The cache is a folder in `where`, whose name holds a digest of the dataset and t
 
     <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
     episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
-                    written after they are on the disk; an episode without a line, or with another file, is decoded.
+                    written after they are on the disk; an episode without a line, or whose file changed, is decoded.
     checked.json    size and time of these files when all checksums were right: if they differ, all are read again
     lock            held by the process that builds
 """
@@ -141,7 +141,7 @@ class Frames:
             if camera not in self._resized:
                 what = f"{self.demos.name_of(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
                 todo = f"fix info.json, or give dataset.resize=[{height}, {width}]"
-                raise LockstepError(what + f"{height}x{width} as info.json says", str(path), todo)
+                raise LockstepError(what + f"{height}x{width} as in info.json", str(path), todo)
             image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
         pixels = np.asarray(image.convert(MODES[channels]))  # (H, W, C) or (H, W)
         return pixels.reshape(height, width, channels).transpose(2, 0, 1)
@@ -289,13 +289,13 @@ class _Table:
 def _open_png(stored: Any, demos: Demonstrations, row: int, path: Path) -> Any:
     """Decode {bytes, path} or bare bytes to a Pillow image."""
     content = stored.get("bytes") if isinstance(stored, dict) else stored
-    beside = stored.get("path") if isinstance(stored, dict) else None
+    path_inside = stored.get("path") if isinstance(stored, dict) else None
     # Pillow raises any of these for a damaged file.
     with _wrap_errors(f"{demos.name_of(row)}: the picture cannot be decoded", path, TypeError, SyntaxError):
-        if content is None and beside:
-            if not stays_below(beside):
-                raise ValueError(f"its file is outside of the dataset: {beside!r}"[:200])
-            content = (demos.root / beside).read_bytes()
+        if content is None and path_inside:
+            if not stays_below(path_inside):
+                raise ValueError(f"its file is outside of the dataset: {path_inside!r}"[:200])
+            content = (demos.root / path_inside).read_bytes()
         image = need("PIL.Image").open(io.BytesIO(content or b""))
         image.load()
     return image

@@ -334,7 +334,7 @@ def _read_columns(
                 what = f"episode {e} lies in several pieces, the first at row {begin}"
                 raise LockstepError(what, str(path), "write the frames of an episode one after the other")
             if count != chosen[e].length:
-                what = f"episode {e} has {count} rows, its table says {chosen[e].length}"
+                what = f"episode {e} has {count} rows, its table has {chosen[e].length}"
                 raise LockstepError(what, str(path), UNFINISHED)
             parts[e] = {name: column[begin : begin + count] for name, column in columns.items()}
             first_rows[e] = begin
@@ -379,7 +379,7 @@ def _to_numpy(column: Any, name: str, feature: Feature, name_of: Callable[[int],
     if not (is_float or pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)):
         raise LockstepError(f"{name} is of type {array.type}, not numbers", str(path), "leave it out")
     if count and per_row != math.prod(feature.shape):
-        what = f"{name} has {per_row} numbers per frame, info.json says {feature.shape}"
+        what = f"{name} has {per_row} numbers per frame, info.json has {feature.shape}"
         raise LockstepError(what, str(path), "fix info.json or write the dataset again")
     flat = array.to_numpy(zero_copy_only=False).astype(np.float32 if is_float else np.int64)
     return flat if name in BOOKKEEPING else flat.reshape(count, *feature.shape)

@@ -7,7 +7,7 @@
     }) as recorder:
         recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")  # arrays (T, ...)
 
-The dataset gets its name when it is complete: a killed recording leaves only a hidden folder beside it, which the next
+The dataset gets its name when it is complete: a killed recording leaves only a hidden folder next to it, which the next
 recording of that name removes.
 """
 
@@ -65,10 +65,9 @@ class Recorder:
         self.features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in features.items()}
         self._check_declaration()
         if os.path.lexists(self.root):
-            raise LockstepError("the folder exists already", str(root), "remove it or choose another")
+            raise LockstepError("the folder exists already", str(root), "remove it or choose a new one")
         need("pyarrow.parquet")
-        self._beside = Partial(self.root)
-        self._partial = self._beside.path
+        self._partial = Partial(self.root)
         self.num_frames = 0
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
@@ -92,7 +91,7 @@ class Recorder:
             if not picture and dtype not in NUMBERS:
                 what, todo = f"{name} has dtype {dtype!r}", f"choose of image, video, {', '.join(NUMBERS)}"
             elif name in BOOKKEEPING or not is_file_name(name):
-                what, todo = f"a feature cannot have the name {name!r}", "choose another, without /"
+                what, todo = f"a feature cannot have the name {name!r}", "choose a different one, without /"
             elif not shape or min(shape) < 1 or (picture and (len(shape) != 3 or shape[0] != 3)):
                 what, todo = f"{name} has shape {shape}", "a picture has (3, H, W), a number (1,)"
             elif dtype == "video" and (shape[1] % 2 or shape[2] % 2):
@@ -103,8 +102,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         try:
-            self._beside.begin()
-            (self._partial / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+            self._partial.begin()
+            (self._partial.path / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         return self
@@ -222,7 +221,7 @@ class Recorder:
                 self._videos[name] = _Video(path, number, self.fps, self.features[name][1][1:])
 
     def _path(self, template: str, number: int, **names: str) -> Path:
-        path = self._partial / FILES[template].format(**names, **_place(number))
+        path = self._partial.path / FILES[template].format(**names, **_place(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -275,7 +274,7 @@ class Recorder:
         finally:
             with contextlib.suppress(OSError):  # on a full disk, closing fails once more
                 self._close()
-            self._beside.end()
+            self._partial.end()
 
     def _close(self) -> None:
         for video in self._videos.values():
@@ -290,17 +289,17 @@ class Recorder:
         if not self._episodes:
             raise LockstepError("no episode was written", str(self.root), "give at least one")
         self._close()
-        meta = self._partial / "meta"
+        meta = self._partial.path / "meta"
         _write_table(meta / "episodes" / "chunk-000" / "file-000.parquet", self._episodes)
         self._write_tasks(meta / "tasks.parquet")
         stats = {name: {key: value.tolist() for key, value in one.items()} for name, one in self._all_stats().items()}
         (meta / "stats.json").write_text(json.dumps(stats, indent=4), encoding="utf-8")
         (meta / "info.json").write_text(json.dumps(self._info(), indent=4), encoding="utf-8")
-        for path in self._partial.rglob("*"):
+        for path in self._partial.path.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # a rename may reach the disk before the contents do
-        os.rename(self._partial, self.root)
+        os.rename(self._partial.path, self.root)
 
     def _all_stats(self) -> Stats:
         """Return exact statistics of the whole dataset: episodes' quantiles cannot be combined."""
@@ -465,4 +464,6 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> LockstepError:
-    return LockstepError(f"cannot write: {error.strerror or error}", str(folder), "choose another folder or make room")
+    return LockstepError(
+        f"cannot write: {error.strerror or error}", str(folder), "choose a different folder or make room"
+    )

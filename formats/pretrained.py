@@ -2,7 +2,7 @@
 
     config.json                 the policy's type, its features and its hyper-parameters
     model.safetensors           the weights, each name with a leading `model.`
-    policy_preprocessor.json    the steps applied to an observation, and beside it, with the step's number,
+    policy_preprocessor.json    the steps applied to an observation; and, with the step's number,
                                 policy_preprocessor_step_3_normalizer_processor.safetensors: `<feature>.<stat>`
     policy_postprocessor.json   the steps applied to an action; likewise, in policy_postprocessor_step_0_...
 
@@ -234,9 +234,9 @@ def save(
     cannot express, or if `folder` exists and holds something else.
     """
 
-    def write(beside: Path, by_type: dict[str, str]) -> None:
-        _write_json(beside / CONFIG, _config(policy_type, config, features, by_type))
-        _write_tensors(beside / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
+    def write(new: Path, by_type: dict[str, str]) -> None:
+        _write_json(new / CONFIG, _config(policy_type, config, features, by_type))
+        _write_tensors(new / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
 
     save_with(write, folder, stats, features, modes)
 
@@ -263,20 +263,20 @@ def save_with(
     }
     need("safetensors.torch", "policy.pretrained_path")
     partial = Partial(folder)
-    beside = partial.path
+    new = partial.path
     try:
         if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
             raise LockstepError("the folder holds something else than a policy", str(folder), "choose a new folder")
         partial.begin()
-        write(beside, by_type)
+        write(new, by_type)
         for name, steps in _processors(features, by_type, tokenizer).items():
-            _write_json(beside / f"{name}.json", {"name": name, "steps": steps})
+            _write_json(new / f"{name}.json", {"name": name, "steps": steps})
             for file in (step["state_file"] for step in steps if "state_file" in step):
-                _write_tensors(beside / file, flat)
-        for path in beside.iterdir():
+                _write_tensors(new / file, flat)
+        for path in new.iterdir():
             with open(path, "rb") as opened:
                 os.fsync(opened.fileno())  # a rename may reach the disk before the contents do
-        _replace(beside, folder)
+        _replace(new, folder)
     except (OSError, need("safetensors").SafetensorError) as error:
         raise _cannot("write", folder, error) from None
     finally:
@@ -295,7 +295,7 @@ def _write_tensors(path: Path, values: Mapping[str, Tensor]) -> None:
 
 def _replace(new: Path, folder: Path) -> None:
     """Rename `new` to `folder`. No system call swaps folders portably: a crash between the two renames leaves the old
-    one as `.NAME.old` beside it."""
+    one as `.NAME.old` next to it."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

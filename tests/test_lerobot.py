@@ -499,7 +499,7 @@ DAMAGES = [
     ("v2.1", lambda root: write_lines(root / "meta/tasks.jsonl", [{"task_index": 0}]), ["tasks.jsonl:1", "text"]),
     ("v2.1", gone(EPISODE), ["episode 1: no file"]),
     ("v2.1", half(EPISODE), ["episode 1: no parquet file"]),
-    ("v2.1", column("episode_index", [1, 1, 1, 7]), ["episode 1 has 3 rows", "says 4"]),
+    ("v2.1", column("episode_index", [1, 1, 1, 7]), ["episode 1 has 3 rows", "has 4"]),
     ("v2.1", column("episode_index", [1, 7, 1, 1]), ["episode 1 lies in several pieces"]),
     ("v2.1", column("action", None), ["no column action", "episode_000001"]),
     ("v2.1", column("action", lambda rows: [*rows[:2], NAN, rows[3]]), ["episode 1 frame 2", "action is not finite"]),
@@ -1111,6 +1111,17 @@ def test_a_changed_dataset_is_not_served_stale(copied, tmp_path, writes):
     other = shutil.copytree(copied, tmp_path / "other" / "copy")
     Frames(read(other), {}, "memmap", tmp_path / "c")
     assert len(list((tmp_path / "c").iterdir())) == 3
+
+
+@pytest.mark.parametrize(("kind", "change"), [("v3.0 images", {"first_row": 0}), (V3, {"start_s": 0.3})])
+def test_an_episode_that_moved_within_its_file_is_decoded_again(made, tmp_path, writes, kind, change):
+    demos = read(made(kind))
+    Frames(demos, {}, "memmap", tmp_path)
+    writes.clear()
+    demos.places[CAMERA][1] = replace(demos.places[CAMERA][1], **change)  # where episode 0 lies
+    pictures = Frames(demos, {}, "memmap", tmp_path).get(CAMERA, np.arange(7, 11))
+    assert len(writes) == LENGTHS[1]
+    assert np.abs(pictures.mean((1, 2, 3)) - [level(0, f) for f in range(4)]).max() < 2
 
 
 def test_two_processes_build_once(made, tmp_path):
