@@ -48,6 +48,13 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def wait_until(true: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds * PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds * PATIENCE:.0f} s"
+        time.sleep(0.02)  # polling with a deadline
+
+
 @dataclass
 class Done:
     """A process that has ended."""
