@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,6 +47,16 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def cases(text: str, usual: str = "") -> dict[str, tuple[str, str]]:
+    """{name: (code, what is printed)} of code under lines `# name: what is printed`; else that is the usual."""
+    found = {}
+    for case in re.split("^# ", text, flags=re.MULTILINE)[1:]:
+        head, _, code = case.partition("\n")
+        name, _, printed = head.partition(": ")
+        found[name] = code, printed or usual
+    return found
 
 
 def wait_until(true: Callable[[], object], seconds: float = 60) -> None:

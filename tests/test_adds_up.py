@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, succeed
+from conftest import ROOT, cases, succeed
 
 import tasks
 import train
@@ -68,13 +68,6 @@ def diffusion(net, x):
 
 class Task(toy.Task):
 """
-
-
-def cases(text, usual):
-    """{name: (a body of `Task`, what is printed)}; each begins with `# name: what is printed`, else it is the usual."""
-    headed = [case.partition("\n") for case in re.split("^# ", text, flags=re.MULTILINE)[1:]]
-    split = [(*head.partition(": "), body) for head, _, body in headed]
-    return {name: (body, said or usual) for name, _, said, body in split}
 
 
 RIGHT = r"""
