@@ -90,7 +90,7 @@ def optimizer(self, model):
     first, *rest = model.parameters()
     return ChainedOptimizer(torch.optim.SGD([first], lr=0.01), Own(rest, 0.01))
 Task.optimizer = optimizer
-# a named tuple: cannot hold it: it holds \w+\.Pair: neither a tensor nor a plain value \(what Own keeps\): keep tensors,
+# a named tuple: hold it: it holds \w+\.Pair: neither a tensor nor a plain value \(what Own keeps\): keep tensors,
 Own.one = lambda self, p, state: state.update(m=Pair(p + 1, p + 2))
 # a number of NumPy: a checkpoint cannot hold it: it holds numpy
 Own.one = lambda self, p, state: state.update(n=numpy.float64(1))
