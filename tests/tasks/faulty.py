@@ -114,7 +114,10 @@ class Task(toy.Task):
             raise LockstepError("there is no such model", "model.name", "take another")
         if kind == "nan loss" or "unused" in kind:
             return NormNet(self.cfg.model.width, kind)
-        return super().model()
+        net = super().model()
+        if kind == "nan weights":
+            net.layers[0].bias.data[3] = torch.nan
+        return net
 
     def fires(self, *kinds):
         fault = self.cfg.fault
