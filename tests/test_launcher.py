@@ -6,6 +6,7 @@ the GPUs and the Slurm of the machine that runs the tests play no part.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -631,11 +632,33 @@ def test_signals_reach_the_workers(home: Home, sent: str) -> None:
     home.train(WAIT_FOR_A_SIGNAL)
     run = home.start("2", before=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     wait_until(lambda: run.poll() is not None or len(list(home.out.glob("ready*"))) == 2)
+    assert set(listening(run.pid)) == {False}
     run.send_signal(signal.Signals[sent])
     output, _ = run.communicate(timeout=DEADLINE_S)
     assert {path.name: path.read_text() for path in home.out.glob("got*")} == {"got0": sent, "got1": sent}, output
     assert run.returncode == 128 + signal.Signals[sent], "these workers leave no exit code of their own"
     assert home.processes() == []
+
+
+def listening(pid: int) -> list[bool]:
+    """For each socket that a process listens on: whether on all interfaces, 0.0.0.0 or [::]."""
+    names = [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for row in itertools.chain(*tables)]
+    mine = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in names]
+    return [set(address) == {"0"} for address in mine]
+
+
+@pytest.mark.slow
+def test_plain_torchrun_listens_on_all_interfaces(home: Home) -> None:
+    """docs/several-machines.md says so, and advises the launcher; if torch changes it, that page must."""
+    home.train(WAIT_FOR_A_SIGNAL)
+    train, home.script = home.folder / "train.py", Path(sys.executable)
+    run = home.start(*"-m torch.distributed.run --standalone --nproc_per_node=1".split(), str(train))
+    wait_until(lambda: run.poll() is not None or (home.out / "ready0").exists())
+    assert set(listening(run.pid)) == {True}
+    run.terminate()
+    run.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.slow

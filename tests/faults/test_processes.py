@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -646,30 +645,6 @@ def test_a_run_tells_no_secrets_and_obeys_the_umask(launch, folder):
 def test_a_single_process_needs_no_network(launch, folder):
     """Its group of one makes nothing of gloo's, which would look for an interface."""
     succeed(launch.python("train.py", TOY, "steps=2", f"save_dir={folder}", GLOO_SOCKET_IFNAME="nowhere"))
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.parametrize("way", ["launcher", "torchrun"])
-def test_plain_torchrun_listens_on_all_interfaces_and_the_launcher_on_none(launch, folder, way):
-    """docs/several-machines.md says so, and advises the launcher; if torch changes it, that page must."""
-    words = [TOY, f"save_dir={folder}", *LONG]
-    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    run = launch.start_launcher(2, *words) if way == "launcher" else launch.start(*plain, *words)
-    run.wait_for("Saved best model")
-    mine = set()
-    for descriptor in Path(f"/proc/{run.process.pid}/fd").iterdir():
-        mine |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
-    listening = [
-        row[1].split(":")[0]
-        for table in ("tcp", "tcp6")
-        for row in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
-        if row[3] == "0A" and row[9] in mine
-    ]
-    run.signal(signal.SIGTERM)
-    assert run.wait(40).code == (75 if way == "launcher" else 1)
-    everywhere = [set(address) == {"0"} for address in listening]  # 0.0.0.0 or [::]
-    assert len(listening) >= 2 and everywhere == [way == "torchrun"] * len(listening), listening
 
 
 def test_ranks_that_join_by_different_backends_are_told(launch, folder):
