@@ -129,7 +129,7 @@ def loss(self, net, batch):
   with torch.no_grad():
     self.teacher.weight += 1; self.teacher.running_mean += 1
   x = self.teacher.eval()(batch['x'].float())
-  return Loss(net(x).square().sum() * self.kept['calls'][0], len(x))
+  return Loss(net(x).square().sum() * self.kept['calls'][0] * self.teacher.momentum, len(x))
 # terms
 loss = contract.Task.loss
 def losses(self, net, batch):

@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -600,6 +601,10 @@ ENDS = {
         r"rank 0 \(process \d+\) was killed by SIGKILL \(torchrun\): .* start the same command again",
     ),
     "nobody at the address": (REPORT, f"{NOBODY} run 1", 6, NOT_STARTED + r".*\(127.0.0.1, 9\)"),
+    "a port that is taken": (
+        REPORT, "NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=TAKEN run 1", 2,
+        r"port \d+ is in use \(MASTER_PORT=\d+\): give another, the same on every node",
+    ),
     "nodes that do not come": (
         REPORT, f"{ALONE} run 1", 6, NOT_STARTED + r"not all nodes have come in time \(torchrun\): ",
     ),
@@ -611,8 +616,11 @@ ENDS = {
 def test_what_ends_a_launch_costs_one_line(home: Home, what: str) -> None:
     source, line, code, error = ENDS[what]
     home.train(source)
-    args, env = typed(home, line)
-    done = home.run(*args, **{"MASTER_PORT": free_port()} | env)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        args, env = typed(home, line.replace("TAKEN", str(taken.getsockname()[1])))
+        done = home.run(*args, **{"MASTER_PORT": free_port()} | env)
     warning, told = done.stderr.splitlines()
     assert done.returncode == code and warning.startswith("warning: 0 GPUs") and re.match(f"error: {error}", told)
 
