@@ -49,6 +49,12 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
+    """The environment of a rank that no torchrun starts."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 def cases(text: str, usual: str = "") -> dict[str, tuple[str, str]]:
     """{name: (code, what is printed)} of code under lines `# name: what is printed`; else that is the usual."""
     found = {}

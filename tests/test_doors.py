@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, by_hand, succeed
 from runs import records, same_bits, weights
 
 import tasks
@@ -370,15 +370,14 @@ def test_a_port_in_use_is_named(launch, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = launch.python("train_ddp.py", TOY, f"save_dir={tmp_path / 'run'}", **env)
+        done = launch.python("train_ddp.py", TOY, f"save_dir={tmp_path / 'run'}", **by_hand(0, port, size=1))
     assert done.code == 2 and done.errors[0].startswith(f"error: port {port} is in use"), done.err
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(launch, tmp_path):
-    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = launch.python("train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}", **env, timeout=60)
+    words = ["train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}"]
+    done = launch.python(*words, **by_hand(0, "0"), timeout=60)
     assert done.code == 6 and "could not join the others" in done.errors[0] and "1/2" in done.errors[0], done.err
 
 

@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed, wait_until
+from conftest import FAULTY, ROOT, TOY, by_hand, free_port, launching, succeed, wait_until
 from runs import progress, records, same_bits, status, weights
 
 from engine.comm import scratch
@@ -35,20 +35,11 @@ def folder(tmp_path):
 
 @pytest.fixture
 def fail(launch, folder):
-    """Return a function that runs the faulty task in two processes."""
+    """Return a function that runs the faulty task in two processes, or alone, without torchrun."""
 
-    def run(kind, *more, **how):
-        return launch.launcher(2, *words_of(kind, folder, *more), **how)
-
-    return run
-
-
-@pytest.fixture
-def fail_alone(launch, folder):
-    """Return a function that runs the faulty task in one process."""
-
-    def run(kind, *more):
-        return launch.python("train.py", *words_of(kind, folder, "fault.rank=0", *more))
+    def run(kind, *more, alone=False, **how):
+        words = words_of(kind, folder, *more)
+        return launch.python("train.py", *words, "fault.rank=0") if alone else launch.launcher(2, *words, **how)
 
     return run
 
@@ -173,17 +164,17 @@ def test_the_same_under_plain_torchrun(launch, folder):
     assert now["exit_code"] == 1 and " --standalone --nproc_per_node=2 train_ddp.py " in now["resume_command"]
 
 
-def test_a_single_process_fails_in_the_same_words(launch, fail_alone, tmp_path):
-    done = fail_alone("raise")
+def test_a_single_process_fails_in_the_same_words(launch, fail, tmp_path):
+    done = fail("raise", alone=True)
     assert done.code == 1 and len(done.err.splitlines()) == 1 and "faulty.py" in done.errors[0], done.err
     debug = launch.python("train.py", *words_of("raise", tmp_path / "other", "fault.rank=0", "--debug"))
     assert "Traceback" in debug.err and debug.errors == [done.errors[0].replace("/run/", "/other/")]
 
 
 @pytest.mark.slow
-def test_a_single_process_does_not_wait_for_a_loader_that_hangs(fail_alone):
+def test_a_single_process_does_not_wait_for_a_loader_that_hangs(fail):
     """A loader process ignores SIGTERM, and Python would join it at the end."""
-    done = fail_alone("worker hangs", "num_workers=1", "loader_timeout_s=1")
+    done = fail("worker hangs", "num_workers=1", "loader_timeout_s=1", alone=True)
     assert done.code == 5 and "timed out after 1.0 seconds" in done.errors[0]
     assert done.err.splitlines() == done.errors[:1]
 
@@ -197,14 +188,14 @@ def test_a_single_process_that_hangs_tells_where(launch, folder):
     assert run.wait().code == -signal.SIGKILL
 
 
-def test_links_planted_in_a_run_folder_lead_nowhere(fail_alone, folder, tmp_path):
+def test_links_planted_in_a_run_folder_lead_nowhere(fail, folder, tmp_path):
     """Each file of a run takes the place of the link; what it led to is as it was, or not there as before."""
     folder.mkdir()
     names = ["error.txt", "status.json", "metrics.jsonl", "config.yaml", "environment.json", "last.pt"]
     for name in names:
         (folder / name).symlink_to(tmp_path / f"of {name}")
     (tmp_path / "of error.txt").write_text("somebody's own")
-    assert fail_alone("raise", "save_every=1", "log_every=1").code == 1
+    assert fail("raise", "save_every=1", "log_every=1", alone=True).code == 1
     assert [path.name for path in tmp_path.iterdir() if path != folder] == ["of error.txt"]
     assert (tmp_path / "of error.txt").read_text() == "somebody's own"
     assert "ZeroDivisionError" in (folder / "error.txt").read_text() and records(folder, "train")
@@ -229,8 +220,8 @@ def test_a_link_that_leads_out_of_a_run_folder_is_refused(launch, folder, tmp_pa
         assert [*(folder / "inside").iterdir()]
 
 
-def test_pictures_that_fail_lose_no_training(fail_alone, folder):
-    done = fail_alone("raise in pictures")
+def test_pictures_that_fail_lose_no_training(fail, folder):
+    done = fail("raise in pictures", alone=True)
     assert done.code == 1 and len(done.errors) == 1 and "an error in the pictures" in done.errors[0]
     now = status(folder)
     assert now["step"] == 6 and progress(now["checkpoint"])["evaluation_due"] is True
@@ -527,12 +518,12 @@ DIVERGES = {
 
 
 @pytest.mark.parametrize("what", DIVERGES)
-def test_a_run_that_can_only_skip_ends(fail, fail_alone, folder, what):
+def test_a_run_that_can_only_skip_ends(fail, folder, what):
     """It names the weights where no sample is to blame: a checkpoint of those is of no use."""
     settings, why, todo = DIVERGES[what]
     two, kind = what == "two ranks", "nan weights" if what == "bad weights" else "nan loss"
     settings = [f"fault.step={4 if two else 1}", "fault.times=1000", *settings.split()]
-    done = fail(kind, *settings) if two else fail_alone(kind, *settings)
+    done = fail(kind, *settings, alone=not two)
     (error,) = done.errors
     assert done.code == status(folder)["exit_code"] == 4, done.err
     assert f"the training has diverged: {why}{UNFIT * bool(todo)}{todo}" in error
@@ -541,13 +532,13 @@ def test_a_run_that_can_only_skip_ends(fail, fail_alone, folder, what):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["batch_size=1"], ["num_workers=1"], ["cache=host"]], ids=" ".join)
-def test_a_sample_with_nan_is_named(fail_alone, folder, more):
+def test_a_sample_with_nan_is_named(fail, folder, more):
     """Among those of its pass, once an epoch. The second time there is advice; the end counts the steps, those before
     a stop, too."""
     found = "sample 7 has NaN in x"
     advice = ", again: repair it or leave it out of the dataset, or this step is lost in"
     for epochs, count, begins in ((2, 2, [found, f"{found}{advice} each epoch"]), (3, 3, [found])):
-        done = succeed(fail_alone("nan sample", "max_skipped_steps=2", *more, f"epochs={epochs}"))
+        done = succeed(fail("nan sample", "max_skipped_steps=2", *more, f"epochs={epochs}", alone=True))
         assert [line.partition(" skipped: ")[2] for line in done.out.splitlines() if "warning: step" in line] == begins
         assert f"steps ({count} of them skipped), {61 * epochs} samples" in done.out
     assert [line["found"] for line in records(folder, "skipped")] == [{"7": "NaN in x"}] * 3
@@ -649,14 +640,11 @@ def test_a_single_process_needs_no_network(launch, folder):
 
 def test_ranks_that_join_by_different_backends_are_told(launch, folder):
     """Started by hand: torchrun gives all of them the same words."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words, port = ["train.py", TOY, f"save_dir={folder}"], free_port()
     ranks = [
-        launch.start(
-            sys.executable, "train.py", TOY, f"ddp.backend={backend}", f"save_dir={folder}",
-            **env, RANK=str(rank), LOCAL_RANK=str(rank),
-        )
+        launch.start(sys.executable, *words, f"ddp.backend={backend}", **by_hand(rank, port))
         for rank, backend in enumerate(("auto", "gloo"))
-    ]  # fmt: skip
+    ]
     done = [rank.wait() for rank in ranks]
     assert [each.code for each in done] == [6, 6]
     assert done[0].errors == [
