@@ -395,8 +395,10 @@ def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_
     assert done.code != 0 and "rank 0 of 2 could not join the others" in done.errors[0], done.err
 
 
-def test_started_alone_a_group_of_one_needs_no_address(launch, tmp_path):
-    succeed(launch.python("train_ddp.py", TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
+def test_started_alone_a_group_of_one_needs_no_address_and_is_left(launch, tmp_path):
+    script = "import sys, train_ddp, torch.distributed as dist; code = train_ddp.main(sys.argv[1:]); "
+    script += "sys.exit(code or dist.is_initialized())"
+    succeed(launch.python("-c", script, TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
 
 
 def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
