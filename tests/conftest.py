@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,6 +47,29 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
+    """The environment of a rank that no torchrun starts."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def cases(text: str, usual: str = "") -> dict[str, tuple[str, str]]:
+    """{name: (code, what is printed)} of code under lines `# name: what is printed`; else that is the usual."""
+    found = {}
+    for case in re.split("^# ", text, flags=re.MULTILINE)[1:]:
+        head, _, code = case.partition("\n")
+        name, _, printed = head.partition(": ")
+        found[name] = code, printed or usual
+    return found
+
+
+def wait_until(true: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds * PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds * PATIENCE:.0f} s"
+        time.sleep(0.02)  # polling with a deadline
 
 
 @dataclass

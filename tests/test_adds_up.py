@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, succeed
+from conftest import ROOT, cases, succeed
 
 import tasks
 import train
@@ -25,7 +25,7 @@ from engine import contract
 from engine.contract import Loss, Sums, gather_batch, uniform
 from tests.tasks import toy
 
-def ZERO(net):
+def zero(net):
     with torch.no_grad():
         for p in net.parameters():
             p.zero_()
@@ -42,294 +42,229 @@ class Net(toy.Net):
             x = layer(x)
         return x
 
+class Texts(list):
+    def collate(self, samples):
+        pad = lambda name: nn.utils.rnn.pad_sequence([s[name] for s in samples], batch_first=True)
+        return {"ids": pad("ids"), "weights": pad("weights"), "row": torch.arange(len(samples))}
+
+def texts(self):
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 9, (40,), generator=draw).tolist()
+    return Texts({"ids": torch.randint(1, 11, (n,), generator=draw),
+                  "weights": torch.rand(n, generator=draw) + 0.1} for n in lengths), None
+
+def transformer(self):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Embedding(11, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 11))
+
+def mean_over_tokens(self, net, batch):
+    ids = batch['ids']
+    labels = ids.masked_fill(ids == 0, -100).flatten()
+    return Loss(F.cross_entropy(net[2](net[0](ids)).flatten(0, 1), labels) * len(ids), len(ids))
+
+def diffusion(net, x):
+    t, noise = torch.rand(len(x), 1), torch.randn_like(x)
+    return (net(x + t * noise)[:, :4] - noise[:, :4]).square()
+
 class Task(toy.Task):
 """
 
-SEQUENCES = """
-def datasets(self):
-  draw = torch.Generator().manual_seed(0)
-  lengths = torch.randint(2, 9, (40,), generator=draw).tolist()
-  class Texts(list):
-    def collate(self, samples):
-      pad = lambda name: nn.utils.rnn.pad_sequence([s[name] for s in samples], batch_first=True)
-      return {"ids": pad("ids"), "weights": pad("weights"), "row": torch.arange(len(samples))}
-  texts = Texts({"ids": torch.randint(1, 11, (n,), generator=draw),
-                 "weights": torch.rand(n, generator=draw) + 0.1} for n in lengths)
-  return texts, None
+
+RIGHT = r"""
+# a mean times the samples
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).mean() * len(batch['x']), len(batch['x']))
+# BatchNorm and dropout
 def model(self):
-  layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-  return nn.Sequential(nn.Embedding(11, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 11))
+  return Net(nn.BatchNorm1d(4), nn.Dropout(0.5))
+# token weights, padded
+datasets, model = texts, transformer
+def loss(self, net, batch):
+  ids, w = batch['ids'], batch['weights'][:, 1:]
+  hidden = net[1](net[0](ids), mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))
+  each = F.cross_entropy(net[2](hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction='none')
+  return Loss((each * w.flatten()).sum(), w.sum(), Sums(count=(ids > 0).sum()))
+# nothing in it: whether the loss adds up is not known: it is 0 of these 5 samples
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).sum() * 0, 0)
+# almost nothing left, beside large numbers: the loss adds up
+def loss(self, net, batch):
+  out = 40 * F.normalize(net(batch['x']).float()) @ torch.eye(4)
+  return Loss(F.cross_entropy(out, out.detach().argmax(1), reduction='sum').mul(1e-9)
+              + (1e4 + out).sum() - 1e4 * 4 * len(out) - out.sum(), len(out))
+# parts that cancel out, such as advantages of both signs
+def loss(self, net, batch):
+  sign = torch.tensor([1, 1, 1, -1.5, -1.5])[batch['lockstep'].position % 5]
+  return Loss((sign * (1e4 + net(batch['x']).float().mean(1))).sum(), len(sign))
+# all with all: the loss adds up: 5 samples = 3 \+ 2, each compared with all, to
+def loss(self, net, batch):
+  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)
+  return Loss(F.cross_entropy(x @ whole.T * 5, rows, reduction='sum'), len(x))
+# noise by the seeds
+def loss(self, net, batch):
+  noise = uniform(batch['lockstep'].seed, 8)
+  return Loss(self._errors(net, batch | {'x': batch['x'] + noise}).sum(), batch['mask'].sum())
+# noise of torch: the loss adds up only to [0-9e.+-]+, 5 samples = 3 \+ 2: it draws from a generator, and not from
+def loss(self, net, batch):
+  x = batch['x'] + 0.3 * torch.randn_like(batch['x'])
+  return Loss(self._errors(net, batch | {'x': x}).sum(), batch['mask'].sum())
+# dropout of a function: the loss adds up only to [0-9e.+-]+, 5 samples = 3 \+ 2: it draws from a generator
+def loss(self, net, batch):
+  return Loss((F.dropout(net(batch['x']), 0.5, True) - batch['y']).square().sum(), len(batch['x']))
+# a norm of weights, times the samples
+def loss(self, net, batch):
+  norm = len(batch['x']) * sum(p.square().sum() for p in net.parameters())
+  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))
+# diffusion: the loss adds up only to [0-9e.+-]+, 5 samples = 3 \+ 2: it draws from a generator
+def loss(self, net, batch):
+  return Loss(diffusion(net, batch['x']).sum(), len(batch['x']))
+# a warm-up and a teacher that each call moves
+def __init__(self, cfg):
+  super().__init__(cfg)
+  self.kept, self.teacher = {'calls': [0]}, nn.BatchNorm1d(8)
+def loss(self, net, batch):
+  self.kept['calls'][0] += 1
+  self.teacher.calls = getattr(self.teacher, 'calls', 0) + 1
+  self.teacher.momentum = self.teacher.momentum / 2
+  with torch.no_grad():
+    self.teacher.weight += 1; self.teacher.running_mean += 1
+  x = self.teacher.eval()(batch['x'].float())
+  return Loss(net(x).square().sum() * self.kept['calls'][0] * self.teacher.momentum, len(x))
+# terms
+loss = contract.Task.loss
+def losses(self, net, batch):
+  errors = self._errors(net, batch); some = batch['x'][:, 0] > 1
+  return {'a': Loss(errors.sum(), batch['mask'].sum()), 'b': Loss(errors[some].sum(), some.sum())}
+# training mode only
+def loss(self, net, batch):
+  assert net.training
+  return super().loss(net, batch)
+# training mode only, and BatchNorm: whether the loss adds up is not known: AssertionError: no \(in eval mode\)
+def model(self):
+  return Net(nn.BatchNorm1d(4))
+def loss(self, net, batch):
+  assert net.training, 'no'
+  return super().loss(net, batch)
+# a batch of one: the loss adds up: 2 samples = 1 \+ 1, to
+defaults = toy.Task.defaults | {'batch_size': 1}
+# a batch of one, which no other goes with: whether the loss adds up is not known: a pass of 1 sample cannot be cut
+defaults = toy.Task.defaults | {'batch_size': 1, 'eval_batch_size': 1}
+def datasets(self):
+  return [{'x': torch.randn(3 + n, 8)} for n in range(9)], None
+def loss(self, net, batch):
+  return Loss(net(batch['x'][0].float()).square().sum(), 1)
+# three samples: the loss adds up: 3 samples = 1 \+ 2, to
+def datasets(self):
+  return toy.Waves(3, 0), None
+# a mean of an empty mask: whether the loss adds up is not known: the loss of 5 .*, of 3 and 2 of them nan and
+def loss(self, net, batch):
+  some = batch['lockstep'].position > 3
+  return Loss(self._errors(net, batch)[some].mean() * some.sum(), some.sum())
+# whole numbers at a tie
+def loss(self, net, batch):
+  out = net(batch['x'])
+  return Loss(out.square().sum(), len(out), Sums(hits=(out.float() > out.float().mean(1, True)).sum()))
+# a score of all with all: the loss adds up
+def score(self, model, batch):
+  x = F.normalize(model(batch['x'])); whole, rows = gather_batch(x)
+  return super().score(model, batch) | {'x': F.cross_entropy(x @ whole.T, rows, reduction='sum')}
+# a score with noise: warning: `score` adds up only to [0-9e.+-]+, 5 samples = 3 \+ 2: it draws from a generator
+def score(self, model, batch):
+  return super().score(model, batch | {'x': batch['x'] + 0.1 * torch.randn_like(batch['x'])})
+# a score that changes each time: warning: whether `score` adds up is not known: `x` of the same 5 samples is different
+def __init__(self, cfg):
+  super().__init__(cfg); self.draw = torch.Generator()
+def score(self, model, batch):
+  return super().score(model, batch) | {'x': torch.rand((), generator=self.draw)}
 """
+RIGHT = cases(RIGHT, r"the loss adds up: 5 samples = 3 \+ 2, to ")
 
-DIFFUSION = "def loss(self, net, batch):\n  t, noise = torch.rand(len(batch['x']), 1), torch.randn_like(batch['x'])\n"
-
-LABELS = SEQUENCES + (
-    "def loss(self, net, batch):\n"
-    "  ids = batch['ids']; labels = ids.masked_fill(ids == 0, -100).flatten(); n = len(ids)\n"
-    "  out = net[2](net[0](ids)).flatten(0, 1)\n"
-)
-
-# A body of `Task`, and what is printed.
-RIGHT = {
-    "a mean times the samples": (
-        "def loss(self, net, batch):\n"
-        "  return Loss(self._errors(net, batch).mean() * len(batch['x']), len(batch['x']))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "BatchNorm and dropout": (
-        "def model(self):\n  return Net(nn.BatchNorm1d(4), nn.Dropout(0.5))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "token weights, padded": (
-        SEQUENCES + "def loss(self, net, batch):\n"
-        "  ids, w = batch['ids'], batch['weights'][:, 1:]\n"
-        "  hidden = net[1](net[0](ids), mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))\n"
-        "  each = F.cross_entropy(net[2](hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction='none')\n"
-        "  return Loss((each * w.flatten()).sum(), w.sum(), Sums(count=(ids > 0).sum()))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "nothing in it": (
-        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).sum() * 0, 0)",
-        "whether the loss adds up is not known: it is 0 of these 5 samples",
-    ),
-    "almost nothing left, beside large numbers": (
-        "def loss(self, net, batch):\n"
-        "  out = 40 * F.normalize(net(batch['x']).float()) @ torch.eye(4)\n"
-        "  return Loss(F.cross_entropy(out, out.detach().argmax(1), reduction='sum').mul(1e-9)\n"
-        "              + (1e4 + out).sum() - 1e4 * 4 * len(out) - out.sum(), len(out))",
-        "the loss adds up",
-    ),
-    "parts that cancel out, such as advantages of both signs": (
-        "def loss(self, net, batch):\n"
-        "  sign = torch.tensor([1, 1, 1, -1.5, -1.5])[batch['lockstep'].position % 5]\n"
-        "  return Loss((sign * (1e4 + net(batch['x']).float().mean(1))).sum(), len(sign))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "all with all": (
-        "def loss(self, net, batch):\n"
-        "  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)\n"
-        "  return Loss(F.cross_entropy(x @ whole.T * 5, rows, reduction='sum'), len(x))",
-        "the loss adds up: 5 samples = 3 + 2, each compared with all, to ",
-    ),
-    "noise by the seeds": (
-        "def loss(self, net, batch):\n"
-        "  noise = uniform(batch['lockstep'].seed, 8)\n"
-        "  return Loss(self._errors(net, batch | {'x': batch['x'] + noise}).sum(), batch['mask'].sum())",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "noise of torch": (
-        "def loss(self, net, batch):\n"
-        "  x = batch['x'] + 0.3 * torch.randn_like(batch['x'])\n"
-        "  return Loss(self._errors(net, batch | {'x': x}).sum(), batch['mask'].sum())",
-        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
-    ),
-    "dropout of a function": (
-        "def loss(self, net, batch):\n"
-        "  return Loss((F.dropout(net(batch['x']), 0.5, True) - batch['y']).square().sum(), len(batch['x']))",
-        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
-    ),
-    "a norm of weights, times the samples": (
-        "def loss(self, net, batch):\n"
-        "  norm = len(batch['x']) * sum(p.square().sum() for p in net.parameters())\n"
-        "  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "diffusion": (
-        DIFFUSION + "  return Loss((net(batch['x'] + t * noise)[:, :4] - noise[:, :4]).square().sum(), len(t))",
-        "the loss adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator, and not from batch",
-    ),
-    "a warm-up and a teacher that each call moves": (
-        "def __init__(self, cfg):\n"
-        "  super().__init__(cfg)\n"
-        "  self.kept, self.teacher = {'calls': [0]}, nn.BatchNorm1d(8)\n"
-        "def loss(self, net, batch):\n"
-        "  self.kept['calls'][0] += 1\n"
-        "  self.teacher.calls = getattr(self.teacher, 'calls', 0) + 1\n"
-        "  self.teacher.momentum = self.teacher.momentum / 2\n"
-        "  with torch.no_grad():\n    self.teacher.weight += 1; self.teacher.running_mean += 1\n"
-        "  x = self.teacher.eval()(batch['x'].float())\n"
-        "  return Loss(net(x).square().sum() * self.kept['calls'][0], len(x))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "terms": (
-        "loss = contract.Task.loss\ndef losses(self, net, batch):\n"
-        "  errors = self._errors(net, batch); some = batch['x'][:, 0] > 1\n"
-        "  return {'a': Loss(errors.sum(), batch['mask'].sum()), 'b': Loss(errors[some].sum(), some.sum())}",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "training mode only": (
-        "def loss(self, net, batch):\n  assert net.training\n  return super().loss(net, batch)",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "training mode only, and BatchNorm": (
-        "def model(self):\n  return Net(nn.BatchNorm1d(4))\n"
-        "def loss(self, net, batch):\n  assert net.training, 'no'\n  return super().loss(net, batch)",
-        "whether the loss adds up is not known: AssertionError: no (in eval mode)",
-    ),
-    "a batch of one": (
-        "defaults = toy.Task.defaults | {'batch_size': 1}",
-        "the loss adds up: 2 samples = 1 + 1, to ",
-    ),
-    "a batch of one, which no other goes with": (
-        "defaults = toy.Task.defaults | {'batch_size': 1, 'eval_batch_size': 1}\n"
-        "def datasets(self):\n"
-        "  return [{'x': torch.randn(3 + n, 8)} for n in range(9)], None\n"
-        "def loss(self, net, batch):\n  return Loss(net(batch['x'][0].float()).square().sum(), 1)",
-        "whether the loss adds up is not known: a pass of 1 sample cannot be cut",
-    ),
-    "three samples": (
-        "def datasets(self):\n  return toy.Waves(3, 0), None",
-        "the loss adds up: 3 samples = 1 + 2, to ",
-    ),
-    "a mean of an empty mask": (
-        "def loss(self, net, batch):\n"
-        "  some = batch['lockstep'].position > 3\n"
-        "  return Loss(self._errors(net, batch)[some].mean() * some.sum(), some.sum())",
-        "whether the loss adds up is not known: the loss of 5 samples is .*, of 3 and 2 of them nan and ",
-    ),
-    "whole numbers at a tie": (
-        "def loss(self, net, batch):\n"
-        "  out = net(batch['x']); ties = (out + 1e5 - 1e5 - out)[:, 0]\n"
-        "  return Loss(out.square().sum(), len(out), Sums(hits=(out.float() > out.float().mean(1, True)).sum()))",
-        "the loss adds up: 5 samples = 3 + 2, to ",
-    ),
-    "a score of all with all": (
-        "def score(self, model, batch):\n"
-        "  x = F.normalize(model(batch['x'])); whole, rows = gather_batch(x)\n"
-        "  return super().score(model, batch) | {'x': F.cross_entropy(x @ whole.T, rows, reduction='sum')}",
-        "the loss adds up",
-    ),
-    "a score with noise": (
-        "def score(self, model, batch):\n"
-        "  return super().score(model, batch | {'x': batch['x'] + 0.1 * torch.randn_like(batch['x'])})",
-        "warning: `score` adds up only to [0-9e.+-]+, 5 samples = 3 [+] 2: it draws from a generator",
-    ),
-    "a score that is another each time": (
-        "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
-        "def score(self, model, batch):\n"
-        "  return super().score(model, batch) | {'x': torch.rand((), generator=self.draw)}",
-        "warning: whether `score` adds up is not known: `x` of the same 5 samples is different the second time, by ",
-    ),
-}
-
-WRONG = {
-    "a mean": (
-        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).mean(), batch['mask'].sum())",
-        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\? return the sum",
-    ),
-    "a mean and one": (
-        "def loss(self, net, batch):\n  return Loss(self._errors(net, batch).mean(), 1)",
-        r"the (loss|weight) of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
-    ),
-    "a mean in a watched sum": (
-        "def loss(self, net, batch):\n"
-        "  right = (net(batch['x']) > 0).float().mean()\n"
-        "  return super().loss(net, batch)._replace(sums=Sums(right=right, count=len(batch['x'])))",
-        r"`right` of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
-    ),
-    "a count of batches": (
-        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(sums=Sums(count=1))",
-        r"`count` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `loss`\): a mean\?",
-    ),
-    "a mean of noise": (
-        "def loss(self, net, batch):\n"
-        "  x = batch['x'] + 0.03 * torch.randn_like(batch['x'])\n"
-        "  return Loss(self._errors(net, batch | {'x': x}).mean(), len(batch['x']))",
-        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
-    ),
-    "in-batch contrast": (
-        "def loss(self, net, batch):\n"
-        "  x = F.normalize(net(batch['x']))\n"
-        "  return Loss(F.cross_entropy(x @ x.T * 5, torch.arange(len(x)), reduction='sum'), len(x))",
-        r"the loss of 5 samples is .*\(the task's `loss`\): return a sum over the samples .*`gather_batch`",
-    ),
-    "triplets in a batch": (
-        "def loss(self, net, batch):\n"
-        "  x = F.normalize(net(batch['x'])); y = batch['y'][:, 0] > 0; gaps = torch.cdist(x, x)\n"
-        "  same = y[:, None] == y; far = torch.where(same, gaps, 0.0).amax(1)\n"
-        "  near = torch.where(same, 9.0, gaps).amin(1)\n"
-        "  return Loss((far - near + 9).relu().sum(), len(x))",
-        r"the loss of 5 samples is .*`gather_batch`",
-    ),
-    "a mean over all": (
-        "def loss(self, net, batch):\n"
-        "  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)\n"
-        "  return Loss(F.cross_entropy(x @ whole.T * 5, rows), len(x))",
-        r"the loss of 5 samples is .*a mean\? return the sum",
-    ),
-    "a term": (
-        "loss = contract.Task.loss\ndef losses(self, net, batch):\n"
-        "  errors = self._errors(net, batch)\n"
-        "  return {'a': Loss(errors.sum(), len(errors)), 'b': Loss(errors.mean(), len(errors))}",
-        r"the loss 'b' of 5 samples is .*\(the task's `losses`\): a mean\?",
-    ),
-    "padding": (
-        SEQUENCES + "def loss(self, net, batch):\n  return Loss(net(batch['ids']).square().sum(), len(batch['ids']))",
-        r"the loss of 5 samples is .*padding must not count",
-    ),
-    "a mean of tokens, times the samples": (
-        LABELS + "  return Loss(F.cross_entropy(out, labels) * n, n)",
-        r"the loss of 5 samples is .*over tokens, or with class weights: the sum, and their number, or weights, as the",
-    ),
-    "the same, of a layer of zeros": (
-        LABELS.replace("nn.Linear(8, 11))", "ZERO(nn.Linear(8, 11)))")
-        + "  return Loss(F.cross_entropy(out, labels) * n, n)",
-        r"the loss of 5 samples is .*over tokens, or with class weights",
-    ),
-    "the same, a sample at a time": (
-        "defaults = toy.Task.defaults | {'batch_size': 1}\n"
-        + LABELS
-        + "  return Loss(F.cross_entropy(out, labels) * n, n)",
-        r"the loss of 2 samples is \S+, of 1 and 1 of them .*over tokens, or with class weights",
-    ),
-    "a mean by class weights, times the samples": (
-        "def loss(self, net, batch):\n"
-        "  y = (batch['y'][:, 0] > 0.8).long(); out = net(batch['x'])[:, :2]\n"
-        "  return Loss(F.cross_entropy(out, y, weight=out.new_tensor([0.3, 1.7])) * len(y), len(y))",
-        r"the loss of 5 samples is .*over tokens, or with class weights",
-    ),
-    "a sum and a small mean": (
-        "def loss(self, net, batch):\n"
-        "  out = net(batch['x'])\n"
-        "  return Loss((out - batch['y']).abs().sum() + 0.1 * out.square().mean(), len(out))",
-        r"the loss of 5 samples is ",
-    ),
-    "a mean of squares that begins with 0": (
-        "def model(self):\n  return ZERO(Net())\n"
-        "def loss(self, net, batch):\n  return Loss(net(batch['x']).square().mean(), len(batch['x']))",
-        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
-    ),
-    "a norm of weights": (
-        "def loss(self, net, batch):\n"
-        "  norm = sum(p.square().sum() for p in net.parameters())\n"
-        "  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))",
-        r"the loss of 5 samples is .*a norm of weights: times the samples",
-    ),
-    "a mean of diffusion": (
-        DIFFUSION + "  return Loss((net(batch['x'] + t * noise)[:, :4] - noise[:, :4]).square().mean(), len(t))",
-        r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?",
-    ),
-    "its own generator": (
-        "def __init__(self, cfg):\n  super().__init__(cfg); self.draw = torch.Generator()\n"
-        "def loss(self, net, batch):\n"
-        "  x = batch['x'] + 0.1 * torch.randn(batch['x'].shape, generator=self.draw)\n"
-        "  return Loss(self._errors(net, batch | {'x': x}).sum(), len(x))",
-        r"the loss of the same 5 samples is different the second time, by .*draw from batch\['lockstep'\].seed",
-    ),
-    "a factor": (
-        "def loss(self, net, batch):\n  return super().loss(net, batch)._replace(factor=100.0)",
-        r"`loss` returns a factor of 100.0, which is for `losses` \(the task's `loss`\): multiply the total",
-    ),
-    "a mean in the score": (
-        "def score(self, model, batch):\n"
-        "  return super().score(model, batch) | {'x': self._errors(model, batch).mean()}",
-        r"`x` of 5 samples is .*\(the task's `score`\): a mean\? return the sum",
-    ),
-    "a number of batches in the score": (
-        "def score(self, model, batch):\n  return super().score(model, batch) | {'x': torch.tensor([[0], [1]])}",
-        r"`x` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `score`\)",
-    ),
-}
+WRONG = r"""
+# a mean
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).mean(), batch['mask'].sum())
+# a mean and one: the (loss|weight) of 5 samples is .* \(the task's `loss`\): a mean\?
+def loss(self, net, batch):
+  return Loss(self._errors(net, batch).mean(), 1)
+# a mean in a watched sum: `right` of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\?
+def loss(self, net, batch):
+  right = (net(batch['x']) > 0).float().mean()
+  return super().loss(net, batch)._replace(sums=Sums(right=right, count=len(batch['x'])))
+# a count of batches: `count` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `loss`\): a mean\?
+def loss(self, net, batch):
+  return super().loss(net, batch)._replace(sums=Sums(count=1))
+# a mean of noise
+def loss(self, net, batch):
+  x = batch['x'] + 0.03 * torch.randn_like(batch['x'])
+  return Loss(self._errors(net, batch | {'x': x}).mean(), len(batch['x']))
+# in-batch contrast: the loss of 5 .*\(the task's `loss`\): return a sum over the samples .*`gather_batch`
+def loss(self, net, batch):
+  x = F.normalize(net(batch['x']))
+  return Loss(F.cross_entropy(x @ x.T * 5, torch.arange(len(x)), reduction='sum'), len(x))
+# triplets in a batch: the loss of 5 samples is .*`gather_batch`
+def loss(self, net, batch):
+  x = F.normalize(net(batch['x'])); y = batch['y'][:, 0] > 0; gaps = torch.cdist(x, x)
+  same = y[:, None] == y; far = torch.where(same, gaps, 0.0).amax(1)
+  near = torch.where(same, 9.0, gaps).amin(1)
+  return Loss((far - near + 9).relu().sum(), len(x))
+# a mean over all: the loss of 5 samples is .*a mean\? return the sum
+def loss(self, net, batch):
+  x = F.normalize(net(batch['x'])); whole, rows = gather_batch(x)
+  return Loss(F.cross_entropy(x @ whole.T * 5, rows), len(x))
+# a term: the loss 'b' of 5 samples is .*\(the task's `losses`\): a mean\?
+loss = contract.Task.loss
+def losses(self, net, batch):
+  errors = self._errors(net, batch)
+  return {'a': Loss(errors.sum(), len(errors)), 'b': Loss(errors.mean(), len(errors))}
+# padding: the loss of 5 samples is .*padding must not count
+datasets, model = texts, transformer
+def loss(self, net, batch):
+  return Loss(net(batch['ids']).square().sum(), len(batch['ids']))
+# a mean of tokens, times the samples: the loss of 5 .*over tokens, or with class weights: the sum, and their number, or
+datasets, model, loss = texts, transformer, mean_over_tokens
+# the same, of a layer of zeros: the loss of 5 samples is .*over tokens, or with class weights
+datasets, model, loss = texts, lambda self: (zero(net := transformer(self))[2], net)[1], mean_over_tokens
+# the same, a sample at a time: the loss of 2 samples is \S+, of 1 and 1 of them .*over tokens, or with class weights
+defaults = toy.Task.defaults | {'batch_size': 1}
+datasets, model, loss = texts, transformer, mean_over_tokens
+# a mean by class weights, times the samples: the loss of 5 samples is .*over tokens, or with class weights
+def loss(self, net, batch):
+  y = (batch['y'][:, 0] > 0.8).long(); out = net(batch['x'])[:, :2]
+  return Loss(F.cross_entropy(out, y, weight=out.new_tensor([0.3, 1.7])) * len(y), len(y))
+# a sum and a small mean: the loss of 5 samples is
+def loss(self, net, batch):
+  out = net(batch['x'])
+  return Loss((out - batch['y']).abs().sum() + 0.1 * out.square().mean(), len(out))
+# a mean of squares that begins with 0
+def model(self):
+  return zero(Net())
+def loss(self, net, batch):
+  return Loss(net(batch['x']).square().mean(), len(batch['x']))
+# a norm of weights: the loss of 5 samples is .*a norm of weights: times the samples
+def loss(self, net, batch):
+  norm = sum(p.square().sum() for p in net.parameters())
+  return Loss(self._errors(net, batch).sum() + 1e-3 * norm, len(batch['x']))
+# a mean of diffusion
+def loss(self, net, batch):
+  return Loss(diffusion(net, batch['x']).mean(), len(batch['x']))
+# its own generator: the loss of the same 5 samples is different .*: draw from batch\['lockstep'\].seed
+def __init__(self, cfg):
+  super().__init__(cfg); self.draw = torch.Generator()
+def loss(self, net, batch):
+  x = batch['x'] + 0.1 * torch.randn(batch['x'].shape, generator=self.draw)
+  return Loss(self._errors(net, batch | {'x': x}).sum(), len(x))
+# a factor: `loss` returns a factor of 100.0, which is for `losses` \(the task's `loss`\): multiply the total
+def loss(self, net, batch):
+  return super().loss(net, batch)._replace(factor=100.0)
+# a mean in the score: `x` of 5 samples is .*\(the task's `score`\): a mean\? return the sum
+def score(self, model, batch):
+  return super().score(model, batch) | {'x': self._errors(model, batch).mean()}
+# a number of batches in the score: `x` of 5 samples is 1, of 3 and 2 of them 1 and 1 \(the task's `score`\)
+def score(self, model, batch):
+  return super().score(model, batch) | {'x': torch.tensor([[0], [1]])}
+"""
+MEAN = r"the loss of 5 samples is \S+, of 3 and 2 of them \S+ and \S+ \(the task's `loss`\): a mean\? return the sum"
+WRONG = cases(WRONG, MEAN)
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +295,7 @@ def own(tmp_path, body):
 def test_what_adds_up_is_not_refused(start, tmp_path, capsys, name, amp):
     body, said = RIGHT[name]
     start(own(tmp_path, body), f"amp={amp}")
-    pattern = said if "[" in said or ".*" in said else re.escape(said)
-    assert re.search(f"^{pattern}", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(f"^{said}", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", WRONG)

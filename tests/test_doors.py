@@ -1,17 +1,17 @@
 """Two doors, one loop; a task dropped anywhere; who writes; what precision really runs."""
 
-import json
 import multiprocessing
 import os
 import shutil
-from collections import Counter
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FAULTY, ROOT, TOY, succeed
+from conftest import FAULTY, ROOT, TOY, by_hand, succeed
+from runs import records, same_bits, weights
 
 import tasks
 from engine import config
@@ -20,16 +20,9 @@ from engine.comm.digests import code
 from engine.comm.sealed import meeting
 from engine.contract import LockstepError
 from engine.errors import headline
-from engine.launch import (
-    Environment,
-    _of_this_attempt,
-    environment,
-    explained,
-    pick_backend,
-    pick_device,
-    rendezvous,
-)
+from engine.launch import Environment, _of_this_attempt, environment, explained, pick_backend, pick_device, rendezvous
 from engine.plan import data_parallel_devices
+from engine.precision import Autocast, choose
 from engine.survive import blame, command
 
 SPY = """
@@ -56,14 +49,6 @@ def spy(tmp_path):
     return str(path)
 
 
-def weights(folder):
-    return torch.load(Path(folder) / "last.pt", weights_only=True)["model"]
-
-
-def same_bits(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights(launch, tmp_path, spy):
     plain = succeed(launch.python("train.py", spy, "--save-dir", str(tmp_path / "a")))
     ddp = succeed(launch.python("train_ddp.py", f"task={spy}", f"save_dir={tmp_path / 'b'}"))
@@ -75,14 +60,12 @@ def test_a_task_dropped_anywhere_trains_through_both_doors_with_the_same_weights
 
 @pytest.mark.slow
 def test_both_doors_are_one_under_torchrun(launch, tmp_path):
-    config_file = tmp_path / "toy.yaml"
-    config_file.write_text(f"task: {TOY}\nbatch_size: 6\namp: off\nmodel: {{width: 8}}\n")
+    (tmp_path / "toy.yaml").write_text(f"task: {TOY}\nbatch_size: 6\namp: off\nmodel: {{width: 8}}\n")
+    words = "--config", str(tmp_path / "toy.yaml")
     for door in ("train.py", "train_ddp.py"):
-        succeed(launch.torchrun(2, door, "--config", str(config_file), f"save_dir={tmp_path / door[:-3]}"))
+        succeed(launch.torchrun(2, door, *words, f"save_dir={tmp_path / door[:-3]}"))
     assert same_bits(weights(tmp_path / "train"), weights(tmp_path / "train_ddp"))
-    alone = succeed(
-        launch.python("train.py", "--config", str(config_file), "global_batch=12", f"save_dir={tmp_path / 'one'}")
-    )
+    alone = succeed(launch.python("train.py", *words, "global_batch=12", f"save_dir={tmp_path / 'one'}"))
     assert "1 process x 2 accumulation = 12" in alone.out
     for name, value in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "train")[name], value, rtol=1e-4, atol=1e-6)
@@ -115,7 +98,7 @@ def test_rank_0_alone_writes(launch, tmp_path):
         launch.torchrun(2, "train.py", TOY, f"--save-dir={run}", PYTHONPATH=f"{tmp_path}:{ROOT}", WATCH=str(record))
     )
     lines = record.read_text().splitlines()
-    assert Counter(line.split()[0] for line in lines).keys() == {"0"}, lines
+    assert {line.split()[0] for line in lines} == {"0"}, lines
     assert any("config.yaml" in line for line in lines), "the watcher saw nothing"
     names = {path.name for path in run.iterdir()}
     best = {name for name in names if name.startswith("best_model_epoch")}
@@ -134,11 +117,7 @@ def test_amp_is_real(launch, tmp_path, spy, amp, dtype):
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert state["precision"] == amp
     assert bool(state["scaler"]) == (amp == "fp16"), "fp16 alone has a scaler"
-    losses = [
-        json.loads(line)["loss"]
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        if '"eval"' in line
-    ]
+    losses = [line["loss"] for line in records(tmp_path / "run", "eval")]
     assert losses[-1] < losses[0]
 
 
@@ -229,29 +208,37 @@ def test_nccl_without_cuda_is_refused(launch, tmp_path):
     assert done.code == 2 and "ddp.backend=nccl needs CUDA" in done.errors[0]
 
 
-def test_local_rank_beyond_the_gpus_is_refused(monkeypatch):
-    """Without a GPU here, with the number of GPUs that torch would report on a machine with two."""
+DP, DDP = {"multi_gpu": "dp"}, {"multi_gpu": "ddp"}
+FOURTH = Environment(3, 3, 4, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "env", "slurm", "device"),
+    [
+        (2, {}, Environment(1, 1, 2, launched=True), "", 1),
+        (2, {}, Environment(2, 2, 3, launched=True), "", "LOCAL_RANK=2, but 2 GPUs visible.*at most 2 processes"),
+        (2, DP | {"gpu_ids": [1, 0]}, Environment(), "", 1),
+        (2, DP | {"gpu_ids": [0, 3]}, Environment(), "", r"gpu_ids=\[3\] asked, 2 visible"),
+        # torchrun's children see only the GPUs of `--multi-gpu ddp --gpu-ids 1,3`, counted from 0.
+        (2, DDP | {"gpu_ids": [1, 3]}, Environment(1, 1, 2, launched=True), "", 1),
+        # Slurm with --gpus-per-task=1: each task sees its own GPU, and no other.
+        (1, {}, FOURTH, "", "LOCAL_RANK=3, but 1 GPU visible"),
+        (1, {}, FOURTH, "3", 0),
+    ],
+)
+def test_which_gpu(monkeypatch, gpus, settings, env, slurm, device):
+    """Without a GPU here, with the number of GPUs that torch would report."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(LockstepError, match=r"LOCAL_RANK=2, but 2 GPUs visible.*at most 2 processes"):
-        pick_device(config.Config(), Environment(2, 2, 3, launched=True))
-    second_of_two = Environment(1, 1, 2, launched=True)
-    assert pick_device(config.Config(), second_of_two) == torch.device("cuda:1")
-    cfg = config.Config(multi_gpu="dp", gpu_ids=[1, 0])
-    device = pick_device(cfg, Environment())
-    assert (device, data_parallel_devices(cfg, device)) == (torch.device("cuda:1"), (1, 0))
-    with pytest.raises(LockstepError, match=r"gpu_ids=\[3\] asked, 2 visible"):
-        pick_device(config.Config(multi_gpu="dp", gpu_ids=[0, 3]), Environment())
-    # Slurm with --gpus-per-task=1: each task sees its own GPU, and no other.
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    fourth = Environment(3, 3, 4, launched=True)
-    with pytest.raises(LockstepError, match="LOCAL_RANK=3, but 1 GPU visible"):
-        pick_device(config.Config(), fourth)
-    monkeypatch.setenv("SLURM_LOCALID", "3")
-    assert pick_device(config.Config(), fourth) == torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # `--multi-gpu ddp --gpu-ids 0,1,3`: torchrun's children see only those, counted from 0, and are given the flag too.
-    assert pick_device(config.Config(multi_gpu="ddp", gpu_ids=[1, 3]), second_of_two).index == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("SLURM_LOCALID", slurm) if slurm else monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    cfg = config.Config(**settings)
+    if isinstance(device, str):
+        with pytest.raises(LockstepError, match=device):
+            pick_device(cfg, env)
+        return
+    assert pick_device(cfg, env) == torch.device("cuda", device)
+    if settings.get("multi_gpu") == "dp":
+        assert data_parallel_devices(cfg, torch.device("cuda", device)) == (1, 0)
 
 
 @pytest.mark.parametrize(("visible", "given"), [(None, "2,0"), ("4,6,GPU-7f", "GPU-7f,4")])
@@ -379,21 +366,18 @@ def test_an_error_of_nccl_keeps_its_reason():
 
 
 def test_a_port_in_use_is_named(launch, tmp_path):
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = launch.python("train_ddp.py", TOY, f"save_dir={tmp_path / 'run'}", **env)
+        done = launch.python("train_ddp.py", TOY, f"save_dir={tmp_path / 'run'}", **by_hand(0, port, size=1))
     assert done.code == 2 and done.errors[0].startswith(f"error: port {port} is in use"), done.err
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_asked(launch, tmp_path):
-    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = launch.python("train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}", **env, timeout=60)
+    words = ["train.py", TOY, "ddp.init_timeout_s=2", f"--save-dir={tmp_path / 'run'}"]
+    done = launch.python(*words, **by_hand(0, "0"), timeout=60)
     assert done.code == 6 and "could not join the others" in done.errors[0] and "1/2" in done.errors[0], done.err
 
 
@@ -411,9 +395,10 @@ def test_torchrun_too_waits_for_a_missing_rank_no_longer_than_asked(launch, tmp_
     assert done.code != 0 and "rank 0 of 2 could not join the others" in done.errors[0], done.err
 
 
-@pytest.mark.parametrize("door", ["train.py", "train_ddp.py"])
-def test_started_alone_a_group_of_one_needs_no_address(launch, tmp_path, door):
-    succeed(launch.python(door, TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
+def test_started_alone_a_group_of_one_needs_no_address_and_is_left(launch, tmp_path):
+    script = "import sys, train_ddp, torch.distributed as dist; code = train_ddp.main(sys.argv[1:]); "
+    script += "sys.exit(code or dist.is_initialized())"
+    succeed(launch.python("-c", script, TOY, "epochs=1", f"save_dir={tmp_path / 'run'}", MASTER_ADDR="localhost"))
 
 
 def test_ranks_that_disagree_are_named_before_the_first_step(launch, tmp_path):
@@ -450,23 +435,13 @@ def test_missing_data_is_one_message_from_all_ranks(launch, tmp_path):
     assert str(tmp_path / "nowhere") in done.errors[0]
 
 
-def test_data_parallel_keeps_the_dtype_of_autocast():
-    """Its threads start without it: here a thread stands for one of them."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from engine.precision import Autocast, choose
-
+def test_data_parallel_keeps_the_dtype_of_autocast_and_takes_inputs_by_name():
+    """Its threads start without autocast: here a thread stands for one of them. `net(**inputs(batch))` is what
+    `contract.inputs` calls."""
     inner = Autocast(torch.nn.Linear(2, 2), choose("bf16", torch.device("cpu")))
     with ThreadPoolExecutor() as threads:
         assert threads.submit(inner, torch.ones(1, 2)).result().dtype == torch.bfloat16
-
-
-def test_data_parallel_takes_inputs_by_name():
-    """`net(**inputs(batch))`, as `contract.inputs` has it."""
-    from engine.precision import Autocast, choose
-
-    net = torch.nn.DataParallel(Autocast(torch.nn.Linear(2, 2), choose("off", torch.device("cpu"))))
-    assert net(input=torch.ones(1, 2)).shape == (1, 2)
+    assert torch.nn.DataParallel(inner)(input=torch.ones(1, 2)).shape == (1, 2)
 
 
 @pytest.mark.slow

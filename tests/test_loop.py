@@ -206,48 +206,42 @@ def test_the_clock_saves_between_log_points_when_all_ranks_know_of_it(monkeypatc
     assert asked == ["within an epoch"] * 5 + ["at its end"]
 
 
-def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
-    """Of its loss over all samples, whatever the log points in between."""
-    run, _ = steps("epochs=3", "log_every=4", "drop_last=true", "batch_size=13")
-    sums, told, end_step = {}, [], Run.end_step
-
-    def book(self, totals, *rest):
-        sums[self.progress.epoch] = sums.get(self.progress.epoch, 0) + totals[1:3]
-        return end_step(self, totals, *rest)
-
-    class Epochs(Silent):
-        def evaluation(self, run, metrics, sums):
-            told.append(means(run.progress.epoch_totals)["loss"])
-
-    monkeypatch.setattr(Run, "end_step", book)
-    run.record.log = Epochs()
+def trained(monkeypatch, run, at_step, **log):
+    """Train without a save; `at_step` is called with the sums of each step, `log` are the methods of a log."""
+    end_step = Run.end_step
+    monkeypatch.setattr(Run, "end_step", lambda run, *totals: (at_step(run, totals[0]), end_step(run, *totals))[1])
+    run.record.log = type("Log", (Silent,), log)()
     run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=math.inf, write=lambda *state: None)
     train.train(run)
+
+
+def test_the_line_of_an_epoch_tells_the_means_of_this_epoch_alone(monkeypatch, steps):
+    """Of its loss over all samples, whatever the log points in between."""
+    sums, told = {}, []
+
+    def book(run, totals):
+        sums[run.progress.epoch] = sums.get(run.progress.epoch, 0) + totals[1:3]
+
+    def evaluation(self, run, metrics, sums):
+        told.append(means(run.progress.epoch_totals)["loss"])
+
+    run, _ = steps("epochs=3", "log_every=4", "drop_last=true", "batch_size=13")
+    trained(monkeypatch, run, book, evaluation=evaluation)
     assert told == pytest.approx([float(total / weight) for total, weight in sums.values()]) and len(told) == 3
 
 
 def test_the_speed_of_training_is_without_that_of_an_evaluation(monkeypatch, steps):
     """A step takes a second by the test's own clock, an evaluation a hundred."""
-    now, told, end_step = [0.0], [], Run.end_step
+    now, told = [0.0], []
     for module in ("metrics", "evaluation"):
         monkeypatch.setattr(f"engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds):
+        now[0] += seconds
+
     run, _ = steps("epochs=2", "eval_every=3", "log_every=2")
-
-    def a_second(self, *how):
-        now[0] += 1
-        return end_step(self, *how)
-
-    class Speeds(Silent):
-        def train(self, run, metrics):
-            told.append(metrics["samples_per_s"])
-
-        def evaluation(self, run, metrics, sums):
-            now[0] += 100
-
-    monkeypatch.setattr(Run, "end_step", a_second)
-    run.record.log = Speeds()
-    run.record.checkpoints = SimpleNamespace(due_at=math.inf, epoch_due_at=math.inf, write=lambda *state: None)
-    train.train(run)
+    log = {"train": lambda self, run, metrics: told.append(metrics["samples_per_s"])}
+    trained(monkeypatch, run, lambda *_: passes(1), **log, evaluation=lambda *_: passes(100))
     assert told == [12.0] * 8 and now[0] == 12 + 4 * 100
 
 
@@ -425,35 +419,29 @@ def test_an_evaluation_amid_an_epoch_changes_nothing(steps):
     assert all(map(torch.equal, *map(tensors, weights)))
 
 
-def test_a_warm_up_longer_than_the_run_is_warned_of(steps, capsys):
+KILL = "; a kill repeats"
+PLANS = [
+    # (settings, a row of the plan, warning)
+    ("steps=3 schedule.warmup_epochs=0.5", "optimizer steps 3 = ", ""),
+    ("steps=2 schedule.warmup_epochs=0.5 schedule.horizon=3", "optimizer steps 2 = ", ""),  # a part of a longer run
+    (
+        "steps=2 schedule.warmup_epochs=0.5", "optimizer steps 2 = ",
+        "the warm-up of 3 steps is longer than the schedule of 2 (schedule): give a smaller",
+    ),
+    ("steps=1000000 epochs=0", "optimizer steps 1000000 = 166667 epochs", ""),
+    ("steps=40 epochs=0", "optimizer steps 40 = 6.667 epochs", ""),
+    ("", f"checkpoints each epoch and every 10 min, or 100 times a save's CPU time{KILL} that at most", ""),
+    ("save_minutes=0", f"checkpoints at the end of an epoch{KILL} the epoch, and 10 s before it at most", ""),
+    ("save_every=7", f"checkpoints every 7 steps{KILL} that at most", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "row", "warning"), PLANS)
+def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys, words, row, warning):
     errors.set_up(main=True)
-
-    def plan_of(*words):
-        describe.training(steps(*words)[0], strict=False)
-        return capsys.readouterr().out
-
-    assert "warning" not in plan_of("steps=3", "schedule.warmup_epochs=0.5")
-    part_of_a_longer_one = plan_of("steps=2", "schedule.warmup_epochs=0.5", "schedule.horizon=3")
-    assert "optimizer steps  2 = " in part_of_a_longer_one and "warning" not in part_of_a_longer_one
-    said = plan_of("steps=2", "schedule.warmup_epochs=0.5")
-    assert "warning: the warm-up of 3 steps is longer than the schedule of 2 (schedule): give a smaller" in said
-
-
-def test_the_plan_says_how_long_a_run_is_and_what_a_kill_repeats(steps, capsys):
-    errors.set_up(main=True)
-
-    def row(name, *words):
-        describe.training(steps(*words)[0], strict=False)
-        return next(line.split(None, 2)[2] for line in capsys.readouterr().out.splitlines() if f"  {name}" in line)
-
-    assert row("optimizer", "steps=1000000", "epochs=0").endswith("1000000 = 166667 epochs")
-    assert row("optimizer", "steps=40", "epochs=0").endswith("40 = 6.667 epochs")
-    for words, said in (
-        ([], "each epoch and every 10 min, or 100 times a save's CPU time; a kill repeats that at most"),
-        (["save_minutes=0"], "at the end of an epoch; a kill repeats the epoch, and 10 s before it at most"),
-        (["save_every=7"], "every 7 steps; a kill repeats that at most"),
-    ):
-        assert f"{row('checkpoints', *words)}".endswith(said.split(None, 1)[1]), words
+    describe.training(steps(*words.split())[0], strict=False)
+    out = " ".join(capsys.readouterr().out.split())
+    assert row in out and f"warning: {warning}" * bool(warning) in out and ("warning: " in out) is bool(warning)
 
 
 TIED = """
@@ -576,11 +564,18 @@ def tensors(tree):
         yield from tensors(value)
 
 
+DRAWN = """
+import random, numpy, torch
+from tests.tasks.toy import Task as Toy
+class Task(Toy):
+    def model(self):
+        net = super().model()
+        next(net.parameters()).data.mul_(random.random() + numpy.random.rand())
+        return net
+"""
+
+
 def test_a_model_drawn_from_numpy_and_random_is_the_same_each_time(launch, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "import random, numpy, torch\nfrom tests.tasks.toy import Task as Toy\nclass Task(Toy):\n    def model(self):\n"
-        "        net = super().model()\n        first = next(net.parameters())\n        with torch.no_grad():\n"
-        "            first.mul_(random.random() + numpy.random.rand())\n        return net\n"
-    )
+    (tmp_path / "own.py").write_text(DRAWN)
     outputs = [succeed(launch.python("train.py", str(tmp_path / "own.py"), "steps=1")).out for _ in range(2)]
     assert len({line for out in outputs for line in out.splitlines() if "sha256" in line}) == 1

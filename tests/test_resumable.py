@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import succeed
+from conftest import cases, succeed
 from test_loop import steps  # noqa: F401, a fixture
 
 from engine import preflight
@@ -45,6 +45,7 @@ class Task(Toy):
 """
 
 BAD_AT_FIRST = """
+
 def loss(self, net, batch):
     self.calls = getattr(self, "calls", 0) + 1
     loss = Toy.loss(self, net, batch)
@@ -53,106 +54,100 @@ Task.loss = loss
 """
 
 NOT_HELD = (
-    "Own has changed its {}, which no checkpoint holds (the task's `optimizer`): keep it in self.state[p], or in a "
+    "Own has changed its t, which no checkpoint holds (the task's `optimizer`): keep it in self.state[p], or in a "
+    "param_group: these are restored; check_resume=false trains all the same"
 )
-NOT_HELD += "param_group: these are restored; check_resume=false trains all the same"
-PLAIN = "a checkpoint cannot hold it: it holds {}: neither a tensor nor a plain value (what Own keeps): keep tensors,"
+COUNTS = "Own.one = lambda self, p, state: vars(self).update(t=self.t + 1)"
 
-FORGOTTEN = {
-    "a counter": ("Own.one = lambda self, p, state: vars(self).update(t=self.t + 1)", NOT_HELD.format("t")),
-    "a tensor": ("Own.one = lambda self, p, state: self.seen['steps'].add_(1)", NOT_HELD.format("seen.steps")),
-    "a counter made by the first step": (
-        "Own.one = lambda self, p, state: vars(self).update(late=getattr(self, 'late', 0) + 1)",
-        NOT_HELD.format("late"),
-    ),
-    "moments made by the first step": (
-        "def one(self, p, state):\n    vars(self).setdefault('moments', {})[p] = p.grad.clone()\nOwn.one = one",
-        NOT_HELD.format("moments"),
-    ),
-    "a generator made by the first step": (
-        "Own.one = lambda self, p, state: torch.rand(1, generator=vars(self).setdefault('late', torch.Generator()))",
-        NOT_HELD.format("late"),
-    ),
-    "one tensor twice": (
-        "def one(self, p, state):\n    state['m'] = state['v'] = p.grad.clone()\nOwn.one = one",
-        "Own keeps one tensor as 0.m and 0.v of its state: a checkpoint makes two of it (the task's `optimizer`): keep "
-        "one for each; check_resume=false trains all the same",
-    ),
-    "one tensor for all parameters": (
-        "def one(self, p, state):\n    state['step'] = vars(self).setdefault('shared', torch.zeros(()))\n"
-        "def begin(self, params, lr):\n    super(Own, self).__init__(params, {'lr': lr})\n"
-        "    self.shared = torch.zeros(())\nOwn.one, Own.__init__ = one, begin",
-        "Own keeps one tensor as 0.step and 1.step of its state: a checkpoint makes two of it",
-    ),
-    "a moment by parameter": (
-        "def one(self, p, state):\n    self.seen[p] += p.grad\n"
-        "def begin(self, params, lr):\n    super(Own, self).__init__(params, {'lr': lr})\n"
-        "    self.seen = {p: torch.zeros_like(p) for group in self.param_groups for p in group['params']}\n"
-        "Own.one, Own.__init__ = one, begin",
-        NOT_HELD.format("seen"),
-    ),
-    "a generator": ("Own.one = lambda self, p, state: torch.rand(1, generator=self.noise)", NOT_HELD.format("noise")),
-    "one in a chain": (
-        "Own.one = lambda self, p, state: vars(self).update(t=self.t + 1)\n"
-        "Task.optimizer = lambda self, model: ChainedOptimizer("
-        "torch.optim.SGD(list(model.parameters())[:2], lr=0.01), Own(list(model.parameters())[2:], 0.01))",
-        NOT_HELD.format("t"),
-    ),
-    "a named tuple": (
-        "Own.one = lambda self, p, state: state.update(m=Pair(p + 1, p + 2))",
-        PLAIN.format("REALM.Pair"),
-    ),
-    "a number of NumPy": (
-        "Own.one = lambda self, p, state: state.update(n=numpy.float64(1))",
-        "a checkpoint cannot hold it: it holds numpy",
-    ),
-    "what its own loading loses": (
-        "def load(self, state):\n"
-        "    torch.optim.Optimizer.load_state_dict(self, state)\n"
-        "    for kept in self.state.values():\n        kept['moment'] = kept['moment'].double() + 1\n"
-        "Own.load_state_dict = load",
-        "Own does not get state.0.moment back as it was saved (the task's `optimizer`): mend its load_state_dict",
-    ),
-    "what its own loading drops": (
-        "Own.load_state_dict = lambda self, state: self.state.clear()",
-        "Own does not get state.0.moment back as it was saved",
-    ),
-    "what cannot be loaded": (
-        "def load(self, state):\n    raise KeyError('own')\nOwn.load_state_dict = load",
-        "Own cannot load what it has saved: KeyError: 'own' (the task's `optimizer`): mend its load_state_dict; check_",
-    ),
-    "a buffer that comes late": (
-        "class Late(nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        if self.training:\n            self.register_buffer('cache', torch.zeros(len(x)))\n"
-        "        return super().forward(x.float())\n"
-        "Task.model = lambda self: nn.Sequential(Late(8, 4))",
-        "no checkpoint of this model can be loaded: 0.cache is not there at first, and float32 (12,) after a step (the "
-        "task's `model`): give it that form in `__init__`, or register it with persistent=False",
-    ),
-    "a module's own state": (
-        "class Odd(nn.Linear):\n"
-        "    def get_extra_state(self):\n        return numpy.int64(3)\n"
-        "    def set_extra_state(self, state):\n        pass\n"
-        "    def forward(self, x):\n        return super().forward(x.float())\n"
-        "Task.model = lambda self: nn.Sequential(Odd(8, 4))",
-        "(the extra state of a module): keep tensors",
-    ),
-    "metadata": ("Task.metadata = lambda self: {'mean': numpy.float32(2)}", "(the task's `metadata`): keep tensors"),
-}
+FORGOTTEN = r"""
+# a tensor: Own has changed its seen.steps, which
+Own.one = lambda self, p, state: self.seen['steps'].add_(1)
+# a counter made by the first step: Own has changed its late, which
+Own.one = lambda self, p, state: vars(self).update(late=getattr(self, 'late', 0) + 1)
+# moments made by the first step: Own has changed its moments, which
+Own.one = lambda self, p, state: vars(self).setdefault('moments', {}).update({p: p.grad.clone()})
+# a generator made by the first step: Own has changed its late, which
+Own.one = lambda self, p, state: torch.rand(1, generator=vars(self).setdefault('late', torch.Generator()))
+# one tensor twice: Own keeps one tensor as 0.m and 0.v of its state: a checkpoint makes two of it .*: keep one for
+def one(self, p, state):
+    state['m'] = state['v'] = p.grad.clone()
+Own.one = one
+# one tensor for all parameters: Own keeps one tensor as 0.step and 1.step of its state: a checkpoint makes two of it
+def begin(self, params, lr):
+    super(Own, self).__init__(params, {'lr': lr})
+    self.shared = torch.zeros(())
+Own.one, Own.__init__ = lambda self, p, state: state.update(step=self.shared), begin
+# a moment by parameter: Own has changed its seen, which
+def begin(self, params, lr):
+    super(Own, self).__init__(params, {'lr': lr})
+    self.seen = {p: torch.zeros_like(p) for group in self.param_groups for p in group['params']}
+Own.one, Own.__init__ = lambda self, p, state: self.seen[p].add_(p.grad), begin
+# a generator: Own has changed its noise, which
+Own.one = lambda self, p, state: torch.rand(1, generator=self.noise)
+# one in a chain: Own has changed its t, which
+Own.one = lambda self, p, state: vars(self).update(t=self.t + 1)
+def optimizer(self, model):
+    first, *rest = model.parameters()
+    return ChainedOptimizer(torch.optim.SGD([first], lr=0.01), Own(rest, 0.01))
+Task.optimizer = optimizer
+# a named tuple: hold it: it holds \w+\.Pair: neither a tensor nor a plain value \(what Own keeps\): keep tensors,
+Own.one = lambda self, p, state: state.update(m=Pair(p + 1, p + 2))
+# a number of NumPy: a checkpoint cannot hold it: it holds numpy
+Own.one = lambda self, p, state: state.update(n=numpy.float64(1))
+# what its own loading loses: Own does not get state.0.moment back as it was saved \(.*: mend its load_state_dict
+def load(self, state):
+    torch.optim.Optimizer.load_state_dict(self, state)
+    for kept in self.state.values():
+        kept['moment'] = kept['moment'].double() + 1
+Own.load_state_dict = load
+# what its own loading drops: Own does not get state.0.moment back as it was saved
+Own.load_state_dict = lambda self, state: self.state.clear()
+# what cannot be loaded: Own cannot load what it has saved: KeyError: 'own' \(the task's `optimizer`\): mend its
+def load(self, state):
+    raise KeyError('own')
+Own.load_state_dict = load
+# a buffer that comes late: 0.cache is not there at first, and float32 \(12,\) after a step \(the task's `model`\): give
+class Late(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            self.register_buffer('cache', torch.zeros(len(x)))
+        return super().forward(x.float())
+Task.model = lambda self: nn.Sequential(Late(8, 4))
+# a module's own state: \(the extra state of a module\): keep tensors
+class Odd(nn.Linear):
+    def get_extra_state(self):
+        return numpy.int64(3)
+    def set_extra_state(self, state):
+        pass
+    def forward(self, x):
+        return super().forward(x.float())
+Task.model = lambda self: nn.Sequential(Odd(8, 4))
+# metadata: \(the task's `metadata`\): keep tensors
+Task.metadata = lambda self: {'mean': numpy.float32(2)}
+"""
+FORGOTTEN = cases(FORGOTTEN) | {"a counter": (COUNTS, re.escape(NOT_HELD))}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Return the path of a task of which a text tells what it changes."""
+
+    def write(code):
+        (tmp_path / "own.py").write_text(HEAD + code)
+        return str(tmp_path / "own.py")
+
+    return write
 
 
 @pytest.mark.parametrize("kind", FORGOTTEN)
-def test_what_a_new_process_would_not_have_is_named(steps, tmp_path, kind):  # noqa: F811
-    code, said = FORGOTTEN[kind]
-    (tmp_path / "own.py").write_text(HEAD + code)
-    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
+def test_what_a_new_process_would_not_have_is_named(steps, own, kind):  # noqa: F811
+    code, printed = FORGOTTEN[kind]
+    run, outcomes = steps("global_batch=12", "batch_size=12", task=own(code))
     preflight.compare_ranks(run)
     next(outcomes)
-    said = re.escape(said).replace("REALM", r"\w+")
-    with pytest.raises(LockstepError, match=said):
+    with pytest.raises(LockstepError, match=printed):
         preflight.compare_weights(run)
-    run, outcomes = steps("check_resume=false", task=str(tmp_path / "own.py"))
+    run, outcomes = steps("check_resume=false", task=own(code))
     next(outcomes)
     preflight.compare_weights(run)
 
@@ -171,49 +166,44 @@ Own.one, Own.load_state_dict = one, load
 """
 
 
-def test_an_optimizer_that_empties_what_it_loads_keeps_its_moments(steps, tmp_path):  # noqa: F811
-    """What runs is compared, and not changed: the inner dicts of a state dict are the optimizer's own."""
-    (tmp_path / "own.py").write_text(HEAD + EMPTIES)
-    run, outcomes = steps(task=str(tmp_path / "own.py"))
-    next(outcomes)
-    preflight.compare_weights(run)
-    assert run.record.fresh is None, "it has been compared"
-    for p in run.model.parameters():
-        assert torch.equal(run.optimizer.state[p]["moment"], p.grad)
-
-
-@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])
-def test_an_optimizer_that_has_not_begun_is_looked_at_after_its_first_step(launch, tmp_path, resumed):
-    """Where the first step is skipped, as fp16's often are, and of a resumed run; and not only at check_every."""
-    code, said = FORGOTTEN["a counter"]
-    (tmp_path / "own.py").write_text(HEAD + code + BAD_AT_FIRST)
-    words = ["train.py", str(tmp_path / "own.py"), "save_every=1", "check_every=0", f"save_dir={tmp_path / 'run'}"]
-    if resumed:
-        succeed(launch.python(*words, "check_resume=false", "steps=3", "schedule.horizon=40"))
-    done = launch.python(*words, "steps=40")
-    (error,) = done.errors
-    first = 4 if resumed else 1  # it is skipped
-    assert said in error and not (tmp_path / f"run/step_{first + 1}.pt").exists()
-    assert (tmp_path / f"run/step_{first}.pt").exists()
-
-
-FINE = {
-    "what a step makes anew": "def one(self, p, state):\n    self.trained = [p]\n    self.begun = True\nOwn.one = one",
-    "its own state": "def one(self, p, state):\n    state['m'] = p.grad.clone(), {'n': 1}\nOwn.one = one",
-    "AdamW with other attributes": (
-        "class Own(torch.optim.AdamW):\n    pass\n"
-        "Task.optimizer = lambda self, model: Own(model.parameters(), lr=0.01, fused=True)"
-    ),
-}
+FINE = """
+# what a step makes anew
+def one(self, p, state):
+    self.trained = [p]
+    self.begun = True
+Own.one = one
+# its own state
+Own.one = lambda self, p, state: state.update(m=(p.grad.clone(), {'n': 1}))
+# AdamW with other attributes
+class Own(torch.optim.AdamW):
+    pass
+Task.optimizer = lambda self, model: Own(model.parameters(), lr=0.01, fused=True)
+"""
+FINE = cases(FINE) | {"what empties the state that it loads": (EMPTIES, "")}
 
 
 @pytest.mark.parametrize("kind", FINE)
-def test_what_a_new_process_has_is_not(steps, tmp_path, kind):  # noqa: F811
-    (tmp_path / "own.py").write_text(HEAD + FINE[kind])
-    run, outcomes = steps("global_batch=12", "batch_size=12", task=str(tmp_path / "own.py"))
+def test_what_a_new_process_has_is_not(steps, own, kind):  # noqa: F811
+    """What runs is compared, and not changed: the inner dicts of a state dict are the optimizer's own."""
+    run, outcomes = steps("global_batch=12", "batch_size=12", task=own(FINE[kind][0]))
     next(outcomes)
     preflight.compare_weights(run)
-    assert run.record.fresh is None
+    assert run.record.fresh is None, "it has been compared"
+    if FINE[kind][0] == EMPTIES:
+        assert all(torch.equal(run.optimizer.state[p]["moment"], p.grad) for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])
+def test_an_optimizer_that_has_not_begun_is_looked_at_after_its_first_step(launch, own, tmp_path, resumed):
+    """Where the first step is skipped, as fp16's often are, and of a resumed run; and not only at check_every."""
+    run = tmp_path / "run"
+    words = ["train.py", own(COUNTS + BAD_AT_FIRST), "save_every=1", "check_every=0", f"save_dir={run}"]
+    if resumed:
+        succeed(launch.python(*words, "check_resume=false", "steps=3", "schedule.horizon=40"))
+    done = launch.python(*words, "steps=40")
+    first = 4 if resumed else 1  # it is skipped
+    assert done.errors == [f"error: {NOT_HELD}"] and not (run / f"step_{first + 1}.pt").exists()
+    assert (run / f"step_{first}.pt").exists()
 
 
 @pytest.mark.parametrize("call", ["save", "load_state"])
@@ -233,10 +223,8 @@ def test_a_loader_process_that_is_killed_meanwhile_is_no_fault_of_the_task(steps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["optim.zero=true", "virtual_workers=2"]], ids=["plain", "shares"])
-def test_all_ranks_end_with_one_line_before_anything_is_lost(launch, tmp_path, words):
-    (tmp_path / "own.py").write_text(HEAD + FORGOTTEN["a counter"][0])
-    done = launch.torchrun(2, "train.py", str(tmp_path / "own.py"), *words, f"save_dir={tmp_path / 'run'}")
-    (error,) = done.errors
-    assert error == f"error: {NOT_HELD.format('t')}" and not list(tmp_path.glob("run/*.pt"))
-    done = launch.python("train.py", str(tmp_path / "own.py"), "check_resume=false", f"save_dir={tmp_path / 'run'}")
-    assert "Done: " in succeed(done).out
+def test_all_ranks_end_with_one_line_before_anything_is_lost(launch, own, tmp_path, words):
+    save = f"save_dir={tmp_path / 'run'}"
+    done = launch.torchrun(2, "train.py", own(COUNTS), *words, save)
+    assert done.errors == [f"error: {NOT_HELD}"] and not list(tmp_path.glob("run/*.pt"))
+    assert "Done: " in succeed(launch.python("train.py", own(COUNTS), "check_resume=false", save)).out

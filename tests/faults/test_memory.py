@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, free_port, launching, succeed
+from conftest import FAULTY, ROOT, by_hand, free_port, launching, succeed
+from runs import weights
 
 from engine import launch
 from engine.survive import restart
@@ -19,10 +20,6 @@ SO_MANY += ["ddp.timeout_s=4"]  # a rank that waits for one that failed looks up
 
 def words(folder, *more):
     return [FAULTY, *SO_MANY, f"save_dir={folder}", *more]
-
-
-def weights(folder):
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +54,9 @@ def test_all_ranks_continue_with_a_batch_that_fits(launch, tmp_path, straight):
 @pytest.mark.parametrize("fails", [0, 1])
 def test_without_torchrun(launch, tmp_path, straight, fails):
     """The store is in rank 0, which starts again, too: before the other, or after it."""
-    run, env = tmp_path / "run", {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [
-        launch.start(
-            sys.executable, "train.py",
-            *words(run, "oom=shrink", "fault.fits=6", "fault.step=3", f"fault.rank={fails}"),
-            **env, RANK=str(rank), LOCAL_RANK=str(rank),
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
+    run, port = tmp_path / "run", free_port()
+    given = words(run, "oom=shrink", "fault.fits=6", "fault.step=3", f"fault.rank={fails}")
+    ranks = [launch.start(sys.executable, "train.py", *given, **by_hand(rank, port)) for rank in (0, 1)]
     for rank in ranks:
         succeed(rank.wait())
     assert_the_same(run, straight)
@@ -93,12 +84,9 @@ def test_the_validation_shrinks_its_own_batch(launch, tmp_path, straight):
 
 @pytest.mark.slow
 def test_one_sample_that_does_not_fit_is_the_end(launch, tmp_path):
-    done = launch.python(
-        "train.py", *words(tmp_path / "run", "oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2")
-    )
-    assert done.code == 1 and len(done.errors) == 1 and "no smaller batch takes the same steps" in done.errors[0], (
-        done.err
-    )
+    more = ["oom=shrink", "fault.rank=0", "fault.fits=0", "batch_size=2"]
+    done = launch.python("train.py", *words(tmp_path / "run", *more))
+    assert done.code == 1 and len(done.errors) == 1 and "no smaller batch takes the same steps" in done.errors[0]
 
 
 @pytest.mark.parametrize(("times", "over"), [(0, False), (1, True)])

@@ -3,19 +3,17 @@
 Every run here is `./train_multigpu.sh`, on CPUs. What breaks comes from tests/tasks/faulty.py or from signals.
 """
 
-import json
 import multiprocessing
 import os
 import re
 import signal
 import sys
 import tempfile
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAULTY, ROOT, TOY, free_port, launching, succeed
+from conftest import FAULTY, ROOT, TOY, by_hand, free_port, launching, succeed, wait_until
+from runs import progress, records, same_bits, status, weights
 
 from engine.comm import scratch
 from engine.data.samples import Fetcher, Request
@@ -24,25 +22,10 @@ from engine.survive import blame
 
 TIMEOUT = "ddp.timeout_s=2"
 LONG = ["epochs=100000", "log_every=5"]
-SLOWLY = pytest.mark.slow
-
-
-def some_real(values, is_real):
-    """Parameters of a test whose processes are started anew where `is_real`: one and another of each kind."""
-    values = values if isinstance(values, tuple) else (values,)
-    return pytest.param(*values, marks=[pytest.mark.real] * is_real)
-
-
-def status(folder):
-    return json.loads((folder / "status.json").read_text())
 
 
 def words_of(kind, folder, *more):
     return [FAULTY, f"fault.kind={kind}", f"save_dir={folder}", *more]
-
-
-def weights(folder):
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
 @pytest.fixture
@@ -50,20 +33,15 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def progress(checkpoint):
-    return torch.load(checkpoint, weights_only=True)["progress"]
+@pytest.fixture
+def fail(launch, folder):
+    """Return a function that runs the faulty task in two processes, or alone, without torchrun."""
 
+    def run(kind, *more, alone=False, **how):
+        words = words_of(kind, folder, *more)
+        return launch.python("train.py", *words, "fault.rank=0") if alone else launch.launcher(2, *words, **how)
 
-def records(folder, event):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
-
-
-def wait_until(true, seconds):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)  # polling with a deadline
+    return run
 
 
 UNUSED = r"some parameters got no gradient: spare.weight, spare.bias \(.*rank ., gradient sync at "
@@ -125,13 +103,13 @@ def test_a_loader_process_that_is_gone_is_no_damaged_sample(error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [some_real(kind, kind == "kill") for kind in FAILURES])
-def test_one_rank_fails(launch, folder, kind):
+@pytest.mark.parametrize("kind", FAILURES)
+def test_one_rank_fails(launch, fail, folder, kind):
     """All processes end, one line says who and where, the exit code says what, the run's status holds both."""
     code, said, *more = FAILURES[kind]
     if kind == "worker killed":
         launch.may_stay.append("torch_")
-    done = launch.launcher(2, *words_of(kind, folder, TIMEOUT, "save_every=2", *more))
+    done = fail(kind, TIMEOUT, "save_every=2", *more)
     assert done.code == code, done.err
     assert len(done.errors) == 1 and re.search(said, done.errors[0]), done.err
     assert "Traceback" not in done.err + done.out, "the traceback is in error.txt"
@@ -151,19 +129,19 @@ def test_one_rank_fails(launch, folder, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "freeze", "raise"])
-def test_rank_0_fails(launch, folder, kind):
+def test_rank_0_fails(fail, folder, kind):
     """The one that keeps the status is the dead one: another writes it, and knows of the last checkpoint."""
-    done = launch.launcher(2, *words_of(kind, folder, TIMEOUT, "fault.rank=0", "save_every=1"))
+    done = fail(kind, TIMEOUT, "fault.rank=0", "save_every=1")
     assert done.code == (1 if kind == "raise" else 6) and len(done.errors) == 1 and "rank 0" in done.errors[0], done.err
     now = status(folder)
     assert now["state"] == "failed" and now["step"] in (1, 2)
     assert progress(now["checkpoint"])["step"] == now["step"]
 
 
-def test_rank_0_is_killed_before_the_folder_exists(launch, folder):
+def test_rank_0_is_killed_before_the_folder_exists(fail, folder):
     """There is no status to write, nor to take over from it. Where torchrun ends rank 1 before it has noticed, torchrun
     says it."""
-    done = launch.launcher(2, *words_of("kill in data", folder, "fault.rank=0"))
+    done = fail("kill in data", "fault.rank=0")
     assert done.code in (6, 128 + signal.SIGKILL) and len(done.errors) == 1, done.err
     assert re.match(r"error: rank 0 (died without an error|\(process \d+\) was killed by SIGKILL)", done.errors[0])
     assert "Traceback" not in done.err and not folder.exists()
@@ -186,18 +164,17 @@ def test_the_same_under_plain_torchrun(launch, folder):
     assert now["exit_code"] == 1 and " --standalone --nproc_per_node=2 train_ddp.py " in now["resume_command"]
 
 
-def test_a_single_process_fails_in_the_same_words(launch, folder, tmp_path):
-    done = launch.python("train.py", *words_of("raise", folder, "fault.rank=0"))
+def test_a_single_process_fails_in_the_same_words(launch, fail, tmp_path):
+    done = fail("raise", alone=True)
     assert done.code == 1 and len(done.err.splitlines()) == 1 and "faulty.py" in done.errors[0], done.err
     debug = launch.python("train.py", *words_of("raise", tmp_path / "other", "fault.rank=0", "--debug"))
     assert "Traceback" in debug.err and debug.errors == [done.errors[0].replace("/run/", "/other/")]
 
 
 @pytest.mark.slow
-def test_a_single_process_does_not_wait_for_a_loader_that_hangs(launch, folder):
+def test_a_single_process_does_not_wait_for_a_loader_that_hangs(fail):
     """A loader process ignores SIGTERM, and Python would join it at the end."""
-    words = words_of("worker hangs", folder, "fault.rank=0", "num_workers=1", "loader_timeout_s=1")
-    done = launch.start(sys.executable, "train.py", *words).wait(60)
+    done = fail("worker hangs", "num_workers=1", "loader_timeout_s=1", alone=True)
     assert done.code == 5 and "timed out after 1.0 seconds" in done.errors[0]
     assert done.err.splitlines() == done.errors[:1]
 
@@ -211,15 +188,14 @@ def test_a_single_process_that_hangs_tells_where(launch, folder):
     assert run.wait().code == -signal.SIGKILL
 
 
-def test_links_planted_in_a_run_folder_lead_nowhere(launch, folder, tmp_path):
+def test_links_planted_in_a_run_folder_lead_nowhere(fail, folder, tmp_path):
     """Each file of a run takes the place of the link; what it led to is as it was, or not there as before."""
     folder.mkdir()
     names = ["error.txt", "status.json", "metrics.jsonl", "config.yaml", "environment.json", "last.pt"]
     for name in names:
         (folder / name).symlink_to(tmp_path / f"of {name}")
     (tmp_path / "of error.txt").write_text("somebody's own")
-    words = words_of("raise", folder, "fault.rank=0", "save_every=1", "log_every=1")
-    assert launch.python("train.py", *words).code == 1
+    assert fail("raise", "save_every=1", "log_every=1", alone=True).code == 1
     assert [path.name for path in tmp_path.iterdir() if path != folder] == ["of error.txt"]
     assert (tmp_path / "of error.txt").read_text() == "somebody's own"
     assert "ZeroDivisionError" in (folder / "error.txt").read_text() and records(folder, "train")
@@ -229,22 +205,23 @@ def test_links_planted_in_a_run_folder_lead_nowhere(launch, folder, tmp_path):
 @pytest.mark.parametrize("name", ["logs", "wandb", "trace.json"])
 def test_a_link_that_leads_out_of_a_run_folder_is_refused(launch, folder, tmp_path, name):
     """TensorBoard, wandb and the profiler would write where it leads to; a link within the folder is the user's."""
-    run, outside = folder, tmp_path / "outside"
-    run.mkdir(), outside.mkdir(), (run / "inside").mkdir()
-    (run / name).symlink_to(outside)
-    words = ["train.py", FAULTY, "steps=1", f"save_dir={run}"]
+    outside = tmp_path / "outside"
+    folder.mkdir(), outside.mkdir(), (folder / "inside").mkdir()
+    (folder / name).symlink_to(outside)
+    words = ["train.py", FAULTY, "steps=1", f"save_dir={folder}"]
     done = launch.python(*words)
     (error,) = done.errors
-    assert done.code == 2 and f"{name} is a link that leads out of the folder, to {outside} ({run}): remove it" in error
-    assert not [*outside.iterdir()] and {path.name for path in run.iterdir()} == {name, "inside"}
+    expected = f"{name} is a link that leads out of the folder, to {outside} ({folder}): remove it"
+    assert done.code == 2 and expected in error
+    assert not [*outside.iterdir()] and {path.name for path in folder.iterdir()} == {name, "inside"}
     if name == "logs":
-        (run / name).unlink(), (run / name).symlink_to("inside")
+        (folder / name).unlink(), (folder / name).symlink_to("inside")
         succeed(launch.python(*words))
-        assert [*(run / "inside").iterdir()]
+        assert [*(folder / "inside").iterdir()]
 
 
-def test_pictures_that_fail_lose_no_training(launch, folder):
-    done = launch.python("train.py", *words_of("raise in pictures", folder, "fault.rank=0"))
+def test_pictures_that_fail_lose_no_training(fail, folder):
+    done = fail("raise in pictures", alone=True)
     assert done.code == 1 and len(done.errors) == 1 and "an error in the pictures" in done.errors[0]
     now = status(folder)
     assert now["step"] == 6 and progress(now["checkpoint"])["evaluation_due"] is True
@@ -262,29 +239,23 @@ def straight(tmp_path_factory):
     return weights(run)
 
 
-def assert_equal_weights(a, b):
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-RESTARTS = [(kind, rank) for kind in ("kill", "leave", "raise", "hang", "worker killed once") for rank in (0, 1)]
+RESTARTS = [(kind, rank) for kind in ("kill", "raise", "hang", "worker killed once") for rank in (0, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "rank"), [some_real((kind, rank), (kind, rank) == ("kill", 1)) for kind, rank in RESTARTS]
+    ("kind", "rank"), [pytest.param(*each, marks=[pytest.mark.real] * (each == ("kill", 1))) for each in RESTARTS]
 )
-def test_a_restart_joins_and_ends_in_the_same_weights(launch, folder, tmp_path, straight, kind, rank):
-    """Ten restarts, all of which must join: torchrun's own do in one of six, see CONTRIBUTING.md."""
+def test_a_restart_joins_and_ends_in_the_same_weights(launch, fail, folder, tmp_path, straight, kind, rank):
+    """Eight restarts, all of which must join: torchrun's own do in one of six, see CONTRIBUTING.md."""
     more = ["save_every=1", TIMEOUT, "ddp.init_timeout_s=30", f"fault.rank={rank}"]
     if kind == "worker killed once":
         more += ["num_workers=1"]
         # Torch's loader opens files to see whether there are descriptors left; its process may be ended meanwhile.
         launch.may_stay += ["tmp", "torch_"]
-    words = words_of(kind, folder, *more, f"fault.once={tmp_path / 'once'}")
-    done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=2"))
+    done = succeed(fail(kind, *more, f"fault.once={tmp_path / 'once'}", TORCHRUN_ARGS="--max-restarts=2"))
     assert "Started again by torchrun: restart 1 of 2" in done.out
-    assert_equal_weights(weights(folder), straight)
-    assert status(folder)["state"] == "done"
+    assert same_bits(weights(folder), straight) and status(folder)["state"] == "done"
 
 
 @pytest.mark.slow
@@ -295,7 +266,7 @@ def test_a_restart_finds_the_folder_that_nobody_named(launch, tmp_path, straight
     done = succeed(launch.start(str(ROOT / "train_multigpu.sh"), "2", *words, **how).wait(100))
     (run,) = (tmp_path / "here" / "checkpoints").iterdir()
     assert f"Resuming checkpoints/{run.name}/" in done.out
-    assert_equal_weights(weights(run), straight)
+    assert same_bits(weights(run), straight)
     assert status(run)["resume_command"].endswith(f" --save-dir=checkpoints/{run.name}")
 
 
@@ -308,7 +279,7 @@ def test_a_restart_resumes_from_its_own_checkpoint(launch, folder, tmp_path, str
     words = words_of("kill", run, f"resume={begun}", *more)
     done = succeed(launch.launcher(2, *words, TORCHRUN_ARGS="--max-restarts=1"))
     assert f"Resuming {begun}/" in done.out and f"Resuming {run}/" in done.out
-    assert_equal_weights(weights(run), straight)
+    assert same_bits(weights(run), straight)
     assert status(run)["resume_command"].endswith(f" save_dir={run} {' '.join(more)}"), "it says no resume="
 
 
@@ -323,7 +294,7 @@ def test_a_restart_of_two_nodes(launch, folder, tmp_path, straight):
     words = words_of("kill", folder, "save_every=1", TIMEOUT, f"fault.once={tmp_path / 'once'}")
     for node in two_nodes(launch, *words, TORCHRUN_ARGS="--max-restarts=2"):
         succeed(node.wait(120))
-    assert_equal_weights(weights(folder), straight)
+    assert same_bits(weights(folder), straight)
 
 
 @pytest.mark.slow
@@ -335,8 +306,8 @@ def test_a_frozen_process_is_killed_by_another_rank(launch, folder):
 
 
 @pytest.mark.slow
-def test_a_stop_or_a_bad_config_is_not_restarted(launch, folder):
-    done = launch.launcher(2, *words_of("term", folder), TORCHRUN_ARGS="--max-restarts=3")
+def test_a_stop_or_a_bad_config_is_not_restarted(launch, fail):
+    done = fail("term", TORCHRUN_ARGS="--max-restarts=3")
     assert done.code == 75 and "Started again" not in done.out
     done = launch.launcher(2, TOY, "dataset.samples=0", TORCHRUN_ARGS="--max-restarts=3")
     assert done.code == 2 and len(done.errors) == 1 and "Started again" not in done.out
@@ -347,23 +318,18 @@ def test_a_stop_or_a_bad_config_is_not_restarted(launch, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "to"),
-    [
-        ("SIGTERM", "launcher"),
-        ("SIGINT", "everybody"),
-        ("SIGHUP", "launcher"),
-        ("SIGUSR1", "launcher"),
-        ("SIGTERM", "rank 1"),
-        ("SIGTERM", "everybody"),
-    ],
+    "sent",
+    [f"{name} to launcher" for name in ("SIGTERM", "SIGHUP", "SIGUSR1")]
+    + ["SIGTERM to rank 1", "SIGTERM to everybody", "SIGINT to everybody"],
 )
-def test_a_signal_stops_all_ranks_after_the_same_step(launch, folder, number, to):
+def test_a_signal_stops_all_ranks_after_the_same_step(launch, folder, sent):
     """One checkpoint, exit code 75, and the same command resumes. Everybody is each process by itself, the loader's
     included, as Slurm signals them; the ranks get it from torchrun, too."""
     words = [TOY, f"save_dir={folder}", *LONG, "num_workers=1"]
     run = launch.start_launcher(2, *words)
     run.wait_for("Saved best model")
-    number = getattr(signal, number)
+    name, _, to = sent.partition(" to ")
+    number = getattr(signal, name)
     if to == "rank 1":
         os.kill(launch.rank_pid(1), number)
     else:
@@ -372,15 +338,13 @@ def test_a_signal_stops_all_ranks_after_the_same_step(launch, folder, number, to
     assert done.code == 75 and not done.errors, done.err
     assert done.err.count("stopping after this step") == (number == signal.SIGINT), "one of the ranks says so"
     now = status(folder)
-    assert now["state"] == "stopped" and number.name in now["reason"]
+    assert now["state"] == "stopped" and name in now["reason"]
     assert weights(folder) and f"Stopped after step {now['step']} of" in done.out
     after = done.out[done.out.index("\nStopped after") :]
     assert len(after.splitlines()) <= 5 and "  resume with  ./train_multigpu.sh 2 " in after
-    again = launch.start_launcher(2, *words)
-    again.wait_for(f"Resuming {now['checkpoint']}: step {now['step']},")
-    again.wait_for("Epoch ")
-    again.signal(signal.SIGTERM)
-    assert again.wait(40).code == 75
+    if to == "everybody":
+        done = succeed(launch.launcher(2, TOY, f"save_dir={folder}", "num_workers=1", f"steps={now['step'] + 1}"))
+        assert f"Resuming {now['checkpoint']}: step {now['step']}," in done.out
 
 
 FORKS = """
@@ -430,10 +394,9 @@ def test_every_rank_takes_signals_when_rank_0_says_that_it_starts(launch, folder
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(launch, folder):
+def test_a_signal_to_one_rank_breaks_off_the_validation_of_all(fail, folder):
     """Rank 1 gets it in its first batch of very many: rank 0 must not go through its own to the end."""
-    words = words_of("term in validation", folder, TIMEOUT, "dataset.val_samples=1000000", "eval_batch_size=1")
-    done = launch.launcher(2, *words)
+    done = fail("term in validation", TIMEOUT, "dataset.val_samples=1000000", "eval_batch_size=1")
     assert done.code == 75 and not done.errors, done.err
     now = status(folder)
     kept = progress(now["checkpoint"])
@@ -461,7 +424,7 @@ def test_a_second_ctrl_c_quits_at_once(launch, folder):
     done = run.wait(10)
     assert done.code == 130 and "quitting at once; the last checkpoint is as it was" in done.err
     assert "Traceback" not in done.err
-    assert_equal_weights(weights(folder), before)
+    assert same_bits(weights(folder), before)
 
 
 @pytest.mark.slow
@@ -521,18 +484,18 @@ def test_loader_processes_die_with_their_rank(launch, folder):
 
 
 @pytest.mark.slow
-def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, folder):
+def test_steps_with_nan_are_skipped_by_all_ranks_together(fail, folder):
     """Weights and BatchNorm's statistics are those of a run that took the other steps alone; step, rank and samples
     are logged."""
-    words = words_of("nan loss", folder, "fault.step=2", "fault.times=2", "save_every=1", "keep_checkpoints=99")
-    done = succeed(launch.launcher(2, *words, "log_every=1"))
+    more = "fault.step=2 fault.times=2 save_every=1 keep_checkpoints=99 log_every=1".split()
+    done = succeed(fail("nan loss", *more))
     skipped = records(folder, "skipped")
     assert [line["skipped_step"] for line in skipped] == [2, 3]
     assert all(list(line["ranks"]) == ["1"] and len(line["ranks"]["1"]) >= 6 for line in skipped)
     assert "warning: step 2 skipped: the loss is not finite (rank 1, samples " in done.out
     assert "), but each of these samples is: look at the loss" in done.out
     states = [torch.load(folder / f"step_{n}.pt", weights_only=True)["model"] for n in (1, 2)]
-    assert_equal_weights(*states)
+    assert same_bits(*states)
     assert all(value.isfinite().all() for value in weights(folder).values())
     assert any("running_mean" in name for name in states[0])
     train = {line["step"]: line for line in records(folder, "train")}
@@ -540,16 +503,6 @@ def test_steps_with_nan_are_skipped_by_all_ranks_together(launch, folder):
     assert train[4]["loss"] > 0 and all(line["loss"] is not None for line in records(folder, "eval"))
 
 
-BROKEN = """
-import torch
-from tests.tasks.toy import Task as Toy
-
-class Task(Toy):
-    def model(self):
-        net = super().model()
-        net.layers[0].bias.data[3] = torch.nan
-        return net
-"""
 UNFIT = "had a gradient that is not finite (step "
 DIVERGES = {
     # what happens: (settings, why, what to do)
@@ -564,17 +517,13 @@ DIVERGES = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=[SLOWLY] * (what == "two ranks")) for what in DIVERGES])
-def test_a_run_that_can_only_skip_ends(launch, folder, tmp_path, what):
+@pytest.mark.parametrize("what", DIVERGES)
+def test_a_run_that_can_only_skip_ends(fail, folder, what):
     """It names the weights where no sample is to blame: a checkpoint of those is of no use."""
     settings, why, todo = DIVERGES[what]
-    two = what == "two ranks"
-    words = words_of("nan loss", folder, f"fault.rank={int(two)}", f"fault.step={4 if two else 1}", "fault.times=1000")
-    if what == "bad weights":
-        (tmp_path / "own.py").write_text(BROKEN)
-        words = [str(tmp_path / "own.py"), f"save_dir={folder}"]
-    words += settings.split()
-    done = launch.launcher(2, *words) if two else launch.python("train.py", *words)
+    two, kind = what == "two ranks", "nan weights" if what == "bad weights" else "nan loss"
+    settings = [f"fault.step={4 if two else 1}", "fault.times=1000", *settings.split()]
+    done = fail(kind, *settings, alone=not two)
     (error,) = done.errors
     assert done.code == status(folder)["exit_code"] == 4, done.err
     assert f"the training has diverged: {why}{UNFIT * bool(todo)}{todo}" in error
@@ -583,22 +532,21 @@ def test_a_run_that_can_only_skip_ends(launch, folder, tmp_path, what):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["batch_size=1"], ["num_workers=1"], ["cache=host"]], ids=" ".join)
-def test_a_sample_with_nan_is_named(launch, folder, more):
+def test_a_sample_with_nan_is_named(fail, folder, more):
     """Among those of its pass, once an epoch. The second time there is advice; the end counts the steps, those before
     a stop, too."""
-    words = words_of("nan sample", folder, "max_skipped_steps=2", *more)
     found = "sample 7 has NaN in x"
     advice = ", again: repair it or leave it out of the dataset, or this step is lost in"
     for epochs, count, begins in ((2, 2, [found, f"{found}{advice} each epoch"]), (3, 3, [found])):
-        done = succeed(launch.python("train.py", *words, f"epochs={epochs}"))
+        done = succeed(fail("nan sample", "max_skipped_steps=2", *more, f"epochs={epochs}", alone=True))
         assert [line.partition(" skipped: ")[2] for line in done.out.splitlines() if "warning: step" in line] == begins
         assert f"steps ({count} of them skipped), {61 * epochs} samples" in done.out
     assert [line["found"] for line in records(folder, "skipped")] == [{"7": "NaN in x"}] * 3
 
 
 @pytest.mark.slow
-def test_each_rank_looks_into_its_own_samples(launch, folder):
-    done = succeed(launch.launcher(2, *words_of("nan sample", folder, "epochs=1", "batch_size=6")))
+def test_each_rank_looks_into_its_own_samples(fail, folder):
+    done = succeed(fail("nan sample", "epochs=1", "batch_size=6"))
     (skipped,) = records(folder, "skipped")
     assert [7 in samples for samples in skipped["ranks"].values()] == [True], "of one rank alone"
     assert skipped["found"] == {"7": "NaN in x"} and "skipped: sample 7 has NaN in x\n" in done.out
@@ -608,9 +556,8 @@ def test_each_rank_looks_into_its_own_samples(launch, folder):
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named_with_its_phase(launch, folder):
-    words = words_of("slow", folder, "fault.seconds=0.1", "fault.step=1", "fault.times=1000", "epochs=15")
-    done = succeed(launch.launcher(2, *words))
+def test_a_slow_rank_is_named_with_its_phase(fail):
+    done = succeed(fail("slow", "fault.seconds=0.1", "fault.step=1", "fault.times=1000", "epochs=15"))
     assert re.search(r"warning: rank 1 takes \d+.\d times as long as the others, in computing", done.out), done.out
     assert "rank 0 takes" not in done.out
 
@@ -691,40 +638,13 @@ def test_a_single_process_needs_no_network(launch, folder):
     succeed(launch.python("train.py", TOY, "steps=2", f"save_dir={folder}", GLOO_SOCKET_IFNAME="nowhere"))
 
 
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.parametrize("way", ["launcher", "torchrun"])
-def test_plain_torchrun_listens_on_all_interfaces_and_the_launcher_on_none(launch, folder, way):
-    """docs/several-machines.md says so, and advises the launcher; if torch changes it, that page must."""
-    words = [TOY, f"save_dir={folder}", *LONG]
-    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    run = launch.start_launcher(2, *words) if way == "launcher" else launch.start(*plain, *words)
-    run.wait_for("Saved best model")
-    mine = set()
-    for descriptor in Path(f"/proc/{run.process.pid}/fd").iterdir():
-        mine |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
-    listening = [
-        row[1].split(":")[0]
-        for table in ("tcp", "tcp6")
-        for row in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
-        if row[3] == "0A" and row[9] in mine
-    ]
-    run.signal(signal.SIGTERM)
-    assert run.wait(40).code == (75 if way == "launcher" else 1)
-    everywhere = [set(address) == {"0"} for address in listening]  # 0.0.0.0 or [::]
-    assert len(listening) >= 2 and everywhere == [way == "torchrun"] * len(listening), listening
-
-
 def test_ranks_that_join_by_different_backends_are_told(launch, folder):
     """Started by hand: torchrun gives all of them the same words."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words, port = ["train.py", TOY, f"save_dir={folder}"], free_port()
     ranks = [
-        launch.start(
-            sys.executable, "train.py", TOY, f"ddp.backend={backend}", f"save_dir={folder}",
-            **env, RANK=str(rank), LOCAL_RANK=str(rank),
-        )
+        launch.start(sys.executable, *words, f"ddp.backend={backend}", **by_hand(rank, port))
         for rank, backend in enumerate(("auto", "gloo"))
-    ]  # fmt: skip
+    ]
     done = [rank.wait() for rank in ranks]
     assert [each.code for each in done] == [6, 6]
     assert done[0].errors == [

@@ -2,7 +2,6 @@
 recorded before it is said."""
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -11,13 +10,12 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import FAULTY, PATIENCE, TOY, succeed
+from conftest import FAULTY, TOY, succeed, wait_until
+from runs import progress, records, status
 
 from engine.files.status import current
 from engine.survive import signals, terminal, watchdog
@@ -28,14 +26,9 @@ LAUNCHER = ["./train_multigpu.sh", "2"]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def status(folder):
-    return json.loads((folder / "status.json").read_text())
-
-
 def warnings(folder):
     """Return what the log says of the terminal."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["warning"] for record in records if record["event"] == "warning"]
+    return [record["warning"] for record in records(folder, "warning")]
 
 
 # ---- the streams ----
@@ -172,7 +165,7 @@ def assert_trained(run, why):
     """The log says so once, and the status holds it."""
     said = f"{why}: training continues"
     assert warnings(run) == [said] and status(run)["warning"] == said
-    assert status(run)["state"] == "done" and torch.load(run / "last.pt", weights_only=True)
+    assert status(run)["state"] == "done" and progress(run / "last.pt")
     assert (run / "run.lock").read_text().count("\n") == 1, "the lock has not become stderr"
 
 
@@ -256,14 +249,7 @@ def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint(launch, run, co
     assert training.run.wait().code == 75
     now = status(run)
     assert (now["state"], now["exit_code"]) == ("stopped", 75) and now["reason"].startswith("SIGHUP")
-    assert torch.load(run / "last.pt", weights_only=True)["progress"]["step"] == now["step"]
-
-
-def wait_while(training, true):
-    deadline = time.monotonic() + 30 * PATIENCE
-    while true():
-        assert training.run.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)  # polling with a deadline
+    assert progress(run / "last.pt")["step"] == now["step"]
 
 
 @one_or_two
@@ -271,10 +257,10 @@ def test_under_nohup_the_run_outlives_its_terminal(launch, run, command):
     training = OnATerminal(launch, [*command, TOY, "epochs=100000", f"save_dir={run}"], nohup=True)
     training.wait_for("Epoch 1/")
     training.drop()
-    wait_while(training, lambda: not warnings(run))
+    wait_until(lambda: warnings(run))
     training.run.signal(signal.SIGHUP)
     step = status(run)["step"]
-    wait_while(training, lambda: status(run)["step"] <= step)
+    wait_until(lambda: status(run)["step"] > step)
     training.run.signal(signal.SIGTERM)
     assert training.run.wait().code == 75
     assert status(run)["reason"].startswith("SIGTERM") and len(warnings(run)) == 1
@@ -296,9 +282,7 @@ def handlers():
 )
 def test_nohup_is_obeyed_but_where_torchrun_would_kill_for_it(monkeypatch, handlers, names, ignored):
     """Plain torchrun listens to SIGHUP under nohup, too, and hands it on."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH")
-    }
+    kept = {name: os.environ[name] for name in os.environ.keys() - {"TORCHELASTIC_RUN_ID", "LOCKSTEP_SCRATCH"}}
     monkeypatch.setattr(os, "environ", kept | dict.fromkeys(names, "x"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = signals.StopRequest()

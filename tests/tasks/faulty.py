@@ -14,6 +14,8 @@ from engine.config import option, section
 from engine.contract import LockstepError
 from tests.tasks import toy
 
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+
 
 @dataclass
 class Fault:
@@ -44,29 +46,33 @@ class Waves(toy.Waves):
     def __init__(self, samples, seed, fault):
         super().__init__(samples, seed)
         self.fault = fault
-        if fault.kind == "one class":
-            self.labels[:] = 0
 
     def __getitems__(self, indices):
         fault, worker = self.fault, torch.utils.data.get_worker_info()
         if 7 in indices and fault.rank == int(os.environ.get("RANK", "0")):
             if fault.kind == "corrupt sample":
                 raise ValueError("corrupt recording wave_0007.bin")
-            if worker and fault.kind == "worker killed once" and not os.path.exists(fault.once):
-                open(fault.once, "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if worker and fault.kind == "worker killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if worker and fault.kind == "worker hangs":
-                time.sleep(fault.seconds)
-            if worker and fault.kind == "worker unpicklable":
-                raise Unpicklable
-            if worker and fault.kind == "worker crashes":
-                ctypes.string_at(0)
+            if worker:
+                self.misbehave()
         batch = super().__getitems__(indices)
         if fault.kind == "nan sample":
             batch["x"][torch.tensor(indices) == 7] = float("nan")
         return batch
+
+    def misbehave(self):
+        """In a loader process."""
+        fault = self.fault
+        if fault.kind == "worker killed once" and not os.path.exists(fault.once):
+            open(fault.once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "worker killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "worker hangs":
+            time.sleep(fault.seconds)
+        if fault.kind == "worker unpicklable":
+            raise Unpicklable
+        if fault.kind == "worker crashes":
+            ctypes.string_at(0)
 
 
 class NormNet(toy.Net):
@@ -114,7 +120,10 @@ class Task(toy.Task):
             raise LockstepError("there is no such model", "model.name", "take another")
         if kind == "nan loss" or "unused" in kind:
             return NormNet(self.cfg.model.width, kind)
-        return super().model()
+        net = super().model()
+        if kind == "nan weights":
+            net.layers[0].bias.data[3] = torch.nan
+        return net
 
     def fires(self, *kinds):
         fault = self.cfg.fault
@@ -136,10 +145,6 @@ class Task(toy.Task):
             sys.exit(0)
         if self.fires("leave"):
             os._exit(7)
-        if self.fires("kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fires("freeze"):
-            os.kill(os.getpid(), signal.SIGSTOP)
         if self.fires("hang", "slow"):
             time.sleep(fault.seconds)
         if self.fires("out of memory") or (len(self.indices) > fault.fits and self.fires("memory for so many")):
@@ -149,15 +154,11 @@ class Task(toy.Task):
         if self.fires("drift"):
             with torch.no_grad():
                 next(net.parameters()).add_(1.0)
-        if self.fires("term", "int", "hup", "usr1"):
-            os.kill(os.getpid(), getattr(signal, f"SIG{fault.kind.upper()}"))
+        if self.fires(*SIGNALS):
+            os.kill(os.getpid(), SIGNALS[fault.kind])
         if fault.kind == "record":
             with open(f"{fault.once}.{os.environ.get('RANK', '0')}", "a") as file:
                 file.write(" ".join(map(str, self.indices)) + "\n")
-        if self.fires("term the parent"):
-            os.kill(os.getppid(), signal.SIGTERM)
-        if self.fires("kill the parent"):
-            os.kill(os.getppid(), signal.SIGKILL)
 
     def loss(self, net, batch):
         self.calls += 1
