@@ -204,14 +204,15 @@ def lockstep(about: dict[str, Any], clock: Clock) -> dict[str, Any]:
     step, evaluate = train.train_step, train.evaluate
     kept: dict[str, Any] = {}
 
-    def timed(run: Any, passes: Any) -> None:
-        step(run, passes)
+    def timed(run: Any, passes: Any) -> Any:
+        due = step(run, passes)
         clock.step()
+        return due
 
-    def last(run: Any) -> None:
+    def last(run: Any, save_due: bool = False) -> None:
         """Evaluate once, after the last step and its log entry and before the last checkpoint."""
         clock.mark()
-        evaluate(run)
+        evaluate(run, save_due)
         kept.update(run.record.metrics, note=run.precision.name, weights=_weights(run.model))
 
     train.train_step, train.evaluate = timed, last
