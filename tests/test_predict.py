@@ -16,9 +16,10 @@ from conftest import ROOT, TOY, launching, succeed
 from test_robot import TINY_ACT, record
 
 from formats.clips import ClipsWriter, split_by_video
+from formats.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
-from tools import predict, prepare_clips
+from tools import prepare_clips
 
 FPS = 20
 
@@ -174,8 +175,8 @@ def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, vide
 def test_a_video_is_known_by_its_path(name, side):
     """But for its ending. Another folder makes it doubtful; where the run's own differ by their folder alone, new."""
     trained_on, held_out = ["./day 1/a.mp4", "c.mp4", "cage 1/top.mp4"], ["day 1/b.mp4", "cage 2/top.mp4"]
-    assert predict.side_of(name, {"trained on": trained_on, "held out": held_out}) == side
-    assert predict.side_of(name, {}) == ""
+    assert side_of(name, {"trained on": trained_on, "held out": held_out}) == side
+    assert side_of(name, {}) == ""
 
 
 @pytest.mark.slow
@@ -369,16 +370,35 @@ def brightness(x):
     return np.stack([bright, 1 - bright], 1)
 
 
-@pytest.mark.parametrize("count", [9, 10, 11, 31])
+@pytest.mark.parametrize("count", [8, 9, 10, 11, 31])
 @pytest.mark.parametrize(("every", "stride"), [(1, 1), (1, 4), (2, 3), (2, 9)])
 def test_a_frame_is_what_its_trials_say_on_average(count, every, stride):
-    how = predict.Sliding(length=5, every=every, stride=stride, crop=None, size=2)
+    """Of fewer frames than a trial nothing is known."""
+    cutting = Cutting(5, every, None, 2)
     frames = np.random.default_rng(0).integers(0, 256, (count, 2, 2), dtype=np.uint8)
-    found = predict.slide(iter(frames), how, brightness, batch_size=4)
-    starts = sorted({*range(0, count - how.span + 1, stride), count - how.span})
-    for n in range(count):
-        mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + how.span]
+    found = slide(iter(frames), cutting, stride, brightness, batch_size=4)
+    starts = (
+        sorted({*range(0, count - cutting.span + 1, stride), count - cutting.span}) if count >= cutting.span else []
+    )
+    assert len(found) == (count if starts else 0)
+    for n in range(len(found)):
+        mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + cutting.span]
         assert mine and np.allclose(found[n], np.mean(mine, 0), atol=1e-6)
+
+
+def test_a_trial_has_every_nth_frame():
+    """And a batch as many trials as it may."""
+    asked = []
+    frames = np.arange(31, dtype=np.uint8)[:, None, None]
+    slide(
+        iter(frames),
+        Cutting(3, 4, None, 1),
+        5,
+        lambda x: asked.append(x[..., 0, 0].tolist()) or np.ones((len(x), 2)),
+        3,
+    )
+    starts = [0, 5, 10, 15, 20, 22]
+    assert asked == [[[at, at + 4, at + 8] for at in starts[n : n + 3]] for n in (0, 3)]
 
 
 def test_a_long_video_is_never_held_whole():
@@ -394,14 +414,8 @@ def test_a_long_video_is_never_held_whole():
             most.append(len(alive))
             yield picture
 
-    how = predict.Sliding(length=5, every=3, stride=2, crop=None, size=4)
-    assert len(predict.slide(frames(), how, brightness, batch_size=8)) == 2000
-    assert how.span <= max(most) <= how.span + 2
-
-
-def test_fewer_frames_than_a_trial_are_none():
-    how = predict.Sliding(length=5, every=2, stride=1, crop=None, size=2)
-    assert not len(predict.slide(iter(np.zeros((8, 2, 2), np.uint8)), how, brightness, 4))
+    assert len(slide(frames(), Cutting(5, 3, None, 4), 2, brightness, batch_size=8)) == 2000
+    assert 13 <= max(most) <= 15, "the frames of one trial"
 
 
 STRIP = slice(30, 50)  # pixels of the upper strip; a second one is 24 lower
@@ -449,7 +463,7 @@ def test_trials_become_frames_of_a_video(tmp_path):
     (tmp_path / "seen.csv").write_text(
         "video,center,label\na.mp4,4,walk\na.mp4,12,rest\na.mp4,20,sleep\nb.mp4,5,rest\n"
     )
-    plan = predict.annotated_trials(tmp_path / "seen.csv", predict.Sliding(3, 2, 1, None, 8))
-    found = predict.annotated_frames(plan, "a.mp4", 30.0, 24, ["rest", "walk"])
+    plan, _ = prepare_clips.read_annotations(tmp_path / "seen.csv", Cutting(3, 2, None, 8), [])
+    found = plan.class_of_frames("a.mp4", 30.0, 24, ["rest", "walk"])
     assert found.tolist() == [-1] * 2 + [1] * 5 + [-1] * 3 + [0] * 5 + [-1] * 9
-    assert predict.annotated_frames(plan, "c.mp4", 30.0, 24, ["rest", "walk"]) is None
+    assert plan.class_of_frames("c.mp4", 30.0, 24, ["rest", "walk"]) is None

@@ -19,6 +19,7 @@ import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, split_by_video
+from formats.videos import Cutting
 from tools import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,8 +86,8 @@ def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
 
 def test_a_trial_lies_evenly_around_its_centre():
     for frames, stride in itertools.product(range(1, 8), range(1, 4)):
-        cutting = prepare_clips.Plan("center", frames, stride, None, 16)
-        numbers = cutting.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
+        plan = prepare_clips.Plan("center", Cutting(frames, stride, None, 16))
+        numbers = plan.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
         assert 0 <= numbers[0] + numbers[-1] - 2 * 50 <= 1 and len(numbers) == frames
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine.errors import LockstepError
 from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
 from formats.clips import CUTTING, ClipsWriter, lasting, read_table
-from formats.videos import BrokenVideo, gray_square, import_av, opened
+from formats.videos import BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
@@ -53,28 +53,32 @@ class Plan:
     """The trials to cut out of each video.
 
     column  the one of TIMES that the table has
-    frames  T, every `stride` frames of the video
-    crop    (x, y, width, height) in pixels of the video, or None for all of it
-    size    height and width of the clips
     """
 
     column: str
-    frames: int
-    stride: int
-    crop: tuple[int, int, int, int] | None
-    size: int
+    cutting: Cutting
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
         at = round(trial.at * fps) if self.column.endswith("_s") else round(trial.at)
-        span = (self.frames - 1) * self.stride
-        before = {"start": 0, "center": span // 2, "end": span}[self.column.removesuffix("_s")]
-        return at - before + self.stride * np.arange(self.frames)
+        last = self.cutting.span - 1
+        before = {"start": 0, "center": last // 2, "end": last}[self.column.removesuffix("_s")]
+        return at - before + self.cutting.every * np.arange(self.cutting.frames)
+
+    def class_of_frames(self, video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+        """Return (N,) class numbers of a video's frames, -1 without a trial or for a class that is not in `classes`;
+        None if the video has no trials."""
+        number = {name: c for c, name in enumerate(classes)}
+        found = np.full(count, -1)
+        for trial in self.trials.get(video, []):
+            frames = self.numbers(trial, fps)
+            found[max(0, frames[0]) : max(0, frames[-1] + 1)] = number.get(trial.label, -1)
+        return found if video in self.trials else None
 
 
-def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) -> tuple[Plan, list[str]]:
+def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[Plan, list[str]]:
     """Return the plan, its trials by video in the table's order, and the classes: those given, else the sorted labels.
 
     Raises LockstepError, naming the line, for a missing column, a time that is no number, a label not in `classes`, or
@@ -89,7 +93,7 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
             f"{path}:1",
             f"it needs video, label and exactly one of {', '.join(TIMES)}",
         )
-    plan = Plan(column=columns[0], **plan_of)
+    plan = Plan(columns[0], cutting)
     for line, row in read_table(path, "\n".join(lines), columns):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
         video = os.path.normpath(row["video"].strip())
@@ -166,7 +170,7 @@ def _collect(
     for number, frame in enumerate(decoded):
         count = number + 1
         if number in needed:
-            kept[number] = gray_square(frame, plan.crop, plan.size, path)
+            kept[number] = gray_square(frame, plan.cutting.crop, plan.cutting.size, path)
         while waiting and waiting[0][1][-1] == number:
             trial, numbers = waiting.pop(0)
             yield trial, int(numbers[0]), np.stack([kept[n] for n in numbers])
@@ -228,7 +232,7 @@ def prepare(asked: argparse.Namespace) -> str:
     import_av()  # fails before anything is written
     classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
     crop = tuple(asked.crop) if asked.crop else None
-    cutting = {"frames": asked.frames, "stride": asked.stride, "crop": crop, "size": asked.size}
+    cutting = Cutting(asked.frames, asked.stride, crop, asked.size)
     plan, classes = read_annotations(asked.annotations, cutting, classes)
     folder = asked.videos or asked.annotations.parent
     broken: list[str] = []
