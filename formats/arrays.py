@@ -44,9 +44,8 @@ def text_lines(path: Path) -> list[str]:
     try:
         return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
     except OSError as error:
-        raise LockstepError(
-            f"cannot read: {error.strerror}", str(path), "put the file there, or name other data"
-        ) from None
+        todo = "put the file there, or name other data"
+        raise LockstepError(f"cannot read: {error.strerror}", str(path), todo) from None
     except UnicodeDecodeError:
         raise LockstepError("not a text file", str(path), "save it as UTF-8") from None
 

@@ -63,11 +63,8 @@ def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, p
     if crop is not None:
         x, y, width, height = crop
         if x + width > picture.shape[1] or y + height > picture.shape[0]:
-            raise LockstepError(
-                f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels",
-                str(path),
-                "give a box inside the video",
-            )
+            what = f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels"
+            raise LockstepError(what, str(path), "give a box inside the video")
         picture = picture[y : y + height, x : x + width]
     if picture.shape == (size, size):
         return picture

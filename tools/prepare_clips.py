@@ -36,6 +36,7 @@ from formats.clips import CUTTING, ClipsWriter, lasting, read_table
 from formats.videos import BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
+MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 
@@ -88,11 +89,8 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
     header, _ = csv_rows(path, lines)
     columns = [name for name in TIMES if name in header]
     if not {"video", "label"} <= {*header} or len(columns) != 1:
-        raise LockstepError(
-            f"the header has {', '.join(header) or 'nothing'}",
-            f"{path}:1",
-            f"it needs video, label and exactly one of {', '.join(TIMES)}",
-        )
+        todo = f"it needs video, label and exactly one of {', '.join(TIMES)}"
+        raise LockstepError(f"the header has {', '.join(header) or 'nothing'}", f"{path}:1", todo)
     plan = Plan(columns[0], cutting)
     for line, row in read_table(path, "\n".join(lines), columns):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
@@ -110,11 +108,9 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
     label = row["label"].strip()
     if not label or (classes and label not in classes):
-        raise LockstepError(
-            f"label {label!r} is not among the classes" if label else "an empty label",
-            where,
-            f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
-        )
+        what = f"label {label!r} is not among the classes" if label else "an empty label"
+        todo = f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class"
+        raise LockstepError(what, where, todo)
     if not row["video"].strip():
         raise LockstepError("an empty video", where, "name the file")
     if not stays_below(row["video"].strip()):
@@ -158,11 +154,8 @@ def _collect(
     waiting = [(trial, plan.numbers(trial, fps)) for trial in trials]
     for trial, numbers in waiting:
         if numbers[0] < 0:
-            raise LockstepError(
-                f"the trial would start at frame {numbers[0]} of {path}",
-                f"{table}:{trial.line}",
-                "move or remove it, or use fewer --frames or a smaller --stride",
-            )
+            what = f"the trial would start at frame {numbers[0]} of {path}"
+            raise LockstepError(what, f"{table}:{trial.line}", MOVE)
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
     kept: dict[int, np.ndarray] = {}
@@ -179,11 +172,8 @@ def _collect(
         if not waiting:
             return
     trial, numbers = waiting[0]
-    raise LockstepError(
-        f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
-        f"{table}:{trial.line}",
-        "move or remove it, or use fewer --frames or a smaller --stride",
-    )
+    what = f"the trial needs frame {numbers[-1]} of {path}, which has {count}"
+    raise LockstepError(what, f"{table}:{trial.line}", MOVE)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -201,13 +191,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--frames", type=whole_number(1), default=17, metavar="T", help="frames per trial (default: 17)")
     add("--stride", type=whole_number(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
     add("--size", type=whole_number(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
-    add(
-        "--crop",
-        type=whole_number(0),
-        nargs=4,
-        metavar=("X", "Y", "W", "H"),
-        help="keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena",
-    )
+    box = "keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena"
+    add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help=box)
     add("--skip-broken", action="store_true", help="leave out videos that cannot be read, and name them")
     asked = parser.parse_args(argv)
     if asked.crop and not (asked.crop[2] and asked.crop[3]):
@@ -270,8 +255,7 @@ def prepare(asked: argparse.Namespace) -> str:
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])
-        written = writer.num_trials
-        videos = len(plan.trials) - len(broken)
+    written, videos = writer.num_trials, len(plan.trials) - len(broken)
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
