@@ -8,18 +8,21 @@ import shutil
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed
+from test_clips import pack
 from test_robot import TINY_ACT, record
 
-from formats.clips import ClipsWriter, split_by_video
+from engine.contract import LockstepError
+from formats.clips import split_by_video
 from formats.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
-from tools import prepare_clips
+from tools import predict, prepare_clips
 
 FPS = 20
 
@@ -127,9 +130,8 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     (second,) = {path for path in out.parent.iterdir() if path.is_dir()} - {folder}
     assert f"Wrote {out} and the ethograms in {second}/" in again, "the first pictures are as they were"
     assert len({path.name for path in out.parent.iterdir()}) == 3, "nothing else is left"
-    wrong = launch.python("tools/predict.py", str(video_run), str(recordings / "a.mp4"), "--out", str(out),
-                          "--crop", "0", "0", "64", "48", "--stride", "3")  # fmt: skip
-    labels = [row["label"] for row in table(succeed(wrong) and out)]
+    succeed(launch.python(*words[:2], str(recordings / "a.mp4"), *words[3:], *"--crop 0 0 64 48 --stride 3".split()))
+    labels = [row["label"] for row in table(out)]
     assert labels.count("moving") > 95, "the box was left out: the part that changes all the time is seen"
 
 
@@ -212,9 +214,8 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     scored = json.loads(succeed(launch.python(*words)).out)
     hits = np.mean([mine["label"] == theirs["label"] for mine, theirs in zip(rows, truth, strict=True)])
     assert scored["metrics"]["accuracy"] == hits and 0.2 < hits < 0.8
-    with ClipsWriter(tmp_path / "again", ["still", "moving"]) as writer:
-        for name in ("0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"):
-            writer.add(np.zeros((5, 16, 16), np.uint8), name, "still")
+    names = ["0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"]
+    pack(tmp_path / "again", [(name, "still") for name in names], ["still", "moving"], (5, 16, 16))
     words = ["tools/predict.py", str(video_run), str(tmp_path / "again"), "--out", str(tmp_path / "again.csv")]
     done = succeed(launch.python(*words))
     sides = [row["side"] for row in table(tmp_path / "again.csv")]
@@ -222,8 +223,7 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     counts = {side: sides.count(side) for side in dict.fromkeys(sides)}
     assert re.search(", ".join(f"{count} {side}" for side, count in counts.items()) + "$", done.out, re.M)
     assert json.loads(succeed(launch.python(*words, "--json")).out)["found"][0]["sides"] == counts
-    with ClipsWriter(tmp_path / "larger", ["still", "moving"]) as writer:
-        writer.add(np.zeros((5, 32, 32), np.uint8), "v", "still")
+    pack(tmp_path / "larger", [("v", "still")], ["still", "moving"], (5, 32, 32))
     done = launch.python("tools/predict.py", str(video_run), str(tmp_path / "larger"), "--out", str(out))
     assert done.code == 2 and "clips of 5 x 32 x 32, the model was trained on clips of 5 x 16 x 16" in done.err
     assert len(table(out)) == len(rows), "the table before is as it was"
@@ -356,12 +356,36 @@ def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
         ([str(tmp_path / "toy"), "new.csv"], "toy.py takes no path of data (new.csv): give --split"),
         ([str(har_run), "--split", "val", "--stride", "3"], "it is for new videos and recordings (--stride)"),
         ([str(har_run), "--split", "val", "--out", "a.txt"], "give one that ends in .csv or .npz"),
+        ([str(har_run), str(SHIPPED), "--annotations", "a.csv"], "only videos have frames to annotate"),
     ):
         done = launch.python("tools/predict.py", *words)
         assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err
 
 
 # ---- the sliding trials alone ----
+
+
+@pytest.mark.parametrize(
+    ("about", "asked", "found"),
+    [
+        ({}, {}, Cutting(5, 2, (0, 0, 48, 48), 16)),
+        ({}, {"every": 3, "stride": 13}, Cutting(5, 3, (0, 0, 48, 48), 16)),
+        ({}, {"crop": [1, 2, 3, 4], "stride": 9}, Cutting(5, 2, (1, 2, 3, 4), 16)),
+        ({"cutting": {}}, {}, Cutting(5, 1, None, 16)),
+        ({}, {"stride": 10}, "--stride 10 leaves out frames: a trial has 9"),
+        ({"shape": [5, 16, 20]}, {}, "the model takes pictures of 16 x 20, and videos become squares"),
+    ],
+)
+def test_videos_are_cut_as_for_the_training_or_as_asked(capsys, about, asked, found):
+    trained = {"stride": 2, "crop": [0, 0, 48, 48], "size": 16, "fps": [20.0]}
+    task = SimpleNamespace(about={"shape": [5, 16, 16], "cutting": trained} | about)
+    words = SimpleNamespace(**{"run": "RUN", "stride": 0, "every": 0, "crop": None} | asked)
+    if isinstance(found, Cutting):
+        assert predict.cutting_of(task, words) == found
+        assert ("note: the run's clips do not say" in capsys.readouterr().err) == ("cutting" in about)
+    else:
+        with pytest.raises(LockstepError, match=found):
+            predict.cutting_of(task, words)
 
 
 def brightness(x):
