@@ -1,5 +1,4 @@
-"""Untrusted data: .npy and .npz files, whose headers are checked against the file's size, tables of text, and names for
-paths.
+"""Untrusted data: .npy and .npz files with headers that fit the file's size, tables of text, and names for paths.
 
 Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 """

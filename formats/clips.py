@@ -44,7 +44,7 @@ class Clips:
     classes   names of the C classes
     shape     (T, H, W) of one clip
     longest   frames of the longest trial
-    cutting   how the clips were cut out of their videos, see formats/videos.py; empty where the folder does not say
+    cutting   how the clips were cut out of their videos, see above; empty if unknown
 
     Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
     """
@@ -326,7 +326,7 @@ def _read_cutting(path: Path) -> dict[str, Any]:
         if not whole or not all(0 < rate < math.inf for rate in rates):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise LockstepError(f"{path.name} does not say how clips were cut", str(path), AGAIN) from None
+        raise LockstepError(f"{path.name} does not describe how clips were cut", str(path), AGAIN) from None
     return {"crop": crop, "stride": stride, "size": size, "fps": rates}
 
 

@@ -314,7 +314,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     def compare(count: int, unit: str, key: str) -> None:
         stated = header.get(key.lower(), [str(count)])
         if stated != [str(count)]:
-            what = f"{count} {unit}, @{key} says {' '.join(stated)}"
+            what = f"{count} {unit}, @{key} is {' '.join(stated)}"
             raise LockstepError(what, where, "fix the header or the line")
 
     compare(len(channels), "channels", "dimensions")

@@ -229,9 +229,9 @@ def _as_it_is(batch):
         ("classes.txt", b"rest\n\nwalk\n", "classes.txt:2"),
         ("classes.txt", b"", "no classes"),
         ("classes.txt", b"\xff\xfe\x00", "UTF-8"),
-        ("cutting.json", b'{"crop": [0, 0, 0, 9], "stride": 1, "size": 8}', "cutting.json does not say how"),
-        ("cutting.json", b'{"crop": null, "stride": 1, "size": 8, "fps": [0]}', "cutting.json does not say how"),
-        ("cutting.json", b'{"crop": null, "stride": 1}', "cutting.json does not say how"),
+        ("cutting.json", b'{"crop": [0, 0, 0, 9], "stride": 1, "size": 8}', "cutting.json does not describe how"),
+        ("cutting.json", b'{"crop": null, "stride": 1, "size": 8, "fps": [0]}', "cutting.json does not describe how"),
+        ("cutting.json", b'{"crop": null, "stride": 1}', "cutting.json does not describe how"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(packed, file, change, says):

@@ -1,4 +1,4 @@
-"""tools/predict.py: labels of new data, from a run alone; videos frame by frame, as they follow one another."""
+"""tools/predict.py: labels of new data, from a run alone; of videos frame by frame."""
 
 import csv
 import itertools
@@ -137,7 +137,7 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
 
 @pytest.mark.slow
 def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, video_run, tmp_path):
-    """Six of the run's own, whose sides are those of the split, and a new one of another frame rate."""
+    """Six of the run's own, whose sides are those of the split, and a new one of a different frame rate."""
     recordings = tmp_path / "again"
     recordings.mkdir()
     names = [f"{number}.mp4" for number in range(6)]
@@ -382,7 +382,7 @@ def test_videos_are_cut_as_for_the_training_or_as_asked(capsys, about, asked, fo
     words = SimpleNamespace(**{"run": "RUN", "stride": 0, "every": 0, "crop": None} | asked)
     if isinstance(found, Cutting):
         assert predict.cutting_of(task, words) == found
-        assert ("note: the run's clips do not say" in capsys.readouterr().err) == ("cutting" in about)
+        assert ("note: the run does not know" in capsys.readouterr().err) == ("cutting" in about)
     else:
         with pytest.raises(LockstepError, match=found):
             predict.cutting_of(task, words)
@@ -462,7 +462,7 @@ def test_an_ethogram_shows_labels_probabilities_and_annotations(count, fps):
     colours = [np.unique(plain[STRIP, at].reshape(-1, 3), axis=0) for at in (before, after)]
     assert all(len(colour) == 1 and np.ptp(colour[0].astype(int)) > 100 for colour in colours)
     if change:
-        assert not np.array_equal(*colours), "another class, another colour"
+        assert not np.array_equal(*colours), "each class has its colour"
         assert np.ptp(picture[STRIP, before].astype(int), 1).max() == 0, "nothing is annotated there"
     assert np.ptp(picture[STRIP, after].astype(int), 1).min() > 100
     assert np.array_equal(picture[24:][STRIP], plain[STRIP]), "below the annotation what is predicted"

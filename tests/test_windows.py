@@ -107,7 +107,7 @@ def test_recordings_are_cut_as_a_loop_would(tmp_path):
 
 
 def test_the_model_normalises_by_the_covered_steps_to_train_on_alone(tmp_path):
-    """Those to validate on have another mean and deviation, which nothing of the model may know."""
+    """Those to validate on have a different mean and deviation, which nothing of the model may know."""
     signal = np.random.default_rng(1).normal([3, -1, 7], [2, 5, 0], (46, 3)).astype(np.float32)
     signal[14:30] = 100 + 50 * signal[14:30]  # the second of three
     save_recordings(tmp_path / "a.npz", steps=(14, 16, 16), signal=signal, label=np.array([0, 1, 1]))
@@ -312,7 +312,7 @@ def test_faults_in_a_uci_table(tmp_path):
     [
         (TS_HEADER, "1,2:3,4:left\n", r"label 'left' is not in @classLabel \(.*Toy_TRAIN.ts:8\)"),
         (TS_HEADER, "1,2:3,4:up\n1,2:3:up\n", r"channels of different lengths \(1 and 2\) \(.*:9\)"),
-        (TS_HEADER, "1,2:3,4:5,6:up\n", r"3 channels, @dimensions says 2 \(.*:8\)"),
+        (TS_HEADER, "1,2:3,4:5,6:up\n", r"3 channels, @dimensions is 2 \(.*:8\)"),
         (TS_HEADER, "1,?:3,4:up\n", r"not a number: .*\(.*:8\): fill in missing values first"),
         (TS_HEADER, "1,NaN:3,4:up\n", r"a value is NaN or infinite \(.*:8\)"),
         (TS_HEADER, "", r"no recordings after @data \(.*Toy_TRAIN.ts\)"),
@@ -326,7 +326,7 @@ def test_faults_in_a_uci_table(tmp_path):
             "1:1\n",
             r"labels are numbers to predict .*:2\): write a task .* examples/own_task.py is one",
         ),
-        ("@classLabel true up\n@seriesLength 3\n", "1,2:1,2:up\n", r"2 steps, @seriesLength says 3 \(.*:4\)"),
+        ("@classLabel true up\n@seriesLength 3\n", "1,2:1,2:up\n", r"2 steps, @seriesLength is 3 \(.*:4\)"),
         ("@classLabel true up\n1,2:up\n", "1:up\n", r"a recording before @data \(.*:2\)"),
     ],
 )

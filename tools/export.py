@@ -111,7 +111,7 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
-    """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
+    """Return (the file's description, the file, (size, largest difference, relative) of each real batch)."""
     run = train.build(args, world, split="any")
     describe.print_plan(run, steps=False)
     model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")

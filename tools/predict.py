@@ -343,7 +343,7 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
         what = f"the model takes pictures of {height} x {width}, and videos become squares"
         raise LockstepError(what, asked.run, "pack the videos as its clips were, and give that folder")
     if not trained:
-        words = "note: the run's clips do not say how they were cut out of videos: every frame is taken, whole"
+        words = "note: the run does not know how its clips were cut out of videos: every frame is taken, whole"
         print(words + " (--every and --crop change that)", file=sys.stderr)
     crop = asked.crop or trained.get("crop")
     cutting = videos.Cutting(length, asked.every or trained.get("stride", 1), tuple(crop) if crop else None, height)

@@ -143,7 +143,7 @@ def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cu
     """
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
-            raise LockstepError("the video does not say its frame rate", str(path), "annotate in frames")
+            raise LockstepError("the video has no frame rate", str(path), "annotate in frames")
         plan.rates |= {round(fps, 2)} - {0}
         yield from _collect(decoded, plan, trials, fps, path, table)
 
