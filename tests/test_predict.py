@@ -235,10 +235,21 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     chosen = slice(0, int(arrays["lengths"][:3].sum()))
     new = {"signal": arrays["signal"][chosen], "lengths": arrays["lengths"][:3], "rate_hz": arrays["rate_hz"]}
     np.savez(tmp_path / "new.npz", **new)
+    old = tmp_path / "old"  # of a version whose checkpoints know nothing of the data
+    old.mkdir()
+    shutil.copy(har_run / "config.yaml", old)
+    state = torch.load(har_run / "last.pt", weights_only=True)
+    torch.save({name: value for name, value in state.items() if name != "known"}, old / "last.pt")
     words = ["tools/predict.py", str(har_run), "--stride", "100"]
-    for data, out in ((tmp_path / "new.npz", "new.csv"), (SHIPPED, "whole.csv")):
-        done = succeed(launch.python(*words[:2], str(data), *words[2:], "--out", str(tmp_path / out)))
-        assert "Using device" not in done.out + done.err, "nothing of what a training says"
+    for run, data, out in (
+        (har_run, "new.npz", "new.csv"),
+        (har_run, SHIPPED, "whole.csv"),
+        (old, "new.npz", "old.csv"),
+    ):
+        there = [str(run), str(tmp_path / data), *words[2:], "--out", str(tmp_path / out)]
+        done = succeed(launch.python(words[0], *there))
+        assert "Using device" not in done.out + done.err, "nothing of what a training prints"
+    assert (tmp_path / "old.csv").read_text() == (tmp_path / "new.csv").read_text()
     rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
     assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
     counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
