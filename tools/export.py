@@ -34,8 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.report import describe
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
@@ -43,6 +41,7 @@ from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
+from engine.report import describe
 from engine.speed import memory
 from tools.evaluate import TRUST, of_run
 from tools.running import alone, guarded, in_world
