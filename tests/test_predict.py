@@ -453,6 +453,19 @@ def test_a_long_video_is_never_held_whole():
     assert 13 <= max(most) <= 15, "the frames of one trial"
 
 
+def test_a_video_in_this_folder_is_known_by_its_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "day 1").mkdir()
+    film(tmp_path / "day 1" / "a.mp4", np.ones(12, dtype=bool))
+    monkeypatch.chdir(tmp_path / "day 1")
+    about = {"shape": [5, 16, 16], "cutting": {"stride": 2, "crop": None}}
+    about["videos"] = {"trained on": ["day 2/a.mp4"], "held out": ["day 1/a.mp4"]}
+    task = SimpleNamespace(about=about, classes=["bright", "dark"])
+    asked = SimpleNamespace(run="RUN", data=Path("a.mp4"), stride=0, every=0, crop=None, annotations=None)
+    loaded = SimpleNamespace(task=task, classify=brightness, batch_size=4)
+    (found,) = predict.of_videos(loaded, asked)
+    assert found.cells["side"] == ["held out"] * 12
+
+
 STRIP = slice(30, 50)  # pixels of the upper strip; a second one is 24 lower
 
 
