@@ -1,5 +1,4 @@
-"""Untrusted data: .npy and .npz files, whose headers are checked against the file's size, tables of text, and names for
-paths.
+"""Untrusted data: .npy and .npz files with headers that fit the file's size, tables of text, and names for paths.
 
 Nothing is ever unpickled. A damaged file raises a LockstepError of one line.
 """
@@ -44,9 +43,8 @@ def text_lines(path: Path) -> list[str]:
     try:
         return check_text(path.read_text(encoding="utf-8-sig"), path).splitlines()
     except OSError as error:
-        raise LockstepError(
-            f"cannot read: {error.strerror}", str(path), "put the file there, or name other data"
-        ) from None
+        todo = "put the file there, or name other data"
+        raise LockstepError(f"cannot read: {error.strerror}", str(path), todo) from None
     except UnicodeDecodeError:
         raise LockstepError("not a text file", str(path), "save it as UTF-8") from None
 

@@ -44,7 +44,7 @@ class Clips:
     classes   names of the C classes
     shape     (T, H, W) of one clip
     longest   frames of the longest trial
-    cutting   how the clips were cut out of their videos, see formats/videos.py; empty where the folder does not say
+    cutting   how the clips were cut out of their videos, see above; empty if unknown
 
     Raises LockstepError, naming file and line, when the folder is incomplete or contradicts itself.
     """
@@ -58,11 +58,9 @@ class Clips:
         length = frames or int(counts.min())
         short = int(counts.argmin())
         if counts[short] < length:
-            raise LockstepError(
-                f"trial {rows[short]['trial']} has {counts[short]} frames, {length} are asked for",
-                f"{self.folder / TRIALS}:{rows[short]['line']}",
-                f"dataset.frames={counts[short]} takes as many of each trial; or remove the trial",
-            )
+            what = f"trial {rows[short]['trial']} has {counts[short]} frames, {length} are asked for"
+            todo = f"dataset.frames={counts[short]} takes as many of each trial; or remove the trial"
+            raise LockstepError(what, f"{self.folder / TRIALS}:{rows[short]['line']}", todo)
         first = np.array([row["first_frame"] for row in rows], dtype=np.int64)
         self.first = first + (counts - length) // 2  # (N,)
         self.labels = np.array([row["label"] for row in rows], dtype=np.int64)
@@ -155,9 +153,8 @@ class ClipsWriter:
             raise LockstepError(f"unknown class {label!r}", video, f"choose of {', '.join(self.classes)}")
         self._size = self._size or clip.shape[1:]
         if clip.shape[1:] != self._size:
-            raise LockstepError(
-                f"a clip of {clip.shape[1:]} pixels among clips of {self._size}", video, "resize them alike"
-            )
+            what = f"a clip of {clip.shape[1:]} pixels among clips of {self._size}"
+            raise LockstepError(what, video, "resize them alike")
         row = {"trial": self.num_trials, "video": video, "label": label}
         row |= {"first_frame": self.num_frames, "num_frames": len(clip)} | extra
         try:
@@ -217,9 +214,8 @@ def split_by_video(
     if val_share == 0.0:
         return np.arange(len(labels)), np.arange(0)
     if len(names) < 2:
-        raise LockstepError(
-            f"{len(names)} video cannot be split by video", "dataset", "give trials of at least two videos"
-        )
+        what = f"{len(names)} video cannot be split by video"
+        raise LockstepError(what, "dataset", "give trials of at least two videos")
     table = np.zeros((len(names), int(labels.max()) + 1))
     np.add.at(table, (video, labels), 1)
     in_val = _choose(table[:, table.sum(0) > 0], val_share, np.random.default_rng(seed))[video]
@@ -326,12 +322,11 @@ def _read_cutting(path: Path) -> dict[str, Any]:
         found = json.loads(_read_text(path))
         crop, stride, size = (found[name] for name in ("crop", "stride", "size"))
         numbers, rates = [*(crop or [0, 0, 1, 1]), stride, size], [float(rate) for rate in found.get("fps", [])]
-        if len(numbers) != 6 or not all(type(n) is int and n >= 0 for n in numbers) or not all(numbers[2:]):
-            raise ValueError
-        if not all(0 < rate < math.inf for rate in rates):
+        whole = len(numbers) == 6 and all(type(n) is int and n >= 0 for n in numbers) and all(numbers[2:])
+        if not whole or not all(0 < rate < math.inf for rate in rates):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise LockstepError(f"{path.name} does not say how clips were cut", str(path), AGAIN) from None
+        raise LockstepError(f"{path.name} does not describe how clips were cut", str(path), AGAIN) from None
     return {"crop": crop, "stride": stride, "size": size, "fps": rates}
 
 
@@ -346,9 +341,8 @@ def _read_text(path: Path) -> str:
     try:
         return check_text(path.read_text(encoding="utf-8-sig"), path)
     except FileNotFoundError:
-        raise LockstepError(
-            f"no {path.name}", str(path.parent), "make the folder with tools/prepare_clips.py"
-        ) from None
+        todo = "make the folder with tools/prepare_clips.py"
+        raise LockstepError(f"no {path.name}", str(path.parent), todo) from None
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {path.name}: {error}"
         raise LockstepError(what, str(path), "give a UTF-8 text file") from None
@@ -381,26 +375,18 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
     try:
         first, count = int(row["first_frame"]), int(row["num_frames"])
     except ValueError:
-        raise LockstepError(
-            f"first_frame={row['first_frame']}, num_frames={row['num_frames']}", where, "give whole numbers"
-        ) from None
+        what = f"first_frame={row['first_frame']}, num_frames={row['num_frames']}"
+        raise LockstepError(what, where, "give whole numbers") from None
     if not row["video"]:
         raise LockstepError("an empty video", where, "name the recording that the trial comes from")
     if row["label"] not in number:
         raise LockstepError(f"unknown label {row['label']!r}", where, f"choose one of {', '.join(number)} ({CLASSES})")
     if first < 0 or count < 1 or first + count > num_rows:
-        raise LockstepError(
-            f"trial {row['trial']} takes the frames {first} to {first + count - 1} of {num_rows} in {FRAMES}",
-            where,
-            "the two files do not belong together: make the folder again",
-        )
-    return {
-        "trial": row["trial"],
-        "video": os.path.normpath(row["video"]),  # ./a.mp4 and a.mp4 are one, on one side of the split
-        "label": number[row["label"]],
-        "first_frame": first,
-        "num_frames": count,
-    }
+        what = f"trial {row['trial']} takes the frames {first} to {first + count - 1} of {num_rows} in {FRAMES}"
+        raise LockstepError(what, where, "the two files do not belong together: make the folder again")
+    video = os.path.normpath(row["video"])  # ./a.mp4 and a.mp4 are one, on one side of the split
+    label = number[row["label"]]
+    return {"trial": row["trial"], "video": video, "label": label, "first_frame": first, "num_frames": count}
 
 
 def _open_frames(path: Path) -> np.ndarray:
@@ -409,11 +395,8 @@ def _open_frames(path: Path) -> np.ndarray:
         raise LockstepError(f"no {path.name}", str(path.parent), AGAIN)
     pixels = map_npy(path)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or not pixels.flags.c_contiguous:
-        raise LockstepError(
-            f"{path.name} holds {pixels.dtype} of shape {pixels.shape}, not uint8 (frames, height, width)",
-            str(path),
-            AGAIN,
-        )
+        what = f"{path.name} holds {pixels.dtype} of shape {pixels.shape}, not uint8 (frames, height, width)"
+        raise LockstepError(what, str(path), AGAIN)
     return np.asarray(pixels)  # plain ndarray: np.memmap's own indexing is slower
 
 

@@ -20,7 +20,7 @@ FEW = 3
 """Usual intervals that cut one where they are a quarter of a window; a lost sample or two and jitter stay below it."""
 
 BLOCK = 50
-"""Intervals whose median is compared with the usual one: of random times it is never FEW times as long or as short."""
+"""Intervals whose median is compared with the usual one: for random times it is never FEW times as long or as short."""
 
 
 def read(path: Path, time: str, channels: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -69,7 +69,7 @@ def even_pieces(
     table: np.ndarray, lines: np.ndarray, path: Path, rate_hz: float, shortest: int
 ) -> tuple[list[np.ndarray], list[str]]:
     """Cut what `read` returns at its gaps, over which nothing is known, and resample each piece -> ([(T, C) float32 at
-    `rate_hz`, at least `shortest` steps], a sentence on each gap, on another rate and on what is too short)."""
+    `rate_hz`, at least `shortest` steps], a sentence on each gap, on a different rate and on what is too short)."""
     time, notes, pieces, short = table[:, 0], [], [], 0
     usual = float(np.median(np.diff(time)))
     if not 0.19 < usual * rate_hz < 5.3:  # a fifth and five times, and jitter

@@ -1,4 +1,4 @@
-"""Videos as gray squares: the conversion of frames to clips that training and prediction share.
+"""Videos as gray squares, cut into trials: what preparing clips and predicting videos share.
 
 Needs PyAV: pip install av
 """
@@ -6,11 +6,17 @@ Needs PyAV: pip install av
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from engine.contract import LockstepError
 
@@ -57,12 +63,92 @@ def gray_square(frame: Any, crop: tuple[int, int, int, int] | None, size: int, p
     if crop is not None:
         x, y, width, height = crop
         if x + width > picture.shape[1] or y + height > picture.shape[0]:
-            raise LockstepError(
-                f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels",
-                str(path),
-                "give a box inside the video",
-            )
+            what = f"--crop {x} {y} {width} {height} reaches out of its {picture.shape[1]} x {picture.shape[0]} pixels"
+            raise LockstepError(what, str(path), "give a box inside the video")
         picture = picture[y : y + height, x : x + width]
     if picture.shape == (size, size):
         return picture
     return np.asarray(Image.fromarray(np.ascontiguousarray(picture)).resize((size, size), Image.Resampling.BOX))
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How a trial is cut out of a video: `frames` pictures, `every` frames of the video apart.
+
+    crop  (x, y, width, height) in pixels of the video, or None for all of it
+    size  height and width of the pictures
+    """
+
+    frames: int
+    every: int
+    crop: tuple[int, int, int, int] | None
+    size: int
+
+    @property
+    def span(self) -> int:
+        """Frames of the video from a trial's first to its last one, both included."""
+        return (self.frames - 1) * self.every + 1
+
+
+def slide(
+    pictures: Iterable[np.ndarray],
+    cutting: Cutting,
+    stride: int,
+    classify: Callable[[Tensor], np.ndarray],
+    batch_size: int,
+) -> np.ndarray:
+    """A stream of a video's frames -> (N, C), each frame's mean probabilities over the trials that contain it.
+
+    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are too few frames.
+    """
+    trials = _trials(pictures, cutting, stride)
+    starts: list[int] = []
+    answers: list[np.ndarray] = []
+    while batch := [*itertools.islice(trials, batch_size)]:
+        starts += [first for first, _ in batch]
+        answers.append(classify(torch.from_numpy(np.stack([clip for _, clip in batch]))))
+    if not starts:
+        return np.empty((0, 0))
+    probabilities, count = np.concatenate(answers), starts[-1] + cutting.span
+    total, seen = np.zeros((count, probabilities.shape[1])), np.zeros((count, 1))
+    for first, probability in zip(starts, probabilities, strict=True):
+        total[first : first + cutting.span] += probability
+        seen[first : first + cutting.span] += 1
+    return total / seen
+
+
+def _trials(pictures: Iterable[np.ndarray], cutting: Cutting, stride: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (the number of its first frame, (T, H, W)) of each trial; no more frames are held than one spans."""
+    recent: deque[np.ndarray] = deque(maxlen=cutting.span)
+    first = -cutting.span
+    for picture in pictures:
+        recent.append(picture)
+        first += 1
+        if first >= 0 and first % stride == 0:
+            yield first, np.stack([*recent][:: cutting.every])
+    if first > 0 and first % stride:
+        yield first, np.stack([*recent][:: cutting.every])
+
+
+def side_of(name: str, sides: dict[str, list[str]]) -> str:
+    """Return the side {"trained on", "held out": names} of a run's own videos that has this one; "new" if none has it,
+    and nothing if an older checkpoint does not know.
+
+    It is known by its name without the ending and by as much of the path as both give. Where a folder differs the side
+    has a question mark, because a copy lies elsewhere; but the video is new where those of the run differ by folders
+    alone.
+    """
+    mine = _steps(name)
+    own = [(side, _steps(known)) for side, names in sides.items() for known in names]
+    namesakes = [(side, known) for side, known in own if known[-1] == mine[-1]]
+    for side, known in namesakes:
+        if all(a == b for a, b in zip(reversed(mine), reversed(known), strict=False)):
+            return side
+    one = len({known for _, known in namesakes}) == 1
+    return "" if not sides else f"{namesakes[0][0]}?" if one else "new"
+
+
+def _steps(name: str) -> tuple[str, ...]:
+    """a/b.mp4 -> (a, b)"""
+    stem, ending = os.path.splitext(os.path.normpath(name))
+    return tuple((stem if ending.lower() in SUFFIXES else stem + ending).split(os.sep))

@@ -138,10 +138,8 @@ def check_alike(new: Recordings, length: int, channels: int, names: list[str], r
     """Raise LockstepError unless `new` matches a model's training data in the fields of Recordings that both know."""
     found = new.signal.shape[1]
     if found != channels or (names and new.channels and names != new.channels):
-        here, there = (
-            f"{n} channels {' '.join(some)}".strip() for some, n in ((new.channels, found), (names, channels))
-        )
-        what = f"{here}, the model was trained on {there}"
+        here, there = f"{found} channels {' '.join(new.channels)}", f"{channels} channels {' '.join(names)}"
+        what = f"{here.strip()}, the model was trained on {there.strip()}"
     elif new.length != length:
         what = f"windows of {new.length} steps, the model was trained on {length}"
     elif new.rate_hz and rate_hz and abs(new.rate_hz - rate_hz) > 0.01 * rate_hz:
@@ -208,23 +206,21 @@ def _read_uci(root: Path) -> Recordings:
     classes = [name.strip() for _, name in pairs]
     parts = []
     for part in ("train", "test"):
-        axes = [_table(root / part / "Inertial Signals" / f"{name}_{part}.txt") for name in names]
+        folder = root / part / "Inertial Signals"
+        axes = [_table(folder / f"{name}_{part}.txt") for name in names]
         for name, axis in zip(names, axes, strict=True):
             if axis.shape != axes[0].shape:
-                raise LockstepError(
-                    f"{axis.shape[0]} windows of {axis.shape[1]} steps, but {names[0]} has {axes[0].shape[0]} of"
-                    f" {axes[0].shape[1]}",
-                    str(root / part / "Inertial Signals" / f"{name}_{part}.txt"),
-                    "take the files as they are published",
-                )
+                what = "{} windows of {} steps, but {} has {} of {}".format(*axis.shape, names[0], *axes[0].shape)
+                raise LockstepError(what, str(folder / f"{name}_{part}.txt"), "take the files as they are published")
         y_path = root / part / f"y_{part}.txt"
         y = _column(y_path)
         for line in np.flatnonzero((y < 1) | (y > len(classes))):
             what = f"label {y[line]} is not in activity_labels.txt"
             raise LockstepError(what, f"{y_path}:{line + 1}", f"labels go from 1 to {len(classes)}")
         subject = _column(root / part / f"subject_{part}.txt")
-        parts.append({"X": np.stack(axes, 2), "y": y - 1, "subject": subject, "classes": np.array(classes)})
-    return _from_windows(parts, root, ["train", "test"], channels=names, rate_hz=50.0)
+        shared = {"classes": np.array(classes), "channels": np.array(names), "rate_hz": np.array(50.0)}
+        parts.append({"X": np.stack(axes, 2), "y": y - 1, "subject": subject, **shared})
+    return _from_windows(parts, root, ["train", "test"])
 
 
 def _read_npy(root: Path, labelled: bool) -> Recordings:
@@ -245,34 +241,22 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
         name = path.stem.rsplit("_", 1)[0]
         paths = [path.with_name(f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
     parts = [_parse_ts(p, labelled) for p in paths]
-    classes = parts[0][2]
-    for p, part in zip(paths[1:], parts[1:], strict=True):
-        if part[2] != classes:
-            what = f"classes {' '.join(part[2])} differ from those of {paths[0].name}"
-            raise LockstepError(what, str(p), "give both files the same @classLabel")
+    train, *others = parts
+    for _, _, classes in others:
+        if classes != train[2]:
+            what = f"classes {' '.join(classes)} differ from those of {paths[0].name}"
+            raise LockstepError(what, str(paths[1]), "give both files the same @classLabel")
     series = [one for part in parts for one in part[0]]
-    labels = [one for part in parts for one in part[1]]
     if len({one.shape[1] for one in series}) > 1:
         what = "train and test have different numbers of channels"
         raise LockstepError(what, str(path), "give both the same channels")
-    sizes = {len(one) for one in series}
-    if len(sizes) == 1:
-        length = stride = sizes.pop()  # windows already
-    numbers = np.arange(len(series))
-    return _checked(
-        Recordings(
-            signal=_by_channel(series),
-            lengths=np.array([len(one) for one in series], dtype=np.int64),
-            labels=np.array(labels, dtype=np.int64),
-            groups=numbers,
-            val=numbers >= len(parts[0][0]) if len(parts) > 1 else None,
-            classes=classes,
-            subjects=[],
-            length=length,
-            stride=stride,
-            where=str(path),
-        )
-    )
+    lengths = np.array([len(one) for one in series], dtype=np.int64)
+    if len({*lengths.tolist()}) == 1:
+        length = stride = int(lengths[0])  # windows already
+    arrays = {"label": np.array([label for part in parts for label in part[1]]), "classes": np.array(train[2])}
+    if others:
+        arrays["val"] = np.arange(len(series)) >= len(train[0])
+    return _recordings(series, lengths, arrays, length, stride, str(path))
 
 
 def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], list[str]]:
@@ -281,7 +265,6 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
     series: list[np.ndarray] = []
     labels: list[int] = []
     classes: list[str] = []
-    has_labels = True
     for number, line in enumerate(text_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
         if not line or line.startswith("#"):
@@ -290,7 +273,7 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
             key, *values = line[1:].split() or [""]
             header[key.lower()] = values
             if key.lower() == "data":
-                has_labels = labelled or [word.lower() for word in header.get("classlabel", [])] != ["false"]
+                has_labels = labelled or _flag(header, "classlabel") != "false"
                 classes = _ts_classes(header, where) if has_labels else [""]
             continue
         if "data" not in header:
@@ -309,23 +292,32 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
     return series, labels, classes
 
 
+def _flag(header: dict[str, list[str]], key: str) -> str:
+    """Return `true` or `false`, the first word of a header's line, or nothing without one."""
+    return (header.get(key) or [""])[0].lower()
+
+
 def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
-    if [word.lower() for word in header.get("timestamps", [])] == ["true"]:
+    if _flag(header, "timestamps") == "true":
         raise LockstepError("@timeStamps true is not supported", where, "resample to an even rate")
-    if [word.lower() for word in header.get("targetlabel", [])][:1] == ["true"]:
+    if _flag(header, "targetlabel") == "true":
         what = "its labels are numbers to predict (@targetLabel), and har tells classes apart"
         raise LockstepError(what, where, "write a task that learns numbers: examples/own_task.py is one")
-    flag, *classes = header.get("classlabel") or ["false"]
-    if flag.lower() != "true" or not classes:
+    if _flag(header, "classlabel") != "true" or not (classes := header["classlabel"][1:]):
         raise LockstepError("no '@classLabel true NAME NAME ...' in the header", where, "add that line")
     return classes
 
 
 def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) -> np.ndarray:
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
-    if header.get("dimensions", [str(len(channels))]) != [str(len(channels))]:
-        what = f"{len(channels)} channels, @dimensions says {' '.join(header['dimensions'])}"
-        raise LockstepError(what, where, "fix the header or the line")
+
+    def compare(count: int, unit: str, key: str) -> None:
+        stated = header.get(key.lower(), [str(count)])
+        if stated != [str(count)]:
+            what = f"{count} {unit}, @{key} is {' '.join(stated)}"
+            raise LockstepError(what, where, "fix the header or the line")
+
+    compare(len(channels), "channels", "dimensions")
     if not channels:
         raise LockstepError("no ':' between values and label", where, "write channel:channel:label")
     rows = [channel.split(",") for channel in channels]
@@ -333,10 +325,8 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     if len(sizes) != 1:
         what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
         raise LockstepError(what, where, "give all channels the same steps")
-    unequal = [word.lower() for word in header.get("equallength", [])] == ["false"]
-    if not unequal and header.get("serieslength", [str(sizes[0])]) != [str(sizes[0])]:
-        what = f"{sizes[0]} steps, @seriesLength says {' '.join(header['serieslength'])}"
-        raise LockstepError(what, where, "fix the header or the line")
+    if _flag(header, "equallength") != "false":
+        compare(sizes[0], "steps", "seriesLength")
     try:
         with np.errstate(over="ignore"):  # a value too large for float32 becomes infinite and is rejected below
             values = np.array(rows, dtype=np.float32).T
@@ -350,60 +340,29 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
 # ---------------------------------------------------------------------------------------- arrays to recordings
 
 
-def _from_windows(
-    parts: list[dict[str, np.ndarray]],
-    path: Path,
-    names: list[str] | None,
-    channels: Sequence[str] = (),
-    rate_hz: float | None = None,
-) -> Recordings:
-    """Join training and validation, or one part: X (N, T, C), y (N,), perhaps subject (N,), classes (K,), val (N,)."""
+def _from_windows(parts: list[dict[str, np.ndarray]], path: Path, names: list[str] | None) -> Recordings:
+    """Join training and validation, or one part: X (N, T, C), y (N,), and what `_recordings` reads."""
+    train, where = parts[0], str(path)
     for number, part in enumerate(parts):
-        where = f"{path}, {names[number]}" if names else str(path)
-        _check_part(part, where)
-        if part["X"].shape[1:] != parts[0]["X"].shape[1:] or part.keys() != parts[0].keys():
+        here = f"{path}, {names[number]}" if names else where
+        if "y" not in part:
+            raise LockstepError("X has no labels y", here, "add y (windows,)")
+        _check_numbers(part, "X", "windows, steps, channels", here)
+        _check_sizes(part, ("y", "subject", "val"), "X", "window", here)
+        # Checked before the parts are joined, because messages number windows within their file.
+        count, steps, width = part["X"].shape
+        _check_finite(part["X"].reshape(-1, width), np.full(count, steps), "window", here)
+        if part["X"].shape[1:] != train["X"].shape[1:] or part.keys() != train.keys():
             what = "train and test differ in window length, channels or files"
-            raise LockstepError(what, str(path), "give both the same")
-    read = [name for name in ("y", "subject", "val") if name in parts[0]]
-    joined: dict[str, np.ndarray] = {name: np.concatenate([part[name] for part in parts]) for name in read}
-    labels, classes = _classes(joined["y"], parts[0], str(path))
-    count, (steps, width) = len(labels), parts[0]["X"].shape[1:]
-    groups, subjects = _groups(joined.get("subject"), count, str(path))
-    val = _given_split(joined, str(path))
+            raise LockstepError(what, where, "give both the same")
+    read = [name for name in ("y", "subject", "val") if name in train]
+    arrays = train | {name: np.concatenate([part[name] for part in parts]) for name in read}
+    arrays["label"] = arrays["y"]
     if names:
-        val = np.arange(count) >= len(parts[0]["y"])
-    return _checked(
-        Recordings(
-            signal=_by_channel([part["X"].reshape(-1, width) for part in parts]),
-            lengths=np.full(count, steps, dtype=np.int64),
-            labels=labels,
-            groups=groups,
-            val=val,
-            classes=classes,
-            subjects=subjects,
-            length=steps,
-            stride=steps,
-            where=str(path),
-            channels=list(channels) or _strings(parts[0], "channels", str(path)),
-            rate_hz=rate_hz or _rate(parts[0], str(path)),
-        )
-    )
-
-
-def _check_part(part: dict[str, np.ndarray], where: str) -> None:
-    if "y" not in part:
-        raise LockstepError("X has no labels y", where, "add y (windows,)")
-    if part["X"].ndim != 3 or not part["X"].size or part["X"].dtype.kind not in "fiu":
-        found = f"X is {part['X'].dtype} of shape {part['X'].shape}"
-        raise LockstepError(f"{found}, expected numbers (windows, steps, channels)", where, "save it in this form")
-    for name in ("y", "subject", "val"):
-        if name in part and part[name].shape != part["X"].shape[:1]:
-            what = f"{name} has shape {part[name].shape}, X has {part['X'].shape}"
-            raise LockstepError(what, where, f"give one {name} per window")
-    # Checked before the parts are joined, because messages number windows within their file.
-    _check_finite(
-        part["X"].reshape(-1, part["X"].shape[2]), np.full(len(part["X"]), part["X"].shape[1]), "window", where
-    )
+        arrays["val"] = np.arange(len(arrays["y"])) >= len(train["y"])
+    steps, width = train["X"].shape[1:]
+    lengths = np.full(len(arrays["y"]), steps, dtype=np.int64)
+    return _recordings([part["X"].reshape(-1, width) for part in parts], lengths, arrays, steps, steps, where)
 
 
 def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, stride: int) -> Recordings:
@@ -412,58 +371,54 @@ def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, str
         if name not in arrays:
             raise LockstepError(f"no array {name!r}", where, FIELDS)
     signal, lengths = arrays["signal"], arrays["lengths"]
-    if signal.ndim != 2 or not signal.size or signal.dtype.kind not in "fiu":
-        found = f"signal is {signal.dtype} of shape {signal.shape}"
-        raise LockstepError(f"{found}, expected numbers (steps, channels)", where, "save it in this form")
+    _check_numbers(arrays, "signal", "steps, channels", where)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or ((lengths < 1) | (lengths > len(signal))).any():
         what = f"lengths are {lengths.dtype} of shape {lengths.shape}, or not all from 1 to the {len(signal)} of signal"
         raise LockstepError(what, where, "give the steps of each recording, as whole numbers")
     if lengths.sum() != len(signal):
         what = f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}"
         raise LockstepError(what, where, "give the steps of each recording, in the order of signal")
-    for name in ("label", "subject", "val"):
-        if name in arrays and arrays[name].shape != lengths.shape:
-            what = f"{name} has shape {arrays[name].shape}, lengths has {lengths.shape}"
-            raise LockstepError(what, where, f"give one {name} per recording")
+    _check_sizes(arrays, ("label", "subject", "val"), "lengths", "recording", where)
+    _check_finite(signal, lengths, "recording", where)
+    return _recordings([signal], lengths.astype(np.int64), arrays, length, stride, where)
+
+
+def _recordings(
+    signal: list[np.ndarray], lengths: np.ndarray, arrays: dict[str, np.ndarray], length: int, stride: int, where: str
+) -> Recordings:
+    """Read what all layouts share from `arrays`: label, and perhaps subject, val, classes, channels and rate_hz."""
     labels, classes = _classes(arrays["label"], arrays, where)
     groups, subjects = _groups(arrays.get("subject"), len(lengths), where)
-    _check_finite(signal, lengths, "recording", where)
-    return _checked(
-        Recordings(
-            signal=_by_channel([signal]),
-            lengths=lengths.astype(np.int64),
-            labels=labels,
-            groups=groups,
-            val=_given_split(arrays, where),
-            classes=classes,
-            subjects=subjects,
-            length=length,
-            stride=stride,
-            where=where,
-            channels=_strings(arrays, "channels", where),
-            rate_hz=_rate(arrays, where),
-        )
+    val, channels, rate_hz = _given_split(arrays, where), _strings(arrays, "channels", where), _rate(arrays, where)
+    short = np.flatnonzero(lengths < length)
+    if len(short):
+        least = int(lengths.min())
+        what = f"recording {short[0]} has {lengths[short[0]]} steps, a window {length}"
+        cut = f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows"
+        raise LockstepError(what, where, f"{cut}; or leave such recordings out, or pad all to one length")
+    if channels and len(channels) != signal[0].shape[1]:
+        what = f"{len(channels)} channel names for {signal[0].shape[1]} channels"
+        raise LockstepError(what, where, "name each channel once, or none")
+    if twice := [name for c, name in enumerate(classes) if name in classes[:c]]:
+        raise LockstepError(f"class {twice[0]!r} stands twice", where, "name each class once")
+    return Recordings(
+        _by_channel(signal), lengths, labels, groups, val, classes, subjects, length, stride, where, channels, rate_hz
     )
 
 
-def _checked(recordings: Recordings) -> Recordings:
-    """The checks that every layout shares."""
-    short = np.flatnonzero(recordings.lengths < recordings.length)
-    if len(short):
-        least = int(recordings.lengths.min())
-        raise LockstepError(
-            f"recording {short[0]} has {recordings.lengths[short[0]]} steps, a window {recordings.length}",
-            recordings.where,
-            f"dataset.length={least} dataset.stride={max(1, least // 2)} cuts each into windows; or leave such "
-            "recordings out, or pad all to one length",
-        )
-    if recordings.channels and len(recordings.channels) != recordings.signal.shape[1]:
-        what = f"{len(recordings.channels)} channel names for {recordings.signal.shape[1]} channels"
-        raise LockstepError(what, recordings.where, "name each channel once, or none")
-    twice = [name for c, name in enumerate(recordings.classes) if name in recordings.classes[:c]]
-    if twice:
-        raise LockstepError(f"class {twice[0]!r} stands twice", recordings.where, "name each class once")
-    return recordings
+def _check_numbers(arrays: dict[str, np.ndarray], name: str, axes: str, where: str) -> None:
+    array = arrays[name]
+    if array.ndim != axes.count(",") + 1 or not array.size or array.dtype.kind not in "fiu":
+        what = f"{name} is {array.dtype} of shape {array.shape}, expected numbers ({axes})"
+        raise LockstepError(what, where, "save it in this form")
+
+
+def _check_sizes(arrays: dict[str, np.ndarray], names: Sequence[str], of: str, unit: str, where: str) -> None:
+    """Raise LockstepError unless each array that is there has one value for each `unit`."""
+    for name in names:
+        if name in arrays and arrays[name].shape != arrays[of].shape[:1]:
+            what = f"{name} has shape {arrays[name].shape}, {of} has {arrays[of].shape}"
+            raise LockstepError(what, where, f"give one {name} per {unit}")
 
 
 def _check_finite(signal: np.ndarray, lengths: np.ndarray, unit: str, where: str) -> None:
@@ -623,16 +578,11 @@ def split(
 
 def _named(recordings: Recordings, val_subjects: Sequence[str]) -> np.ndarray:
     if not recordings.subjects:
-        raise LockstepError(
-            "val_subjects given, but the data name no subjects", recordings.where, "use dataset.val_share"
-        )
-    unknown = [name for name in val_subjects if name not in recordings.subjects]
-    if unknown:
-        raise LockstepError(
-            f"no subject {', '.join(unknown)}",
-            recordings.where,
-            f"dataset.val_subjects may name {', '.join(recordings.subjects)}",
-        )
+        what = "val_subjects given, but the data name no subjects"
+        raise LockstepError(what, recordings.where, "use dataset.val_share")
+    if unknown := [name for name in val_subjects if name not in recordings.subjects]:
+        todo = f"dataset.val_subjects may name {', '.join(recordings.subjects)}"
+        raise LockstepError(f"no subject {', '.join(unknown)}", recordings.where, todo)
     return np.isin(recordings.groups, [recordings.subjects.index(name) for name in val_subjects])
 
 
@@ -647,12 +597,8 @@ def _check_split(recordings: Recordings, val: np.ndarray) -> None:
     both = sorted({*recordings.groups[val].tolist()} & {*recordings.groups[~val].tolist()})
     if both:
         names = ", ".join(recordings.subjects[g] for g in both[:5])
-        raise LockstepError(
-            f"subject {names} is in both train and test", recordings.where, "set dataset.split to random"
-        )
+        what = f"subject {names} is in both train and test"
+        raise LockstepError(what, recordings.where, "set dataset.split to random")
     if val.all() or not val.any():
-        raise LockstepError(
-            f"{(~val).sum()} recordings to train on and {val.sum()} to validate on",
-            recordings.where,
-            "change dataset.val_subjects or dataset.val_share",
-        )
+        what = f"{(~val).sum()} recordings to train on and {val.sum()} to validate on"
+        raise LockstepError(what, recordings.where, "change dataset.val_subjects or dataset.val_share")

@@ -24,6 +24,7 @@ from engine.contract import LockstepError
 from formats import synthetic_clips, windows
 from formats.arrays import CONTROL
 from formats.clips import Clips, ClipsWriter
+from formats.videos import Cutting
 from tools import prepare_clips
 
 # LOCKSTEP_FUZZ=20000 python -m pytest tests/test_fuzz.py: the long run by hand, with other examples each time.
@@ -279,7 +280,7 @@ def test_any_table_of_annotations(tmp_path, rows):
     path = tmp_path / "table.csv"
     path.write_bytes(text.getvalue().encode("utf-8", "surrogatepass"))
     with words_only():
-        plan, _ = prepare_clips.read_annotations(path, {"frames": 5, "stride": 1, "crop": None, "size": 16}, [])
+        plan, _ = prepare_clips.read_annotations(path, Cutting(5, 1, None, 16), [])
         for trials in plan.trials.values():
             assert all(len(plan.numbers(trial, 25.0)) == 5 for trial in trials)
 

@@ -1,4 +1,4 @@
-"""tools/predict.py: labels of new data, from a run alone; videos frame by frame, as they follow one another."""
+"""tools/predict.py: labels of new data, from a run alone; of videos frame by frame."""
 
 import csv
 import itertools
@@ -8,14 +8,18 @@ import shutil
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, launching, succeed
+from test_clips import pack
 from test_robot import TINY_ACT, record
 
-from formats.clips import ClipsWriter, split_by_video
+from engine.contract import LockstepError
+from formats.clips import split_by_video
+from formats.videos import Cutting, side_of, slide
 from tasks.har import SHIPPED
 from tasks.video import _ticks, draw_ethogram
 from tools import predict, prepare_clips
@@ -126,15 +130,14 @@ def test_the_labels_of_a_long_video_follow_what_happens_in_it(launch, video_run,
     (second,) = {path for path in out.parent.iterdir() if path.is_dir()} - {folder}
     assert f"Wrote {out} and the ethograms in {second}/" in again, "the first pictures are as they were"
     assert len({path.name for path in out.parent.iterdir()}) == 3, "nothing else is left"
-    wrong = launch.python("tools/predict.py", str(video_run), str(recordings / "a.mp4"), "--out", str(out),
-                          "--crop", "0", "0", "64", "48", "--stride", "3")  # fmt: skip
-    labels = [row["label"] for row in table(succeed(wrong) and out)]
+    succeed(launch.python(*words[:2], str(recordings / "a.mp4"), *words[3:], *"--crop 0 0 64 48 --stride 3".split()))
+    labels = [row["label"] for row in table(out)]
     assert labels.count("moving") > 95, "the box was left out: the part that changes all the time is seen"
 
 
 @pytest.mark.slow
 def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, video_run, tmp_path):
-    """Six of the run's own, whose sides are those of the split, and a new one of another frame rate."""
+    """Six of the run's own, whose sides are those of the split, and a new one of a different frame rate."""
     recordings = tmp_path / "again"
     recordings.mkdir()
     names = [f"{number}.mp4" for number in range(6)]
@@ -174,8 +177,8 @@ def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, vide
 def test_a_video_is_known_by_its_path(name, side):
     """But for its ending. Another folder makes it doubtful; where the run's own differ by their folder alone, new."""
     trained_on, held_out = ["./day 1/a.mp4", "c.mp4", "cage 1/top.mp4"], ["day 1/b.mp4", "cage 2/top.mp4"]
-    assert predict.side_of(name, {"trained on": trained_on, "held out": held_out}) == side
-    assert predict.side_of(name, {}) == ""
+    assert side_of(name, {"trained on": trained_on, "held out": held_out}) == side
+    assert side_of(name, {}) == ""
 
 
 @pytest.mark.slow
@@ -211,9 +214,8 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     scored = json.loads(succeed(launch.python(*words)).out)
     hits = np.mean([mine["label"] == theirs["label"] for mine, theirs in zip(rows, truth, strict=True)])
     assert scored["metrics"]["accuracy"] == hits and 0.2 < hits < 0.8
-    with ClipsWriter(tmp_path / "again", ["still", "moving"]) as writer:
-        for name in ("0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"):
-            writer.add(np.zeros((5, 16, 16), np.uint8), name, "still")
+    names = ["0.avi", *(f"{number}.mp4" for number in range(1, 6)), "7.mp4"]
+    pack(tmp_path / "again", [(name, "still") for name in names], ["still", "moving"], (5, 16, 16))
     words = ["tools/predict.py", str(video_run), str(tmp_path / "again"), "--out", str(tmp_path / "again.csv")]
     done = succeed(launch.python(*words))
     sides = [row["side"] for row in table(tmp_path / "again.csv")]
@@ -221,8 +223,7 @@ def test_a_packed_folder_trial_by_trial(launch, video_run, tmp_path):
     counts = {side: sides.count(side) for side in dict.fromkeys(sides)}
     assert re.search(", ".join(f"{count} {side}" for side, count in counts.items()) + "$", done.out, re.M)
     assert json.loads(succeed(launch.python(*words, "--json")).out)["found"][0]["sides"] == counts
-    with ClipsWriter(tmp_path / "larger", ["still", "moving"]) as writer:
-        writer.add(np.zeros((5, 32, 32), np.uint8), "v", "still")
+    pack(tmp_path / "larger", [("v", "still")], ["still", "moving"], (5, 32, 32))
     done = launch.python("tools/predict.py", str(video_run), str(tmp_path / "larger"), "--out", str(out))
     assert done.code == 2 and "clips of 5 x 32 x 32, the model was trained on clips of 5 x 16 x 16" in done.err
     assert len(table(out)) == len(rows), "the table before is as it was"
@@ -234,10 +235,21 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     chosen = slice(0, int(arrays["lengths"][:3].sum()))
     new = {"signal": arrays["signal"][chosen], "lengths": arrays["lengths"][:3], "rate_hz": arrays["rate_hz"]}
     np.savez(tmp_path / "new.npz", **new)
+    old = tmp_path / "old"  # of a version whose checkpoints know nothing of the data
+    old.mkdir()
+    shutil.copy(har_run / "config.yaml", old)
+    state = torch.load(har_run / "last.pt", weights_only=True)
+    torch.save({name: value for name, value in state.items() if name != "known"}, old / "last.pt")
     words = ["tools/predict.py", str(har_run), "--stride", "100"]
-    for data, out in ((tmp_path / "new.npz", "new.csv"), (SHIPPED, "whole.csv")):
-        done = succeed(launch.python(*words[:2], str(data), *words[2:], "--out", str(tmp_path / out)))
-        assert "Using device" not in done.out + done.err, "nothing of what a training says"
+    for run, data, out in (
+        (har_run, "new.npz", "new.csv"),
+        (har_run, SHIPPED, "whole.csv"),
+        (old, "new.npz", "old.csv"),
+    ):
+        there = [str(run), str(tmp_path / data), *words[2:], "--out", str(tmp_path / out)]
+        done = succeed(launch.python(words[0], *there))
+        assert "Using device" not in done.out + done.err, "nothing of what a training prints"
+    assert (tmp_path / "old.csv").read_text() == (tmp_path / "new.csv").read_text()
     rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
     assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
     counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
@@ -355,6 +367,7 @@ def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
         ([str(tmp_path / "toy"), "new.csv"], "toy.py takes no path of data (new.csv): give --split"),
         ([str(har_run), "--split", "val", "--stride", "3"], "it is for new videos and recordings (--stride)"),
         ([str(har_run), "--split", "val", "--out", "a.txt"], "give one that ends in .csv or .npz"),
+        ([str(har_run), str(SHIPPED), "--annotations", "a.csv"], "only videos have frames to annotate"),
     ):
         done = launch.python("tools/predict.py", *words)
         assert done.code == 2 and len(done.errors) == 1 and said in done.errors[0], done.err
@@ -363,22 +376,64 @@ def test_what_cannot_be_predicted_is_said(launch, har_run, tmp_path):
 # ---- the sliding trials alone ----
 
 
+@pytest.mark.parametrize(
+    ("about", "asked", "found"),
+    [
+        ({}, {}, Cutting(5, 2, (0, 0, 48, 48), 16)),
+        ({}, {"every": 3, "stride": 13}, Cutting(5, 3, (0, 0, 48, 48), 16)),
+        ({}, {"crop": [1, 2, 3, 4], "stride": 9}, Cutting(5, 2, (1, 2, 3, 4), 16)),
+        ({"cutting": {}}, {}, Cutting(5, 1, None, 16)),
+        ({}, {"stride": 10}, "--stride 10 leaves out frames: a trial has 9"),
+        ({"shape": [5, 16, 20]}, {}, "the model takes pictures of 16 x 20, and videos become squares"),
+    ],
+)
+def test_videos_are_cut_as_for_the_training_or_as_asked(capsys, about, asked, found):
+    trained = {"stride": 2, "crop": [0, 0, 48, 48], "size": 16, "fps": [20.0]}
+    task = SimpleNamespace(about={"shape": [5, 16, 16], "cutting": trained} | about)
+    words = SimpleNamespace(**{"run": "RUN", "stride": 0, "every": 0, "crop": None} | asked)
+    if isinstance(found, Cutting):
+        assert predict.cutting_of(task, words) == found
+        assert ("note: the run does not know" in capsys.readouterr().err) == ("cutting" in about)
+    else:
+        with pytest.raises(LockstepError, match=found):
+            predict.cutting_of(task, words)
+
+
 def brightness(x):
     """A model of two classes that looks at each trial's first picture: how bright it is."""
     bright = x[:, 0].float().mean((1, 2)).numpy() / 255
     return np.stack([bright, 1 - bright], 1)
 
 
-@pytest.mark.parametrize("count", [9, 10, 11, 31])
+@pytest.mark.parametrize("count", [8, 9, 10, 11, 31])
 @pytest.mark.parametrize(("every", "stride"), [(1, 1), (1, 4), (2, 3), (2, 9)])
 def test_a_frame_is_what_its_trials_say_on_average(count, every, stride):
-    how = predict.Sliding(length=5, every=every, stride=stride, crop=None, size=2)
+    """Of fewer frames than a trial nothing is known."""
+    cutting = Cutting(5, every, None, 2)
     frames = np.random.default_rng(0).integers(0, 256, (count, 2, 2), dtype=np.uint8)
-    found = predict.slide(iter(frames), how, brightness, batch_size=4)
-    starts = sorted({*range(0, count - how.span + 1, stride), count - how.span})
-    for n in range(count):
-        mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + how.span]
+    found = slide(iter(frames), cutting, stride, brightness, batch_size=4)
+    starts = (
+        sorted({*range(0, count - cutting.span + 1, stride), count - cutting.span}) if count >= cutting.span else []
+    )
+    assert len(found) == (count if starts else 0)
+    for n in range(len(found)):
+        mine = [brightness(torch.tensor(frames[None, at : at + 1]))[0] for at in starts if at <= n < at + cutting.span]
         assert mine and np.allclose(found[n], np.mean(mine, 0), atol=1e-6)
+
+
+def test_a_trial_has_every_nth_frame():
+    """And a batch as many trials as it may."""
+    asked = []
+    frames = np.arange(31, dtype=np.uint8)[:, None, None]
+    slide(
+        iter(frames),
+        Cutting(3, 4, None, 1),
+        5,
+        lambda x: asked.append(x[..., 0, 0].tolist()) or np.ones((len(x), 2)),
+        3,
+    )
+    starts = [0, 5, 10, 15, 20, 22]
+    assert asked == [[[at, at + 4, at + 8] for at in starts[n : n + 3]] for n in (0, 3)]
 
 
 def test_a_long_video_is_never_held_whole():
@@ -394,14 +449,21 @@ def test_a_long_video_is_never_held_whole():
             most.append(len(alive))
             yield picture
 
-    how = predict.Sliding(length=5, every=3, stride=2, crop=None, size=4)
-    assert len(predict.slide(frames(), how, brightness, batch_size=8)) == 2000
-    assert how.span <= max(most) <= how.span + 2
+    assert len(slide(frames(), Cutting(5, 3, None, 4), 2, brightness, batch_size=8)) == 2000
+    assert 13 <= max(most) <= 15, "the frames of one trial"
 
 
-def test_fewer_frames_than_a_trial_are_none():
-    how = predict.Sliding(length=5, every=2, stride=1, crop=None, size=2)
-    assert not len(predict.slide(iter(np.zeros((8, 2, 2), np.uint8)), how, brightness, 4))
+def test_a_video_in_this_folder_is_known_by_its_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "day 1").mkdir()
+    film(tmp_path / "day 1" / "a.mp4", np.ones(12, dtype=bool))
+    monkeypatch.chdir(tmp_path / "day 1")
+    about = {"shape": [5, 16, 16], "cutting": {"stride": 2, "crop": None}}
+    about["videos"] = {"trained on": ["day 2/a.mp4"], "held out": ["day 1/a.mp4"]}
+    task = SimpleNamespace(about=about, classes=["bright", "dark"])
+    asked = SimpleNamespace(run="RUN", data=Path("a.mp4"), stride=0, every=0, crop=None, annotations=None)
+    loaded = SimpleNamespace(task=task, classify=brightness, batch_size=4)
+    (found,) = predict.of_videos(loaded, asked)
+    assert found.cells["side"] == ["held out"] * 12
 
 
 STRIP = slice(30, 50)  # pixels of the upper strip; a second one is 24 lower
@@ -424,7 +486,7 @@ def test_an_ethogram_shows_labels_probabilities_and_annotations(count, fps):
     colours = [np.unique(plain[STRIP, at].reshape(-1, 3), axis=0) for at in (before, after)]
     assert all(len(colour) == 1 and np.ptp(colour[0].astype(int)) > 100 for colour in colours)
     if change:
-        assert not np.array_equal(*colours), "another class, another colour"
+        assert not np.array_equal(*colours), "each class has its colour"
         assert np.ptp(picture[STRIP, before].astype(int), 1).max() == 0, "nothing is annotated there"
     assert np.ptp(picture[STRIP, after].astype(int), 1).min() > 100
     assert np.array_equal(picture[24:][STRIP], plain[STRIP]), "below the annotation what is predicted"
@@ -449,7 +511,7 @@ def test_trials_become_frames_of_a_video(tmp_path):
     (tmp_path / "seen.csv").write_text(
         "video,center,label\na.mp4,4,walk\na.mp4,12,rest\na.mp4,20,sleep\nb.mp4,5,rest\n"
     )
-    plan = predict.annotated_trials(tmp_path / "seen.csv", predict.Sliding(3, 2, 1, None, 8))
-    found = predict.annotated_frames(plan, "a.mp4", 30.0, 24, ["rest", "walk"])
+    plan, _ = prepare_clips.read_annotations(tmp_path / "seen.csv", Cutting(3, 2, None, 8), [])
+    found = plan.class_of_frames("a.mp4", 30.0, 24, ["rest", "walk"])
     assert found.tolist() == [-1] * 2 + [1] * 5 + [-1] * 3 + [0] * 5 + [-1] * 9
-    assert predict.annotated_frames(plan, "c.mp4", 30.0, 24, ["rest", "walk"]) is None
+    assert plan.class_of_frames("c.mp4", 30.0, 24, ["rest", "walk"]) is None

@@ -19,10 +19,12 @@ import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, split_by_video
+from formats.videos import Cutting
 from tools import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_FRAMES = 40
+HEAD = "video,start,label\n"
 
 
 def gray_of(number: int, video: int = 0) -> int:
@@ -51,15 +53,16 @@ def videos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def annotate(folder: Path, text: str) -> str:
-    (folder / "table.csv").write_text(text)
-    return str(folder / "table.csv")
+@pytest.fixture
+def prepare(tmp_path, capsys):
+    """Write the table and run the command line on it: (exit code, stdout, stderr)."""
 
+    def run(text: str, options: str = "", out: str = "out") -> tuple[int, str, str]:
+        (tmp_path / "table.csv").write_text(text)
+        words = [str(tmp_path / "table.csv"), str(tmp_path / out), *options.split()]
+        return prepare_clips.main(words), *capsys.readouterr()
 
-def run(capsys, *argv: object) -> tuple[int, str, str]:
-    code = prepare_clips.main([str(word) for word in argv])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return run
 
 
 def left(clips: Clips, trial: int) -> list[int]:
@@ -71,9 +74,10 @@ def left(clips: Clips, trial: int) -> list[int]:
     ("column", "at", "first"),
     [("start", "7", 7), ("center", "11", 7), ("end", "15", 7), ("start_s", "0.34", 7), ("end_s", "0.76", 7)],
 )
-def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
-    table = annotate(videos, f"video,{column},label\na.mp4,{at},walk\nb.mp4,{at},rest\n")
-    code, out, _ = run(capsys, table, videos / "out", "--frames", 5, "--stride", 2, "--size", 16)
+def test_the_very_frames_that_were_asked_for(videos, prepare, column, at, first):
+    code, out, _ = prepare(
+        f"video,{column},label\na.mp4,{at},walk\nb.mp4,{at},rest\n", "--frames 5 --stride 2 --size 16"
+    )
     assert code == 0 and "Wrote 2 trials of 5 x 16 x 16" in out and "rest 1, walk 1" in out
     clips = Clips(videos / "out", 5)
     assert clips.classes == ["rest", "walk"] and clips.labels.tolist() == [1, 0]
@@ -85,14 +89,16 @@ def test_the_very_frames_that_were_asked_for(videos, capsys, column, at, first):
 
 def test_a_trial_lies_evenly_around_its_centre():
     for frames, stride in itertools.product(range(1, 8), range(1, 4)):
-        cutting = prepare_clips.Plan("center", frames, stride, None, 16)
-        numbers = cutting.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
+        plan = prepare_clips.Plan("center", Cutting(frames, stride, None, 16))
+        numbers = plan.numbers(prepare_clips.Trial("walk", 50, 2), 20.0)
         assert 0 <= numbers[0] + numbers[-1] - 2 * 50 <= 1 and len(numbers) == frames
 
 
-def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, capsys):
-    table = annotate(videos, "label,start,video,who\nwalk,30,a.mp4,x\nrest,0,b.mp4,y\nwalk,3,a.mp4,x\nrest,5,a.mp4,x\n")
-    code, out, _ = run(capsys, table, videos / "out", "--frames", 8, "--size", 16, "--classes", "walk,rear,rest")
+def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, prepare):
+    code, out, _ = prepare(
+        "label,start,video,who\nwalk,30,a.mp4,x\nrest,0,b.mp4,y\nwalk,3,a.mp4,x\nrest,5,a.mp4,x\n",
+        "--frames 8 --size 16 --classes walk,rear,rest",
+    )
     assert code == 0 and "walk 2, rear 0, rest 2" in out
     clips = Clips(videos / "out")
     with open(videos / "out" / "trials.csv", newline="") as file:
@@ -108,13 +114,14 @@ def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, capsys
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
 
 
-def test_two_frame_rates_a_typo_and_other_settings_are_told(videos, capsys):
+def test_two_frame_rates_a_typo_and_other_settings_are_told(videos, prepare):
     """At preparation and at training: the same number of frames lasts longer in one of the videos."""
     encode(videos / "b.mp4", 1, rate=25)
     rows = [(f"{name}.mp4", at, label) for name in "ab" for at, label in ((0, "walk"), (9, "walk"), (18, "rest"))]
     rows += [("b.mp4", 4, "rset")]
-    table = annotate(videos, "video,start,label\n" + "".join(f"{v},{at},{label}\n" for v, at, label in rows))
-    code, out, _ = run(capsys, table, videos / "out", "--frames", 10, "--stride", 2, "--size", 16)
+    code, out, _ = prepare(
+        HEAD + "".join(f"{v},{at},{label}\n" for v, at, label in rows), "--frames 10 --stride 2 --size 16"
+    )
     lasts = "1.00 s or 0.80 s (videos of 20 and 25 frames/s: give them one rate)"
     assert code == 0 and f"warning: a clip lasts {lasts}" in out and "rest 2, rset 1, walk 4" in out
     assert "warning: all of 'rset' is in b.mp4" in out and "all of 'walk'" not in out
@@ -134,78 +141,71 @@ def test_two_frame_rates_a_typo_and_other_settings_are_told(videos, capsys):
         task.datasets()
 
 
-def test_nearly_the_same_frame_rate_is_one(videos, capsys):
+def test_nearly_the_same_frame_rate_is_one(videos, prepare):
     encode(videos / "b.mp4", 1, rate=Fraction(20000, 1001))
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\nb.mp4,0,rest\na.mp4,9,walk\nb.mp4,9,walk\n")
-    code, out, _ = run(capsys, table, videos / "out", "--frames", 10, "--size", 16)
+    code, out, _ = prepare(HEAD + "a.mp4,0,rest\nb.mp4,0,rest\na.mp4,9,walk\nb.mp4,9,walk\n", "--frames 10 --size 16")
     assert code == 0 and "warning" not in out
 
 
-def test_crop_takes_the_box(videos, capsys):
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
-    code, _, _ = run(capsys, table, videos / "out", "--frames", 2, "--size", 8, "--crop", 0, 8, 32, 32)
+def test_crop_takes_the_box(videos, prepare):
+    table = HEAD + "a.mp4,0,rest\n"
+    code, _, _ = prepare(table, "--frames 2 --size 8 --crop 0 8 32 32")
     assert code == 0
     x = Clips(videos / "out").__getitems__([0])["x"].numpy()
     assert np.ptp(x[0, 0]) <= 1 and abs(int(x[0, 1, 0, 0]) - gray_of(1)) <= 1  # nothing of the white half
-    code, _, err = run(capsys, table, videos / "out2", "--frames", 2, "--crop", 0, 0, 65, 48)
+    code, _, err = prepare(table, "--frames 2 --crop 0 0 65 48", out="out2")
     assert code == 2 and "64 x 48 pixels" in err and not (videos / "out2").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "says"),
+    ("text", "says"),
     [
-        ("video,start,label\na.mp4,0,wlak\n", ["--classes", "rest,walk"], r"'wlak'.*table.csv:2"),
-        ("video,start,label\na.mp4,0,\n", [], r"empty label.*table.csv:2"),
-        ("video,start,label\n,0,rest\n", [], r"empty video.*table.csv:2"),
-        ("video,start,label\na.mp4,0,rest\na.mp4,soon,rest\n", [], r"start='soon'.*table.csv:3"),
-        (
-            "video,start_s,label\na.mp4,0:12,rest\n",
-            [],
-            r"start_s='0:12' .*table.csv:2\): give seconds, as a number since",
-        ),
-        ("video,start,label\na.mp4,0:12,rest\n", [], r"start='0:12' .*table.csv:2\): give a number from 0 to 1e\+09"),
-        ("video,start,label\na.mp4,-1,rest\n", [], r"start='-1'.*table.csv:2"),
-        ("video,start,label\na.mp4,nan,rest\n", [], r"start='nan'.*table.csv:2"),
-        ("video,start,label\na.mp4,0.5,rest\n", [], r"start=0.5.*start_s"),
-        ("video,start,label\na.mp4\n", [], r"table.csv:2"),
-        ("video,start,label\na.mp4,3,rest\na.mp4,3,walk\n", [], r"trial at the same time in line 2 .*table.csv:3"),
-        ("video,start,label\na.mp4,3,rest\n./a.mp4,3,walk\n", [], r"a.mp4 has a trial .* in line 2 .*table.csv:3"),
-        ("video,label\na.mp4,rest\n", [], r"table.csv:1.*exactly one of"),
-        ("video,start,end,label\na.mp4,1,9,rest\n", [], r"table.csv:1.*exactly one of"),
-        ("", [], r"table.csv:1"),
-        ("video,start,label\na,b.mp4,0,rest\n", [], r"4 cells, the header names 3 \(.*table.csv:2\)"),
-        ("video,start,label,start\na.mp4,0,rest,3\n", [], r"the header names start twice \(.*table.csv:1\)"),
-        ("video,start,label\n,,\n", [], r"an empty row \(.*table.csv:2\): delete it"),
-        ('video,start,label\na.mp4,0,"rest\na.mp4,9,walk\n', [], r"a quote opens that .*\(.*table.csv:2\)"),
-        ("video,start,label\n", [], "no trials"),
-        ("video,start,label\na.mp4,36,rest\n", [], r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
-        ("video,center,label\na.mp4,1,rest\n", [], r"start at frame -1 of .*a.mp4 .*table.csv:2"),
-        ("video,start,label\na.mp4,0,rest\nc.mp4,0,rest\n", [], r"cannot read the video.*c.mp4 \(.*table.csv:3\)"),
-        ("video,start,label\ntable.csv,0,rest\n", [], r"cannot read the video.*table.csv"),
+        (HEAD + "a.mp4,0,wlak\n", r"'wlak'.*table.csv:2"),
+        (HEAD + "a.mp4,0,\n", r"empty label.*table.csv:2"),
+        (HEAD + ",0,rest\n", r"empty video.*table.csv:2"),
+        (HEAD + "a.mp4,0,rest\na.mp4,soon,rest\n", r"start='soon'.*table.csv:3"),
+        ("video,start_s,label\na.mp4,0:12,rest\n", r"start_s='0:12' .*:2\): give seconds, as a number since"),
+        (HEAD + "a.mp4,0:12,rest\n", r"start='0:12' .*table.csv:2\): give a number from 0 to 1e\+09"),
+        (HEAD + "a.mp4,-1,rest\n", r"start='-1'.*table.csv:2"),
+        (HEAD + "a.mp4,nan,rest\n", r"start='nan'.*table.csv:2"),
+        (HEAD + "a.mp4,0.5,rest\n", r"start=0.5.*start_s"),
+        (HEAD + "a.mp4\n", r"table.csv:2"),
+        (HEAD + "a.mp4,3,rest\na.mp4,3,walk\n", r"trial at the same time in line 2 .*table.csv:3"),
+        (HEAD + "a.mp4,3,rest\n./a.mp4,3,walk\n", r"a.mp4 has a trial .* in line 2 .*table.csv:3"),
+        ("video,label\na.mp4,rest\n", r"table.csv:1.*exactly one of"),
+        ("video,start,end,label\na.mp4,1,9,rest\n", r"table.csv:1.*exactly one of"),
+        ("", r"table.csv:1"),
+        (HEAD + "a,b.mp4,0,rest\n", r"4 cells, the header names 3 \(.*table.csv:2\)"),
+        ("video,start,label,start\na.mp4,0,rest,3\n", r"the header names start twice \(.*table.csv:1\)"),
+        (HEAD + ",,\n", r"an empty row \(.*table.csv:2\): delete it"),
+        (HEAD + 'a.mp4,0,"rest\na.mp4,9,walk\n', r"a quote opens that .*\(.*table.csv:2\)"),
+        (HEAD, "no trials"),
+        (HEAD + "a.mp4,36,rest\n", r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
+        ("video,center,label\na.mp4,1,rest\n", r"start at frame -1 of .*a.mp4 .*table.csv:2"),
+        (HEAD + "a.mp4,0,rest\nc.mp4,0,rest\n", r"cannot read the video.*c.mp4 \(.*table.csv:3\)"),
+        (HEAD + "table.csv,0,rest\n", r"cannot read the video.*table.csv"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_place(videos, capsys, text, options, says):
-    table = annotate(videos, text)
-    before = sorted(videos.iterdir())
-    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16, *options)
-    (line,) = re.findall(r"error: .*", err)  # beside the progress bar's line
+def test_bad_input_is_one_line_that_names_the_place(videos, prepare, text, says):
+    code, out, err = prepare(text, "--frames 5 --size 16" + " --classes rest,walk" * ("wlak" in text))
+    (line,) = re.findall(r"error: .*", err)  # with the progress bar's line
     assert code == 2 and not out and re.search(says, line) and "Traceback" not in err
-    assert sorted(videos.iterdir()) == before
+    assert {path.name for path in videos.iterdir()} == {"a.mp4", "b.mp4", "table.csv"}
 
 
 @pytest.mark.parametrize("mark", [";", "\t"])
-def test_other_separators_and_spaces_in_the_header(videos, capsys, mark):
-    table = annotate(videos, " video;start ;label\na.mp4; 0;rest\nb.mp4;0;walk\n".replace(";", mark))
-    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+def test_other_separators_and_spaces_in_the_header(videos, prepare, mark):
+    code, out, err = prepare(
+        " video;start ;label\na.mp4; 0;rest\nb.mp4;0;walk\n".replace(";", mark), "--frames 5 --size 16"
+    )
     assert code == 0 and "rest 1, walk 1" in out, err
     assert Clips(videos / "out").videos.tolist() == ["a.mp4", "b.mp4"]
 
 
-def test_a_video_of_several_spellings_is_one(videos, capsys):
+def test_a_video_of_several_spellings_is_one(videos, prepare):
     """It is cut once and lies on one side of the split; two names of one file are refused, two endings are told."""
     rows = [("a.mp4", 0), ("./a.mp4", 9), (" x/..//a.mp4 ", 18), ("b.mp4", 0)]
-    table = annotate(videos, "video,start,label\n" + "".join(f"{name},{at},rest\n" for name, at in rows))
-    code, out, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+    code, out, err = prepare(HEAD + "".join(f"{name},{at},rest\n" for name, at in rows), "--frames 5 --size 16")
     assert code == 0 and Clips(videos / "out").videos.tolist() == ["a.mp4"] * 3 + ["b.mp4"], err
     trials = (videos / "out/trials.csv").read_text()
     (videos / "out/trials.csv").write_text(trials.replace("1,a.mp4", "1,./a.mp4"))  # as an older version wrote it
@@ -213,41 +213,36 @@ def test_a_video_of_several_spellings_is_one(videos, capsys):
     _, val = split_by_video(clips.videos, clips.labels, 0.5, val_videos=["./a.mp4"])
     assert val.tolist() == [0, 1, 2]
     (videos / "c.mp4").symlink_to("a.mp4")
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\nb.mp4,0,walk\nc.mp4,0,walk\n")
-    code, _, err = run(capsys, table, videos / "out2", "--frames", 5)
+    code, _, err = prepare(HEAD + "a.mp4,0,rest\nb.mp4,0,walk\nc.mp4,0,walk\n", "--frames 5", out="out2")
     assert code == 2 and re.search(r"error: c\.mp4 is the file a\.mp4 of line 2 \(.*table.csv:4\)", err)
     (videos / "c.mp4").unlink()
     (videos / "b.mp4").rename(videos / "a.avi")
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\na.avi,0,walk\n")
-    _, out, _ = run(capsys, table, videos / "out2", "--frames", 5, "--size", 16)
+    _, out, _ = prepare(HEAD + "a.mp4,0,rest\na.avi,0,walk\n", "--frames 5 --size 16", out="out2")
     assert "warning: a.avi and a.mp4 differ in their ending: two videos, or one?" in out
 
 
-def test_a_broken_video_is_an_error_or_skipped_by_name(videos, capsys):
+def test_a_broken_video_is_an_error_or_skipped_by_name(videos, prepare):
     whole = (videos / "b.mp4").read_bytes()
     (videos / "b.mp4").write_bytes(whole[: len(whole) // 2])
-    table = annotate(videos, "video,start,label\nb.mp4,0,rest\na.mp4,0,rest\n")
-    code, _, err = run(capsys, table, videos / "out", "--frames", 5, "--size", 16)
+    broken, cut = HEAD + "b.mp4,0,rest\n", "--frames 5 --size 16"
+    code, _, err = prepare(broken + "a.mp4,0,rest\n", cut)
     assert code == 2 and "cannot read the video" in err and "b.mp4" in err and not (videos / "out").exists()
-    code, out, _ = run(capsys, table, videos / "out", "--frames", 5, "--size", 16, "--skip-broken")
+    code, out, _ = prepare(broken + "a.mp4,0,rest\n", f"{cut} --skip-broken")
     assert code == 0 and re.search(r"skipped: .*b\.mp4", out) and "Skipped 1 of 2 videos" in out
     assert Clips(videos / "out").videos.tolist() == ["a.mp4"]
-    table = annotate(videos, "video,start,label\nb.mp4,0,rest\n")
-    code, _, err = run(capsys, table, videos / "out2", "--frames", 5, "--skip-broken")
+    code, _, err = prepare(broken, f"{cut} --skip-broken", out="out2")
     assert code == 2 and "not one video" in err and not (videos / "out2").exists()
 
 
-def test_an_existing_folder_is_left_alone(videos, capsys):
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
+def test_an_existing_folder_is_left_alone(videos, prepare):
     (videos / "out").mkdir()
-    code, _, err = run(capsys, table, videos / "out")
+    code, _, err = prepare(HEAD + "a.mp4,0,rest\n")
     assert code == 2 and "exists already" in err and not list((videos / "out").iterdir())
 
 
-def test_without_pyav_it_says_what_to_install(tmp_path, capsys, monkeypatch):
+def test_without_pyav_it_says_what_to_install(tmp_path, prepare, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)  # `import av` raises ImportError
-    table = annotate(tmp_path, "video,start,label\na.mp4,0,rest\n")
-    code, _, err = run(capsys, table, tmp_path / "out")
+    code, _, err = prepare(HEAD + "a.mp4,0,rest\n")
     assert code == 2 and "pip install av" in err and not (tmp_path / "out").exists()
 
 
@@ -256,8 +251,10 @@ def test_it_runs_as_a_script_from_the_root(launch, videos):
     command = [sys.executable, "tools/prepare_clips.py"]
     shown = succeed(launch(*command, "--help")).out
     assert "start, center or end" in shown and "--skip-broken" in shown
-    table = annotate(videos, "video,start,label\na.mp4,0,rest\n")
-    done = subprocess.run([*command, table, videos / "out"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (videos / "table.csv").write_text(HEAD + "a.mp4,0,rest\n")
+    done = subprocess.run(
+        [*command, videos / "table.csv", videos / "out"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert Clips(videos / "out", 17).shape == (17, 256, 256)
 
@@ -295,12 +292,12 @@ def real_mice(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_real_mice(real_mice, tmp_path, capsys):
+def test_real_mice(real_mice, tmp_path, prepare):
     pytest.importorskip("av")
     rows = [f"{name}.mp4,{start},{label}" for name, label in LUPE.items() for start in range(0, 64, 16)]
-    table = annotate(tmp_path, "video,start,label\n" + "\n".join(rows) + "\n")
-    box = ("--crop", 0, 0, 340, 340)  # without the time stamp at the bottom right
-    code, out, err = run(capsys, table, tmp_path / "out", "--videos", real_mice, "--size", 64, *box)
+    table = HEAD + "\n".join(rows) + "\n"
+    box = "--crop 0 0 340 340"  # without the time stamp at the bottom right
+    code, out, err = prepare(table, f"--videos {real_mice} --size 64 {box}")
     assert code == 0, err
     assert "Wrote 20 trials of 17 x 64 x 64" in out and "groom 4, lick 4, rear 4, rest 4, walk 4" in out
     clips = Clips(tmp_path / "out", 17)

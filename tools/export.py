@@ -34,8 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.report import describe
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
@@ -43,6 +41,7 @@ from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
+from engine.report import describe
 from engine.speed import memory
 from tools.evaluate import TRUST, of_run
 from tools.running import alone, guarded, in_world
@@ -111,7 +110,7 @@ def _export(args: config.Args, asked: argparse.Namespace) -> int:
 
 
 def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any], Exported, list[Any]]:
-    """Returns (what the file says of itself, the file, (size, largest difference, relative) of each real batch)."""
+    """Return (the file's description, the file, (size, largest difference, relative) of each real batch)."""
     run = train.build(args, world, split="any")
     describe.print_plan(run, steps=False)
     model = memory.set_memory_format(copy.deepcopy(run.evaluated_model).float().eval(), "contiguous")

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine.errors import LockstepError
 from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
 from formats.clips import CUTTING, ClipsWriter, lasting, read_table
-from formats.videos import BrokenVideo, gray_square, import_av, opened
+from formats.videos import BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
+MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 
@@ -53,28 +54,32 @@ class Plan:
     """The trials to cut out of each video.
 
     column  the one of TIMES that the table has
-    frames  T, every `stride` frames of the video
-    crop    (x, y, width, height) in pixels of the video, or None for all of it
-    size    height and width of the clips
     """
 
     column: str
-    frames: int
-    stride: int
-    crop: tuple[int, int, int, int] | None
-    size: int
+    cutting: Cutting
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
         at = round(trial.at * fps) if self.column.endswith("_s") else round(trial.at)
-        span = (self.frames - 1) * self.stride
-        before = {"start": 0, "center": span // 2, "end": span}[self.column.removesuffix("_s")]
-        return at - before + self.stride * np.arange(self.frames)
+        last = self.cutting.span - 1
+        before = {"start": 0, "center": last // 2, "end": last}[self.column.removesuffix("_s")]
+        return at - before + self.cutting.every * np.arange(self.cutting.frames)
+
+    def class_of_frames(self, video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+        """Return (N,) class numbers of a video's frames, -1 without a trial or for a class that is not in `classes`;
+        None if the video has no trials."""
+        number = {name: c for c, name in enumerate(classes)}
+        found = np.full(count, -1)
+        for trial in self.trials.get(video, []):
+            frames = self.numbers(trial, fps)
+            found[max(0, frames[0]) : max(0, frames[-1] + 1)] = number.get(trial.label, -1)
+        return found if video in self.trials else None
 
 
-def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) -> tuple[Plan, list[str]]:
+def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[Plan, list[str]]:
     """Return the plan, its trials by video in the table's order, and the classes: those given, else the sorted labels.
 
     Raises LockstepError, naming the line, for a missing column, a time that is no number, a label not in `classes`, or
@@ -84,12 +89,9 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
     header, _ = csv_rows(path, lines)
     columns = [name for name in TIMES if name in header]
     if not {"video", "label"} <= {*header} or len(columns) != 1:
-        raise LockstepError(
-            f"the header has {', '.join(header) or 'nothing'}",
-            f"{path}:1",
-            f"it needs video, label and exactly one of {', '.join(TIMES)}",
-        )
-    plan = Plan(column=columns[0], **plan_of)
+        todo = f"it needs video, label and exactly one of {', '.join(TIMES)}"
+        raise LockstepError(f"the header has {', '.join(header) or 'nothing'}", f"{path}:1", todo)
+    plan = Plan(columns[0], cutting)
     for line, row in read_table(path, "\n".join(lines), columns):
         trial = _trial(row, columns[0], classes, f"{path}:{line}", line)
         video = os.path.normpath(row["video"].strip())
@@ -106,11 +108,9 @@ def read_annotations(path: Path, plan_of: dict[str, Any], classes: list[str]) ->
 def _trial(row: dict[str, str], column: str, classes: list[str], where: str, line: int) -> Trial:
     label = row["label"].strip()
     if not label or (classes and label not in classes):
-        raise LockstepError(
-            f"label {label!r} is not among the classes" if label else "an empty label",
-            where,
-            f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class",
-        )
+        what = f"label {label!r} is not among the classes" if label else "an empty label"
+        todo = f"choose one of {', '.join(classes)}, or add it to --classes" if classes else "name the class"
+        raise LockstepError(what, where, todo)
     if not row["video"].strip():
         raise LockstepError("an empty video", where, "name the file")
     if not stays_below(row["video"].strip()):
@@ -143,7 +143,7 @@ def cut(path: Path, plan: Plan, trials: list[Trial], table: Path) -> Iterator[Cu
     """
     with opened(path) as (decoded, fps):
         if not fps and plan.column.endswith("_s"):
-            raise LockstepError("the video does not say its frame rate", str(path), "annotate in frames")
+            raise LockstepError("the video has no frame rate", str(path), "annotate in frames")
         plan.rates |= {round(fps, 2)} - {0}
         yield from _collect(decoded, plan, trials, fps, path, table)
 
@@ -154,11 +154,8 @@ def _collect(
     waiting = [(trial, plan.numbers(trial, fps)) for trial in trials]
     for trial, numbers in waiting:
         if numbers[0] < 0:
-            raise LockstepError(
-                f"the trial would start at frame {numbers[0]} of {path}",
-                f"{table}:{trial.line}",
-                "move or remove it, or use fewer --frames or a smaller --stride",
-            )
+            what = f"the trial would start at frame {numbers[0]} of {path}"
+            raise LockstepError(what, f"{table}:{trial.line}", MOVE)
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
     kept: dict[int, np.ndarray] = {}
@@ -166,7 +163,7 @@ def _collect(
     for number, frame in enumerate(decoded):
         count = number + 1
         if number in needed:
-            kept[number] = gray_square(frame, plan.crop, plan.size, path)
+            kept[number] = gray_square(frame, plan.cutting.crop, plan.cutting.size, path)
         while waiting and waiting[0][1][-1] == number:
             trial, numbers = waiting.pop(0)
             yield trial, int(numbers[0]), np.stack([kept[n] for n in numbers])
@@ -175,11 +172,8 @@ def _collect(
         if not waiting:
             return
     trial, numbers = waiting[0]
-    raise LockstepError(
-        f"the trial needs frame {numbers[-1]} of {path}, which has {count}",
-        f"{table}:{trial.line}",
-        "move or remove it, or use fewer --frames or a smaller --stride",
-    )
+    what = f"the trial needs frame {numbers[-1]} of {path}, which has {count}"
+    raise LockstepError(what, f"{table}:{trial.line}", MOVE)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -197,13 +191,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--frames", type=whole_number(1), default=17, metavar="T", help="frames per trial (default: 17)")
     add("--stride", type=whole_number(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
     add("--size", type=whole_number(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
-    add(
-        "--crop",
-        type=whole_number(0),
-        nargs=4,
-        metavar=("X", "Y", "W", "H"),
-        help="keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena",
-    )
+    box = "keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena"
+    add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help=box)
     add("--skip-broken", action="store_true", help="leave out videos that cannot be read, and name them")
     asked = parser.parse_args(argv)
     if asked.crop and not (asked.crop[2] and asked.crop[3]):
@@ -228,7 +217,7 @@ def prepare(asked: argparse.Namespace) -> str:
     import_av()  # fails before anything is written
     classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
     crop = tuple(asked.crop) if asked.crop else None
-    cutting = {"frames": asked.frames, "stride": asked.stride, "crop": crop, "size": asked.size}
+    cutting = Cutting(asked.frames, asked.stride, crop, asked.size)
     plan, classes = read_annotations(asked.annotations, cutting, classes)
     folder = asked.videos or asked.annotations.parent
     broken: list[str] = []
@@ -266,8 +255,7 @@ def prepare(asked: argparse.Namespace) -> str:
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])
-        written = writer.num_trials
-        videos = len(plan.trials) - len(broken)
+    written, videos = writer.num_trials, len(plan.trials) - len(broken)
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
