@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import errors
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bars
@@ -36,7 +34,7 @@ from bars import Bar
 
 import tasks
 import train
-from engine import checkpoint, config, launch
+from engine import checkpoint, config, errors, launch
 from engine.comm.world import World, on_rank0
 from engine.files.checkpoints import Checkpoints, CheckpointWriter, tensor_bytes
 from engine.metrics import Meter, Outcome

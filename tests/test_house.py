@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 
+import pytest
 from conftest import ROOT
 
 ROOMS = ("", "engine/", "tasks/", "formats/", "envs/", "models/", "tools/", "dev/")
@@ -63,3 +64,19 @@ def test_every_scenario_names_tests_that_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "tests/faults/README.md").read_text()))
     source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert named and not {name for name in named if f"def {name}(" not in source}
+
+
+SCRIPTS = [p for folder in ("tools", "benchmarks", "dev") for p in sorted((ROOT / folder).glob("*.py"))]
+OWN = {path.stem for path in ROOT.glob("*.py")} | {"engine", "formats", "models", "tasks", "tools", "envs"}
+
+
+@pytest.mark.parametrize("path", [p for p in SCRIPTS if "__main__" in p.read_text()], ids=lambda path: path.name)
+def test_a_script_finds_the_project_before_it_imports_it(path):
+    """Python puts the folder of the script on the path, not the project; the tests' own PYTHONPATH would hide that."""
+    own, found = [], None
+    for node in ast.parse(path.read_text()).body:
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        own += [node.lineno for name in names if name.partition(".")[0] in OWN]
+        found = found or (node.lineno if "sys.path.insert" in ast.unparse(node) else None)
+    assert not own or (found and found < min(own))

@@ -25,16 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import launch
-from engine.report import describe
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
 
 import train
-from engine import config, speed
+from engine import config, launch, speed
 from engine.comm.scratch import end_with_parent
 from engine.comm.world import World
 from engine.errors import LockstepError
@@ -42,6 +39,7 @@ from engine.evaluation import training_metrics
 from engine.files import run_folder, status
 from engine.files.atomic import write_json
 from engine.phases import phase
+from engine.report import describe
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Due, Run
 from engine.speed.cores import CpuContention, threads_at_most

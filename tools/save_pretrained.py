@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.report import describe
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from engine import config
 from engine.comm.world import World
 from engine.errors import LockstepError
+from engine.report import describe
 from engine.survive import door as survive
 from tools.evaluate import of_run
 from tools.running import guarded, in_world
