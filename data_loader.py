@@ -27,7 +27,7 @@ from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
 from engine.comm.world import World
 from engine.config import Config
-from engine.contract import INFO_KEY, Batch, BatchInfo, Task
+from engine.contract import Batch, BatchInfo, Task
 from engine.data.ahead import fetched, fetching, to_device
 from engine.data.batches import attach, map_tensors, tree_leaves
 from engine.data.cache import CachedDataset, cache_datasets
@@ -48,8 +48,8 @@ class MicroBatch(NamedTuple):
     closes_step  the optimizer steps after this one
     consumed     samples of the epoch that all ranks have seen once that step is done
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
-    opens_worker, closes_worker  this is its first, its last pass of the step
-    empty        padding: this rank has no sample left in the step's last pass, but DDP needs it to take part: weight 0
+    opens_worker, closes_worker  this is that worker's first, its last pass of the step
+    empty        padding, of weight 0: this rank has no sample left for the pass, but DDP needs every rank in it
     mean_weight  of the samples of the step, over all ranks, where the dataset has `weights`
     seeds        of these samples, where the dataset takes them
     """
@@ -80,7 +80,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.seeded = Fetcher(dataset).seeded
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         self.workers = plan.workers or plan.processes
-        self.mine = block(self.workers, rank, plan.processes)  # of them
+        self.mine = block(self.workers, rank, plan.processes)  # the workers that this process runs
         self.passes_of_a_step = plan.passes * len(self.mine)  # of this process; an epoch's last step may have fewer
         self.position = 0  # where the next iteration starts: samples of the epoch, counted over all ranks
         self.drawn: tuple[int, np.ndarray] | None = None  # an epoch and its order
@@ -139,8 +139,8 @@ class TrainSampler(DistributedSampler[Any]):
 def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(N,) indices in which every class comes equally often (to within one) in random order.
 
-    A class is dealt like a deck of cards, reshuffled when it is through: no sample comes again before all others of
-    its class have come, so common classes never repeat and rare ones repeat as evenly as can be.
+    A class is dealt like a deck of cards that is reshuffled when it is empty: no sample repeats before all others of
+    its class have come.
     """
     num_samples = len(labels)
     classes = np.unique(labels)
@@ -170,8 +170,8 @@ class EvalSampler(Sampler[Request]):
 
 
 AT_ONCE = {"cpu": 256 << 10, "cuda": 16 << 20}
-"""Bytes of held data that are gathered and prepared at once: on a GPU dozens of small kernels serve many passes; on a
-CPU, what stays in its cache, several small ones."""
+"""Bytes of held data that are gathered and prepared at once: on a GPU each small kernel then serves many passes; on a
+CPU no more than stays in its cache."""
 
 
 class _Loader:
@@ -198,7 +198,7 @@ class TrainLoader(_Loader):
     """Iterate over the steps of an epoch, from the position that `set_epoch` gave.
 
     prepare   the task's, if it has one
-    together  several passes of held data are prepared at once: to the bit what each is by itself
+    together  several passes of held data are prepared at once, which gives the same bits: see `check_prepare`
     """
 
     def __init__(
@@ -223,15 +223,18 @@ class TrainLoader(_Loader):
         return -(-self.sampler.left // self.sampler.plan.global_batch)
 
     def __iter__(self) -> Iterator[Iterator[tuple[Batch, MicroBatch]]]:
-        """Yield, for each optimizer step that is left of the epoch, its passes: (batch on the device, MicroBatch)."""
+        """Yield the passes of each step that is left of the epoch: (batch on the device, MicroBatch)."""
         passes = self.passes()
         for _ in range(len(self)):
             phase("data loading")
             yield itertools.islice(passes, self.sampler.passes_of_a_step)
 
     def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
-        """Yield the passes of all steps. Of held data several are prepared at once, and cut apart."""
-        pairs, numbers, at_once = self._fetched(), self._numbers(), self._at_once()
+        """Yield the passes of all steps. Several of held data are prepared at once, and cut apart."""
+        pairs, numbers, at_once = self._fetched(), self._numbers(), 1
+        if self.held is not None and type(self.held.columns) is dict and self.together:
+            bytes_of_a_pass = self.sampler.plan.micro_batch * self.held.bytes // len(self.held)
+            at_once = max(1, AT_ONCE[self.device.type] // max(1, bytes_of_a_pass))
         while some := [*itertools.islice(pairs, at_once)]:
             micros = [micro for micro, _ in some]
             batch, end = self._prepared(micros, some[0][1], numbers), 0
@@ -249,34 +252,28 @@ class TrainLoader(_Loader):
             full = partial(torch.full, dtype=torch.float64, device=self.device)
             given.mean_weight = torch.cat([full((len(micro.indices),), micro.mean_weight) for micro in micros])
         batch = batch if self.held is None else self.held.rows(given.index)
-        batch = batch | {INFO_KEY: given} if type(batch) is dict else attach(batch, given)
+        batch = attach(batch, given)
         if self.prepare is None:
             return batch
         phase("augmentation")
         return self.prepare(batch)
 
     def _numbers(self) -> Tensor:
-        """(3, N) index, position and seed of the whole epoch: batch by batch that would be fifty operations a step."""
+        """(3, N) index, position and seed of the whole epoch; per batch they would take fifty operations a step."""
         index = to_device(torch.tensor(self.sampler.order()), self.device)
         position = torch.arange(len(index), device=self.device)
         return torch.stack([index, position, sample_seeds(self.seed, self.sampler.epoch, position)])
 
-    def _at_once(self) -> int:
-        """Return how many passes are prepared at once."""
-        if self.held is None or type(self.held.columns) is not dict or not self.together:
-            return 1
-        bytes_of_a_pass = self.sampler.plan.micro_batch * self.held.bytes // len(self.held)
-        return max(1, AT_ONCE[self.device.type] // max(1, bytes_of_a_pass))
-
     def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the epoch, of the first pass or of the `least` first, to try something
-        with: the same on all ranks. This process fetches them."""
+        """Return samples `begin` to `end` of the epoch, at most a pass or `least` of them, as a batch for trials: the
+        same on all ranks. This process fetches them."""
         plan = self.sampler.plan
+        end = min(end, max(least, plan.micro_batch), plan.num_samples)
         with phase.during("data loading"):
-            return self._prepared(*self._some(slice(begin, min(end, max(least, plan.micro_batch), plan.num_samples))))
+            return self._prepared(*self._unprepared(slice(begin, end)))
 
-    def _some(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
-        """Return what `_prepared` is given, of samples of the epoch by their positions."""
+    def _unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
+        """Return the arguments of `_prepared` for the samples at these positions of the epoch."""
         sampler = self.sampler
         indices, seeds = sampler.order()[positions].tolist(), sampler.seeds_at(positions) if sampler.seeded else None
         micro = next(iter(sampler))._replace(indices=indices, positions=positions, seeds=seeds)
@@ -284,21 +281,24 @@ class TrainLoader(_Loader):
         return [micro], batch, self._numbers()
 
     def check_prepare(self, random_samples: str) -> None:
-        """Prepare four samples, again, and, of held data, one by one: where that has other bits, passes are not
-        prepared together; nor with virtual workers, whose bits would depend on how many a process runs. Raises
-        LockstepError where the second time has other bits, or moves a generator that it does not seed itself."""
-        plan, moved = self.sampler.plan, list[str]()  # generators that the last call has moved
+        """Prepare four samples twice. Raises LockstepError where the second time gives different bits, or moves a
+        generator that `prepare` does not seed.
+
+        Held data are prepared one by one, too: if that gives the same bits, passes may be prepared together. Not with
+        virtual workers, whose bits would depend on how many a process runs.
+        """
+        plan = self.sampler.plan
         samples = min(4, plan.num_samples, plan.micro_batch if self.held is None else 4)
 
-        def prepared(begin: int, end: int) -> dict[str, Any]:
-            some = self._some(slice(begin, end))
+        def prepared(begin: int, end: int) -> tuple[dict[str, Any], list[str]]:
+            """Return the leaves of the prepared batch, and the generators that `prepare` has moved."""
+            unprepared = self._unprepared(slice(begin, end))
             before = positions(self.device)
-            parts = {name: leaf for name, leaf in tree_leaves(self._prepared(*some)) if leaf is not None}
-            moved[:] = [whose for whose, place in positions(self.device).items() if place != before[whose]]
-            return parts
+            leaves = {name: leaf for name, leaf in tree_leaves(self._prepared(*unprepared)) if leaf is not None}
+            return leaves, [name for name, place in positions(self.device).items() if place != before[name]]
 
         with kept_generators(self.device):
-            whole, again = prepared(0, samples), prepared(0, samples)
+            (whole, _), (again, moved) = prepared(0, samples), prepared(0, samples)
             changed = [name for name, leaf in whole.items() if not _same(leaf, again.get(name))]
             if changed or moved:
                 what = f"{changed[0]!r} of the same samples changes between two calls" if changed else ""
@@ -307,11 +307,11 @@ class TrainLoader(_Loader):
                 stop_or_warn(LockstepError(what, "the task's `prepare`", todo), random_samples)
             with contextlib.suppress(Exception):  # of a single sample; it shows by itself if it is one of training
                 if self.held is not None and not plan.workers:
-                    ones = [prepared(n, n + 1) for n in range(samples)]
+                    ones = [prepared(n, n + 1)[0] for n in range(samples)]
                     self.together = all(same_bits(torch.cat([one[key] for one in ones]), whole[key]) for key in whole)
 
     def not_finite(self, micro: MicroBatch) -> dict[int, str]:
-        """Return which samples of a pass hold what is not finite, such as `NaN in x`: each is fetched again."""
+        """Fetch each sample of a pass again; return {index: where it is not finite, such as `NaN in x`}."""
         found = {}
         with fetching:
             for index, seed in zip(micro.indices, micro.seeds or micro.indices, strict=True):
@@ -322,7 +322,7 @@ class TrainLoader(_Loader):
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare tensors bit by bit; on a GPU, where a sum may be taken in a different order, up to rounding."""
+    """Compare tensors bit by bit; floats on a GPU, where the order of a sum may change, up to rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return type(a) is type(b)
     if a.device.type == "cpu" or a.shape != b.shape or not a.is_floating_point():
@@ -331,7 +331,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _piece(rows: slice, values: Tensor) -> Tensor:
-    """Return some rows; as a copy where memory of their own would be aligned better, because kernels go by that."""
+    """Return some rows; copied if they are not aligned as a batch of their own, because kernels depend on that."""
     piece = values[rows]
     return piece if rows.start * values.stride(0) * values.element_size() % 512 == 0 else piece.clone()
 
@@ -351,7 +351,7 @@ class EvalLoader(_Loader):
         return len(self.sampler)
 
     def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the first batch, to try something with; this process fetches them."""
+        """Return samples `begin` to `end` of the first batch, for trials; this process fetches them."""
         request = self.source.request(next(iter(self.sampler)).indices[begin:end])
         index = to_device(torch.tensor(request.indices), self.device)
         info = BatchInfo(index, index, sample_seeds(0, 0, index))
@@ -359,11 +359,11 @@ class EvalLoader(_Loader):
 
 
 def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Return the datasets to train on and to score, which is None without validation data. Raises LockstepError where
-    they give no sample by its number.
+    """Return the datasets to train on and to score; the second is None without validation data. Raises LockstepError
+    where they give no sample by its number.
 
-    split  empty for the task's two; else what to score instead: val, train, or all of the data; any: val, or else train
-    state  of the checkpoint whose model is scored
+    split     empty for the task's two; else what to score: val, train, or all of the data; any: val, or else train
+    metadata  the task's, from the checkpoint whose model is scored
     """
     console.info("Loading data...\n")
     if split == "all":
@@ -384,7 +384,7 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
 
 
 class Loaders(NamedTuple):
-    """Of the data to train on, and of those to score, where there are any."""
+    """The loaders of the data to train on and of those to score, if there are any."""
 
     train: TrainLoader
     val: EvalLoader | None
@@ -393,8 +393,7 @@ class Loaders(NamedTuple):
 def create_data_loaders(
     cfg: Config, world: World, plan: Plan, train_set: Any, val_set: Any, task: Task | None = None
 ) -> Loaders:
-    """Return the loaders of this rank. The training set needs `labels`
-    (N,) where `sampler: balanced`. A `task` prepares the batches to train on."""
+    """Return the loaders of this rank. A `task` prepares the batches to train on."""
     if cfg.num_workers:
         own_scratch()
     labels = per_sample(train_set, "labels") if cfg.sampler == "balanced" else None

@@ -151,8 +151,8 @@ def install():
     lr, begin = plan.Plan.lr, metrics.Meter.__init__
     plan.Plan.lr = lambda self, step: float(np.float32(lr(self, step)))
 
-    def on_gpu(self, world):
-        begin(self, world)
+    def on_gpu(self, *arguments):
+        begin(self, *arguments)
         self.on_gpu = True
 
     metrics.Meter.__init__ = on_gpu

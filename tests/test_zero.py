@@ -14,7 +14,7 @@ from engine.comm.world import World
 from engine.config import Optim
 from engine.contract import LockstepError
 from engine.optim.fused import AdamW
-from engine.optim.zero import _formed
+from engine.optim.zero import Zero, _formed
 
 MANY, SHARES = (str(ROOT / "tests" / "ranks" / name) for name in ("many.py", "shares.py"))
 
@@ -165,6 +165,19 @@ def test_a_model_of_two_types_is_refused_in_words():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double())
     with pytest.raises(LockstepError, match=r"the model has float32 and float64 \(optim.zero\): drop it"):
         optim.make_optimizer(model, Optim(zero=True), World(0, 0, 2, torch.device("cpu")))
+
+
+def test_a_rank_loads_its_share_and_the_state_of_no_parameter(monkeypatch):
+    def share_out(groups, keep_share, **_):
+        return keep_share([{"params": group["params"][1:]} for group in groups])
+
+    monkeypatch.setattr("torch.distributed.optim.ZeroRedundancyOptimizer", share_out)
+    net = nn.Linear(3, 2)
+    zero = Zero(torch.optim.SGD(net.parameters(), lr=1.0), World(1, 1, 2, torch.device("cpu")))
+    saved = {0: {"momentum_buffer": net.weight.data}, 1: {"momentum_buffer": net.bias.data}, "count": torch.tensor(3.0)}
+    zero.load_state_dict(zero.state_dict() | {"state": saved})
+    assert zero.state.keys() == {net.bias, "count"} and zero.state["count"] == 3
+    assert torch.equal(zero.state[net.bias]["momentum_buffer"], net.bias)
 
 
 def test_state_of_any_type_comes_out_of_its_bytes():

@@ -25,7 +25,7 @@ from engine.errors import LockstepError
 
 
 class Args(NamedTuple):
-    """What the command line gives: the frozen config, and the switches that concern this call, not the run."""
+    """The frozen config, and the switches of this call, which do not belong to the run."""
 
     cfg: Any
     help: bool
@@ -38,11 +38,13 @@ class Args(NamedTuple):
 
 
 class EarlyExit(Exception):
-    """Raised when the command line asked a question, such as --help, and it was answered: there is nothing to run."""
+    """The command line asked a question, such as --help, and it is answered: there is nothing to run."""
 
 
 @dataclasses.dataclass
 class Setting:
+    """One key of a file or of the command line, as text; `problem` is the line to print if it is refused."""
+
     key: str
     value: str | list[str] | None  # None: a flag without a value
     where: str
@@ -63,8 +65,8 @@ def parse(
 ) -> Args:
     """argv -> resolved config. Raises one LockstepError with a line per problem, exit code 2.
 
-    again   settings that this process was started again with: a delta over the command line
-    others  tasks to look in for keys that this one doesn't have
+    again   settings of a restart: a delta over the command line
+    others  tasks that may have the keys that this one lacks
     """
     switches, files, given = _tokens(argv)
     restarted = [Setting(key, str(value), "started again with") for key, value in (again or {}).items()]
@@ -100,7 +102,7 @@ def schema_of(task: type[Any]) -> type:
 
 
 def _tree_of(task: Any, settings: list[Setting]) -> Any:
-    """Return the config as the task, and the classes that `<section>.type` chooses, begin with."""
+    """Return the config with the defaults of the task and of the classes that `<section>.type` chooses."""
     tree, own = schema_of(task)(), dict(task.defaults)
     for f in dataclasses.fields(tree):
         if classes := f.metadata.get("classes"):
@@ -112,7 +114,7 @@ def _tree_of(task: Any, settings: list[Setting]) -> Any:
 
 
 def changed(cfg: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a frozen copy of the tree in which these dotted keys have other values."""
+    """Return a frozen copy of the tree with new values for these dotted keys."""
     unknown = settings.keys() - _fields(cfg).keys()
     assert not unknown, f"the config does not have {', '.join(unknown)}"
 
@@ -151,13 +153,13 @@ def _aliases(task: Any) -> dict[str, str]:
 
 
 def defaults(cfg: Any) -> dict[str, Any]:
-    """Return {key: default} of all keys that `cfg` has, whatever a task or a choice within it starts from."""
+    """Return {key: default} of all keys of `cfg`, without the defaults of its task and choices."""
     none, fields = dataclasses.MISSING, {key: f for key, (_, f) in _fields(cfg).items()}
     return {key: f.default if f.default_factory is none else f.default_factory() for key, f in fields.items()}
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:
-    """Return the resolved tree as plain values, in the schema's order, as config.yaml and checkpoints hold it."""
+    """Return the resolved tree as plain values in the schema's order: the form of config.yaml and of checkpoints."""
     return dataclasses.asdict(cfg)
 
 
@@ -174,7 +176,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
-    """Return the text of --help: every everyday flag with the default that it has for this task."""
+    """Return the text of --help: the everyday flags with their defaults for this task."""
     aliases = ALIASES | task.aliases  # the foreign ones are accepted, but not listed
     flat, fields, flags = flatten(to_dict(cfg)), _fields(cfg), []
     for name in [*task.aliases, *EVERYDAY]:
@@ -190,8 +192,8 @@ def usage(cfg: Any, prog: str, tasks: list[str], task: type[Any]) -> str:
 
 
 def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]]:
-    """Yield the command line piece by piece: (the name that is set, None for a positional word; its value, None without
-    one; the words themselves)."""
+    """Yield each setting of the command line: (its name, None for a positional word; its value, None without one; its
+    words)."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -209,7 +211,7 @@ def _items(argv: list[str]) -> Iterator[tuple[str | None, str | None, list[str]]
 
 
 def _takes_a_value(name: str, word: str) -> bool:
-    """Return whether the word after --name is its value: keys after --force, a yes or a no after a flag, else any."""
+    """Return whether the word after --name is its value: after --force keys, after a flag a yes or a no, else any."""
     fields = _fields(Config())
     if name == "force":  # a dotted key, or a common one, is no task
         common, keys = {*fields, *ALIASES, *FORCED}, word.replace("-", "_").split(",")
@@ -251,8 +253,8 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
 
 
 def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
-    """Return the words of a command line `argv` that resumes its run in `folder` from the run's own last checkpoint,
-    whatever it was once started from."""
+    """Return a command line that resumes the run of `argv` in `folder` from its last checkpoint, whatever checkpoint it
+    was started from."""
     aliases = _aliases(task)
     words, keys, in_files = list[str](), set[str | None](), set[str]()
     for name, value, typed in _items(argv):
@@ -262,15 +264,15 @@ def resume_arguments(argv: list[str], task: Any, folder: str) -> list[str]:
         words += typed
         keys.add(key)
         if key in FILES and value:
-            with contextlib.suppress(LockstepError):  # it was read once
+            with contextlib.suppress(LockstepError):  # the run has read it: it was fine then
                 in_files |= {setting.key for setting in _read_yaml(value)}
     if "save_dir" not in keys:
-        words.append(f"--save-dir={folder}")  # as a flag: the launcher takes another script where it sees key=value
+        words.append(f"--save-dir={folder}")  # as a flag: the launcher chooses a different script if it sees key=value
     return [*words, "--resume=auto"] if "resume" in in_files else words
 
 
 def task_in(path: str) -> str:
-    """Return the task that a YAML names; nothing of it is run."""
+    """Return the task that a YAML names; runs nothing of the task."""
     return _task_of(_read_yaml(path))
 
 
@@ -279,8 +281,8 @@ def _task_of(settings: list[Setting]) -> str:
     return _at_home([Config.task, *named][-1])
 
 
-_MAX_BYTES = 200_000  # the longest config anybody wrote has a hundredth of it; PyYAML takes seconds for a megabyte
-_MAX_VALUES = 2_000  # aliases in YAML can multiply without end
+_MAX_BYTES = 200_000  # a hundred times the longest config so far; PyYAML takes seconds for a megabyte
+_MAX_VALUES = 2_000  # YAML aliases can multiply without end
 _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")}
 
 
@@ -309,6 +311,7 @@ def _read_yaml(path: str) -> list[Setting]:
 
 
 def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepError:
+    """Return the error for a file that PyYAML refuses or, without `error`, that holds no mapping."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^\s#]+)", line):  # Python
             key, value = found.groups()
@@ -325,8 +328,9 @@ def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepEr
 
 
 def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
+    """Return the leaves below a node. A loop, no recursion: an alias may contain itself."""
     settings: list[Setting] = []
-    nodes = [("", *pair) for pair in reversed(root.value)]  # (section, key, value) of what is left, the next one last
+    nodes = [("", *pair) for pair in reversed(root.value)]  # (section, key, value), the next one last
     visited = 0
     while nodes:
         section, name, node = nodes.pop()
@@ -334,15 +338,11 @@ def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
         items = node.value if isinstance(node, yaml.SequenceNode) else []
         visited += 1 + len(items)
         if visited > _MAX_VALUES:
-            what, todo = f"more than {_MAX_VALUES} values", "give fewer, and no alias within an alias"
-            raise LockstepError(what, path, todo)
+            raise LockstepError(f"more than {_MAX_VALUES} values", path, "give fewer, and no alias within an alias")
         scalars = all(isinstance(each, yaml.ScalarNode) for each in (name, *items))
         if not scalars or not {each.tag for each in (name, node, *items)} <= _PLAIN:
-            what, todo = (
-                f"{_shown(setting.key)!r} has a value that is not plain data",
-                "write a number, a text or a list",
-            )
-            setting.problem = f"{what} ({setting.where}): {todo}"
+            what = f"{_shown(setting.key)!r} has a value that is not plain data"
+            setting.problem = f"{what} ({setting.where}): write a number, a text or a list"
         elif isinstance(node, yaml.SequenceNode):
             setting.value = [*map(_text, items)]
         elif isinstance(node, yaml.MappingNode) and setting.key in MAPPINGS:
@@ -355,12 +355,12 @@ def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
 
 
 def _text(node: yaml.Node) -> str:
-    """Return a scalar as it is written; anything else has no text (and its repr may be of any length)."""
+    """Return a scalar as it is written; of anything else the repr may be of any length."""
     return node.value if isinstance(node, yaml.ScalarNode) else "?"
 
 
 def _shown(text: str) -> str:
-    """Return the text as it can stand in a message of one line."""
+    """Return the text printable and short, for a message of one line."""
     plain = text if text.isprintable() else text.encode("unicode_escape").decode()
     return plain if len(plain) <= 80 else plain[:77] + "..."
 
@@ -369,11 +369,11 @@ def _shown(text: str) -> str:
 
 
 def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: dict[str, str]) -> list[Setting]:
-    """Set what one layer (a file, the command line) gives; return its settings with unknown keys."""
+    """Set the values of one layer (a file, the command line); return its settings with unknown keys."""
     unknown: list[Setting] = []
     first: dict[str, Setting] = {}
     for setting in layer:
-        if other := aliases.get(f"{setting.key}={setting.value}"):  # a value that means something else here
+        if other := aliases.get(f"{setting.key}={setting.value}"):  # an alias of one value
             setting.key, _, setting.value = other.partition("=")
         key = aliases.get(setting.key, setting.key)
         if setting.problem:
@@ -391,7 +391,7 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
                 setting.problem = f"{setting}: {error}"
     for one, other in (("epochs", "steps"), ("steps", "epochs")):
         if one in first and other not in first and values.get(one):
-            values[other] = 0  # the one that was chosen, not the default of the other
+            values[other] = 0  # or the default of `other` might end the run first
     if "resume" in first and not first["resume"].problem:  # LeRobot's is a switch
         values["resume"] = {"true": "auto", "false": "never"}.get(values["resume"].lower(), values["resume"])
     return unknown
@@ -400,28 +400,27 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
 def _explain(
     unknown: list[Setting], cfg: Any, task: Any, settings: list[Setting], load_task: LoadTask, others: Iterable[str]
 ) -> list[str]:
-    """Return notes on keys that set nothing; note what is wrong with the others: they belong to another task, or to
-    none."""
+    """Return notes on unknown keys that set nothing; give the rest a problem: a different task has them, or none."""
     nothing, fields, aliases = SETS_NOTHING | task.sets_nothing(cfg), _fields(cfg), _aliases(task)
-    notes, strange = list[str](), list[Setting]()
+    notes, refused = list[str](), list[Setting]()
     for setting in unknown:
         key = next((key for key in nothing if f"{setting.key}.".startswith(f"{key}.")), "")
         only, why = nothing.get(key, (None, ""))
         if not key:
-            strange.append(setting)
+            refused.append(setting)
             setting.problem = _unknown(setting, fields, aliases)
-        elif only is None or (setting.key == key and _is(setting.value, only)):
+        elif only is None or (setting.key == key and _means(setting.value, only)):
             notes.append(f"{setting} sets nothing here: {why}")
         else:
             shown = str(only).lower() if isinstance(only, bool) else only
             setting.problem = f"{setting}: {f'only {shown}' if shown != '' else 'drop it'}: {why}"
     theirs: dict[str, list[Setting]] = {}
-    for name in others if strange else ():
+    for name in others if refused else ():
         with contextlib.suppress(LockstepError):
             other = load_task(name)
             tree = _tree_of(other, settings)
             keys = {*_fields(tree), *_aliases(other), *other.sets_nothing(tree)}
-            theirs[name] = [setting for setting in strange if setting.key in keys]
+            theirs[name] = [setting for setting in refused if setting.key in keys]
     name = max(theirs, key=lambda name: len(theirs[name]), default="")
     if found := theirs.get(name):  # one problem for all of them
         which = f"a key of task {name}" if len(found) == 1 else f"keys of task {name}"
@@ -432,13 +431,15 @@ def _explain(
     return notes
 
 
-def _is(raw: str | list[str] | None, value: Any) -> bool:
-    with contextlib.suppress(ValueError):
+def _means(raw: str | list[str] | None, value: Any) -> bool:
+    try:
         return bool(_coerce(raw, type(value)) == value)
-    return False
+    except ValueError:
+        return False
 
 
 def _unknown(setting: Setting, fields: Fields, aliases: dict[str, str]) -> str:
+    """Return the problem of an unknown key, with the keys that are spelled alike."""
     if example := next((key for key in fields if key.startswith(f"{setting.key}.")), ""):
         return f"{setting.key!r} is a section ({setting.where}): set a key in it, such as {example}"
     leaves = {key.rpartition(".")[2]: key for key in fields}
@@ -453,7 +454,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 
 def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
-    """Convert text to the declared type and check its range; raises ValueError with an explanation."""
+    """Convert text to the declared type and check its range. Raises ValueError with the rest of the message."""
     parameters = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
@@ -464,7 +465,7 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
         raise ValueError("a value is missing")
     text = "true" if raw is None else raw.strip()
     if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text):
-        raise ValueError("give text without control characters")  # no file has such a name, and no terminal shows it
+        raise ValueError("give text without control characters")  # a terminal would obey or hide them
     yes = _BOOLS.get(text.lower())
     if kind is str:
         return "" if text in ("null", "~") else _at_home(text)
@@ -493,7 +494,7 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
     if kind is int and not number.is_integer():
         raise ValueError("give a whole number")
     if kind is int and abs(number) > 2**53:
-        raise ValueError("must be at most 2^53")  # beyond it the float before is not exact, and nothing needs more
+        raise ValueError("must be at most 2^53")  # larger whole numbers are not exact as floats
     low, above, high = limits.get("low", -inf), limits.get("above", -inf), limits.get("high", inf)
     if not (low <= number <= high and number > above):
         bounds = {"at least": low, "above": above, "at most": high}
@@ -502,11 +503,12 @@ def _number(text: str, kind: type, limits: Mapping[str, float]) -> float:
 
 
 def _at_home(text: str) -> str:
-    """Expand ~/x as a shell does: no shell expands it in key=~/x or --key=~/x, and nothing does in a YAML."""
+    """Expand ~/x: a shell does not in key=~/x and --key=~/x, and YAML never does."""
     return os.path.expanduser(text) if text.startswith("~/") else text
 
 
 def _contradictions(cfg: Config) -> list[str]:
+    """Return a problem for each set of values that exclude each other."""
     scaling, base = cfg.schedule.lr_scaling, cfg.schedule.base_batch_size
     rules = {
         "epochs=0 and steps=0 (config): the run would never end; give one of them": not cfg.epochs and not cfg.steps,

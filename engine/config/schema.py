@@ -1,6 +1,6 @@
 """The schema of the config: a tree of dataclasses with the defaults in one place. A task adds its own sections.
 
-YAML is a delta over it, the command line another; see parse.py.
+A YAML is a delta over it, and the command line a delta over both; see parse.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def section(cls: type) -> Any:
 
 def choice(default: str, classes: dict[str, type]) -> Any:
     """Declare a config field that is one of several such dataclasses, chosen by its key `type`. A class may have
-    `defaults`, as a task has: keys of the common config that this choice starts from."""
+    `defaults` for keys of the common config, as a task has."""
     return field(default_factory=classes[default], metadata={"classes": classes})
 
 
@@ -219,7 +219,7 @@ SETS_NOTHING: dict[str, tuple[Any, str]] = {
     "torch.backends.cudnn.allow_tf32": (True, "TF32 is on; amp=off ends that"),
     "gc_every": (None, "Python collects its garbage when it likes"),  # of older versions: each has it in config.yaml
 }
-"""Settings that the guides advise and that always hold: {key: (the only value it may have, None for any; why)}."""
+"""Settings that the guides advise and that always hold: {key: (the only value it may have, None: any; reason)}."""
 
 EVERYDAY = (
     "epochs steps batch_size lr warmup_epochs weight_decay grad_accum_steps global_batch num_workers save_dir resume "
@@ -233,7 +233,7 @@ MAPPINGS = ("optim.lr_scale",)
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")
 FILES = ("config", "config_path")
 FORCED = ("data",)
-"""What --force may name in addition to keys: the contents and the number of the training samples."""
+"""Names that --force takes in addition to keys: `data`, the contents and the number of the training samples."""
 
 USAGE = """usage: {prog} [TASK] [--config FILE] [--flag VALUE ...] [key=value ...]
 

@@ -1,4 +1,4 @@
-"""Fetch a batch while the one before it is worked on: tell the dataset, run a thread, copy to the GPU."""
+"""Prefetch: announce the next batch to the dataset, fetch it in a thread, copy it to the GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Pairs = Iterator[tuple[Any, Batch]]
 """Requests, each with its batch."""
 
 fetching = threading.Lock()
-"""Datasets may share a file or a decoder, and in an evaluation amid an epoch two loaders are active. No process is
-forked meanwhile, either."""
+"""Held during a fetch, because datasets may share a file or a decoder, and an evaluation within an epoch has two active
+loaders; and during a fork."""
 
 
 def fetched(fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] | None, device: torch.device) -> Pairs:
@@ -33,7 +33,7 @@ def fetched(fetcher: Fetcher, requests: Iterable[Any], loader: DataLoader[Any] |
         requests = _announced(fetcher, requests) if fetcher.prefetch else requests
         pairs = ((request, fetcher.get(request)) for request in requests)
     else:
-        with fetching, starting_processes():  # a fork amid a fetch would copy locks that nobody opens
+        with fetching, starting_processes():  # a fork during a fetch would copy locks that stay locked
             batches = iter(loader)
         # The sampler runs a second time in this process; in the loader's it is several batches ahead.
         pairs = ((request, fetcher.get(request, batches)) for request in requests)
@@ -57,8 +57,7 @@ def _announced(fetcher: Fetcher, requests: Iterable[Any]) -> Iterator[Any]:
 
 
 def ahead(pairs: Pairs, device: torch.device) -> Pairs:
-    """Keep the next batch on its way to the device: a thread fetches and pins it while the last one is worked on, and
-    on a GPU it is copied on a stream of its own."""
+    """Fetch and pin the next batch in a thread during the work on this one; copy it to a GPU on a stream of its own."""
     on_gpu = device.type == "cuda"
     wanted, arrived, over = threading.Semaphore(1), queue.SimpleQueue[Any](), threading.Event()
 
@@ -79,7 +78,7 @@ def ahead(pairs: Pairs, device: torch.device) -> Pairs:
             except Exception as error:
                 arrived.put(error)
 
-    # A daemon: a run that fails doesn't wait for a loader process that will never answer.
+    # A daemon: a run that fails must not wait for a loader process that hangs.
     thread = threading.Thread(target=work, name="loader", daemon=True)
     thread.start()
     try:
@@ -87,11 +86,11 @@ def ahead(pairs: Pairs, device: torch.device) -> Pairs:
             if isinstance(pair, Exception):
                 raise pair
             if on_gpu:
-                phase("host to device")  # the rest of the copy: this stream waits for it, the host doesn't
+                phase("host to device")  # this stream waits for the rest of the copy, the host does not
                 here = torch.cuda.current_stream(device)
                 here.wait_stream(_copies(device))
                 for value in tensors(pair[1]):
-                    value.record_stream(here)  # or its memory would be given to the next batch while it is in use
+                    value.record_stream(here)  # or the next batch could get its memory during its use
             wanted.release()
             yield pair
     finally:
@@ -107,7 +106,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch; asynchronously to a GPU, from pinned memory. What is there already stays."""
+    """Copy the tensors of a batch that are elsewhere; to a GPU asynchronously, from pinned memory."""
     if device.type == "cpu":
         return batch
 

@@ -1,8 +1,8 @@
 """Nested batches: traverse, collate, and attach the loader's own numbers.
 
-Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples and dataclasses, in
-each other. Leaves are tensors and objects: a text, a number, None, a graph, and also a list of nothing but numbers and
-texts, which may be longer in one sample than in the next. Objects stay as they are, on the host.
+Containers are dicts, UserDicts (Hugging Face's BatchEncoding is one), lists, tuples, named tuples and dataclasses, and
+nest. Leaves are tensors and objects: a text, a number, None, a graph; also a list of numbers and texts only, whose
+length may differ between samples. Objects stay on the host, unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container like `value` with other parts. Of a dataclass neither `__init__` nor `__post_init__` runs."""
+    """Return a container like `value` with these parts. A dataclass runs neither `__init__` nor `__post_init__`."""
     if type(value) is dict:
         return parts
     if type(value) in (list, tuple):
@@ -62,7 +62,7 @@ def unflatten(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def tree_map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` of each leaf in it."""
+    """Return `value` with `change` applied to each leaf."""
     parts = children(value)
     if parts is None:
         return change(value)
@@ -70,14 +70,14 @@ def tree_map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return the batch with `change` of each tensor in it, and its objects as they are."""
+    """Return the batch with `change` applied to each tensor."""
     return tree_map(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def tree_leaves(
     value: Any, name: str = "", is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a batch, each with its path, such as `boxes.0`; also the containers that `is_leaf`."""
+    """Yield (path, such as `boxes.0`; leaf) of each leaf of a batch; a container counts as one if `is_leaf(it)`."""
     parts = None if is_leaf(value) else children(value)
     if parts is None:
         yield name, value
@@ -87,15 +87,14 @@ def tree_leaves(
 
 
 def tensors(batch: Batch) -> Iterator[Tensor]:
-    """Yield the tensors of a batch."""
     return (leaf for _, leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> Batch:
-    """Return samples of one form as a batch of that form: tensors, arrays and numbers are stacked by torch, objects are
-    listed. Raises ValueError where they differ in form, RuntimeError where their tensors differ in shape.
+    """Return samples as a batch of the same form: torch stacks tensors, arrays and numbers; objects become a list.
+    Raises ValueError where samples differ in form, RuntimeError where tensors differ in shape.
 
-    numbers, name  of the samples, and the path to these parts of them, for the message
+    numbers, name  for messages: the samples' numbers, and the path to these parts
     """
     first = children(samples[0])
     at = next((k for k, sample in enumerate(samples) if sample is None), None)
@@ -118,7 +117,7 @@ def collate(samples: list[Any], numbers: Sequence[int] = (), name: str = "") -> 
 
 
 def with_tensors(batch: Batch) -> Batch:
-    """Return the batch with tensors for its arrays of numbers, which share their memory."""
+    """Return the batch with its arrays of numbers as tensors, which share their memory."""
 
     def as_tensor(leaf: Any) -> Any:
         return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
@@ -129,10 +128,10 @@ def with_tensors(batch: Batch) -> Batch:
 # ---- the loader's own numbers ----------------------------------------------------------------------------------------
 
 
-def attach(batch: Batch, given: BatchInfo) -> Batch:
-    """Return the batch with the loader's own numbers: a dict under a key, anything else as an attribute."""
+def attach(batch: Batch, info: BatchInfo) -> Batch:
+    """Return the batch with the loader's own numbers: under a key of a dict, else as an attribute."""
     if type(batch) is dict:
-        return batch | {INFO_KEY: given}
+        return batch | {INFO_KEY: info}
     if isinstance(batch, Tensor):
         new = batch.detach()
     elif isinstance(batch, (list, tuple)) and not hasattr(batch, "__dict__"):
@@ -141,15 +140,15 @@ def attach(batch: Batch, given: BatchInfo) -> Batch:
     else:
         new = copy.copy(batch)
     if isinstance(new, dict):
-        new[INFO_KEY] = given
+        new[INFO_KEY] = info
     else:
-        object.__setattr__(new, INFO_KEY, given)
+        object.__setattr__(new, INFO_KEY, info)
     return new
 
 
 @functools.cache
 def _with_attributes(kind: type) -> type:
-    """Return a list or tuple to which attributes can be added."""
+    """Return a subclass of a list or tuple class that takes attributes."""
     return type(kind.__name__, (kind,), {})
 
 
@@ -159,7 +158,7 @@ def info_of(batch: Batch) -> BatchInfo:
 
 
 def check(batch: Batch, where: str) -> None:
-    """Raise LockstepError where there is no place for the loader's own numbers in a batch."""
+    """Raise LockstepError if a batch has no room for the loader's own numbers."""
     if isinstance(batch, dict) and INFO_KEY in batch:
         what = f"a sample has a {INFO_KEY!r}, the one name that the loader itself uses in a batch"
         raise LockstepError(what, where, "give it another name")

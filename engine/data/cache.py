@@ -1,4 +1,4 @@
-"""A dataset kept as a few large tensors, on the device where they fit: a batch is then one gather, and no copy."""
+"""A dataset as a few large tensors, on the device if they fit: a batch is then one gather, without a copy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engine.data.samples import Fetcher
 from engine.errors import LockstepError, amount, console
 
 SHARE = 1 / 3
-"""Share of the free memory, before there is a model, that `cache=auto` takes of a GPU at most."""
+"""`cache=auto` takes at most this share of a GPU's free memory, measured before the model is made."""
 
 CHUNK = 64 << 20
 """Bytes fetched at once."""
 
 
 class CachedDataset:
-    """A dataset like the one it was filled from. Its batches lie on `device` already."""
+    """A dataset that holds all samples of the fetcher's; its batches are on `device`."""
 
     def __init__(self, fetcher: Fetcher, sample_bytes: int, device: torch.device):
         self.device, self.length = device, len(fetcher)
@@ -50,12 +50,12 @@ class CachedDataset:
         return self.length
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Of data on a GPU outside of the steps only, which use `rows`: this waits for the GPU."""
+        """Return a batch. Waits for a GPU: the steps use `rows`."""
         return self.rows(torch.tensor(indices, device=self.device))
 
     def rows(self, indices: Tensor) -> Batch:
-        """Return the samples of (B,) indices that lie on `device`: of an epoch's order there, no copy and no wait. From
-        the host's memory for a GPU into pinned memory at once, which torch keeps and gives out again."""
+        """Return the samples of (B,) indices, which are on `device`, too: no copy, no wait. Samples in the host's memory
+        go into pinned memory if there is a GPU; torch reuses it."""
         pinned = self.device.type == "cpu" and torch.cuda.is_initialized()
 
         def gathered(column: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class CachedDataset:
 def cache_datasets(
     wanted: str, datasets: list[Any], device: torch.device, processes_sharing: Callable[[torch.device], int]
 ) -> list[CachedDataset] | None:
-    """Return the datasets in memory as `cache` asks, or None to leave them as they are.
+    """Return the datasets in memory, or None to leave them as they are.
 
-    wanted             auto is the device, if it is a GPU in which they take up no more than a third of the free memory
+    wanted             the key `cache`; auto: on a GPU, if they take at most SHARE of its free memory
     processes_sharing  returns how many processes hold their data in a memory
     """
     auto = wanted == "auto"
@@ -88,11 +88,11 @@ def cache_datasets(
     memory = torch.device("cpu") if wanted == "host" else device
     fetchers, sizes = [Fetcher(dataset) for dataset in datasets], []
     for fetcher in fetchers:
-        size, obstacle, todo = _sample_bytes(fetcher)
-        if obstacle and auto:
+        size, unsupported, todo = _sample_bytes(fetcher)
+        if unsupported and auto:
             return None
-        if obstacle:
-            raise LockstepError(f"cache={wanted}, but {fetcher.name} {obstacle}", "cache", todo)
+        if unsupported:
+            raise LockstepError(f"cache={wanted}, but {fetcher.name} {unsupported}", "cache", todo)
         sizes.append(size)
     needed = sum(size * len(fetcher) for size, fetcher in zip(sizes, fetchers, strict=True))
     free, copies = _free_bytes(memory), processes_sharing(memory)
@@ -106,7 +106,7 @@ def cache_datasets(
 
 
 def _sample_bytes(fetcher: Fetcher) -> tuple[int, str, str]:
-    """Return the bytes of a sample, from a look at sixteen; and why they cannot be held, with what to do about it."""
+    """Return the bytes of a sample, measured on sixteen; why samples cannot be held, if so, and what to do about it."""
     if fetcher.seeded:
         return 0, "draws its samples from seeds: they change with each epoch", "use cache=none"
     some = sorted({len(fetcher) * k // 16 for k in range(16)})

@@ -1,4 +1,4 @@
-"""Loader processes: how they start, end with their rank, and fail where shared memory does."""
+"""Loader processes: how they start, end with their rank, and fail without shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.errors import LockstepError
 
 
 def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
-    """Return torch's loader, whose processes ask the fetcher for what the batch sampler yields."""
+    """Return torch's loader; its processes fetch the batch sampler's requests."""
     return DataLoader(
         fetcher,
         batch_sampler=batches,
@@ -34,8 +34,7 @@ def in_processes(fetcher: Any, batches: Any, cfg: Config) -> DataLoader[Any]:
         multiprocessing_context="fork",
         timeout=cfg.loader_timeout_s,
         worker_init_fn=partial(_begin_worker, os.getpid()),
-        # A generator of its own: the loader draws a seed for its workers at each epoch, which must not be drawn from
-        # the stream that dropout uses.
+        # A generator of its own: each epoch the loader draws a seed for its workers, and not from dropout's generator.
         generator=torch.Generator(),
     )
 
@@ -49,7 +48,7 @@ def _shared(batch: Batch) -> Batch:
 
 
 def shm_error(error: OSError | None = None) -> LockstepError:
-    """Return the error of a /dev/shm that is full, or with `error` of one that cannot be used."""
+    """Return the error for a /dev/shm that is full or, by `error`, cannot be used."""
     what, todo = "/dev/shm is full", "give it more (docker run --shm-size=8g)"
     if error and error.errno != errno.ENOSPC:
         what = f"/dev/shm cannot be used: {error.strerror}"
@@ -62,7 +61,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def starting_processes() -> Iterator[None]:
-    """Hold signals: a loader process that has just begun would die of one that it is about to ignore."""
+    """Block signals while processes start: one would die of a signal that it does not ignore yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -77,17 +76,17 @@ def starting_processes() -> Iterator[None]:
 
 
 def _begin_worker(parent: int, worker: int) -> None:
-    """Leave signals to the process that this loader process works for, and end with it."""
+    """Leave signals to the parent, and end with it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     sys.excepthook = _unless_disconnected
     end_with_parent()
-    if os.getppid() != parent:  # it died before that call
+    if os.getppid() != parent:  # the parent died before that call
         os._exit(1)
 
 
 def _unless_disconnected(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Print an exception of a loader process, but not of its socket's thread when the process it works for ends."""
+    """Print an exception of a loader process, but not that its socket has lost the parent."""
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)

@@ -20,23 +20,20 @@ from engine.seeds import data_seeds, kept_generators, seed_everything
 
 
 class Request(NamedTuple):
-    """The samples of a batch, and for a dataset that draws at random the seed of each."""
+    """The samples of a batch, and their seeds if the dataset takes seeds."""
 
     indices: list[int]
     seeds: list[int] | None = None
 
 
 class Fetcher:
-    """Fetch batches from a dataset.
-
-    seeded  it is given the seeds of its samples
-    """
+    """Fetches batches from a dataset, which is `seeded` if it takes the seeds of its samples."""
 
     def __init__(self, dataset: Any):
         self.name, self.length = type(dataset).__name__, len(dataset)
         self.prefetch: Any = getattr(dataset, "prefetch", None)
         self.rows: Any = None  # the samples of the innermost dataset
-        while type(dataset) is Subset:  # it would not pass on the seeds
+        while type(dataset) is Subset:  # a Subset does not pass on seeds
             self.rows = dataset.indices if self.rows is None else [dataset.indices[row] for row in self.rows]
             dataset = dataset.dataset
         many: Any = getattr(dataset, "__getitems__", None)
@@ -49,22 +46,22 @@ class Fetcher:
         return self.length
 
     def request(self, indices: list[int]) -> Request:
-        """Return a request outside of any epoch: the seeds are functions of the samples' numbers alone."""
+        """Return a request outside of any epoch: the seeds depend on the samples' numbers only."""
         return Request(indices, data_seeds(0, 0, torch.tensor(indices)) if self.seeded else None)
 
     def fetch(self, indices: list[int]) -> Batch:
-        """Return the batch of such a request."""
+        """Return a batch outside of any epoch."""
         return self.get(self.request(indices))
 
     def get(self, request: Any, fetched: Iterator[Batch] | None = None) -> Batch:
-        """Return a batch, the next of `fetched` if loader processes made it. Raises LockstepError that names the sample
-        where the dataset fails."""
+        """Return a batch, the next of `fetched` if loader processes make them. Raises LockstepError with the sample's
+        number if the dataset fails."""
         try:
             batch = self.__getitems__(request) if fetched is None else next(fetched)
         except _OF_THE_DEVICE:
             raise  # nothing is wrong with these samples
         except Exception as error:
-            # A worker passes on its traceback as text, whose last line holds the error.
+            # A worker sends its traceback as text; the last line is the error.
             text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
                 raise  # the process, not the sample; engine/survive/blame.py explains it
@@ -81,7 +78,8 @@ class Fetcher:
         return batch
 
     def __getitems__(self, request: Any) -> Batch:
-        """Return a batch; also what a loader process calls. A list is of samples, anything else is a batch already."""
+        """Return a batch; loader processes call this, too. If the dataset returns a list, it is one of samples, else it
+        is a batch."""
         indices, seeds = request.indices, request.seeds
         if self.rows is not None:
             indices = [self.rows[index] for index in indices]
@@ -100,7 +98,7 @@ class Fetcher:
         return batches.with_tensors(batch)
 
     def _failure(self, request: Any, what: str) -> LockstepError:
-        """Return the error for samples that cannot be loaded; names the first that cannot be loaded alone."""
+        """Return the error of a batch that cannot be loaded, with the first sample that cannot be loaded alone."""
         name = named(request.indices)
         todo = "each loads alone, outside a loader process: are they all of one shape? a method `collate` of the "
         todo += "dataset makes batches of others"
@@ -113,7 +111,7 @@ class Fetcher:
         return LockstepError(f"sample {name} cannot be loaded: {what}", self.name, todo, exit_code=5)
 
     def _check_rows(self, batch: Batch, indices: list[int]) -> None:
-        """Raise unless each tensor has a row for each sample; of what a `collate` has made, one is enough."""
+        """Raise unless every tensor has a row for each sample; with a dataset's `collate` one such tensor is enough."""
         count = len(indices)
 
         def of_samples(value: Any) -> bool:
@@ -145,7 +143,7 @@ def _takes(method: Any, name: str) -> bool:
 
 
 def named(indices: list[int]) -> str:
-    """Return the first samples' numbers, for a message."""
+    """Return the numbers of the first samples, for a message."""
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
@@ -195,15 +193,15 @@ def _contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
 
 
 def stop_or_warn(error: LockstepError, random_samples: str) -> None:
-    """Raise the error of samples drawn from a generator, or print it as a warning where such samples are allowed."""
+    """Raise the error of random samples, or print it as a warning if random_samples=warn."""
     if random_samples == "stop":
         raise error
     console.warning(error)
 
 
 def _content(leaf: Any, depth: int = 3) -> bytes:
-    """Return the bytes to hash: a tensor's contents; of an object class and attributes, because its repr may differ
-    from process to process."""
+    """Return the bytes to hash: a tensor's contents; the class and the attributes of an object, because its repr may
+    differ between processes."""
     if isinstance(leaf, Tensor):
         content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
         return f"{tuple(leaf.shape)} {leaf.dtype}".encode() + content

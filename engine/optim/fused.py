@@ -9,39 +9,41 @@ from torch import Tensor
 
 
 class Lists(NamedTuple):
-    """The arguments of the kernel for a group all of whose parameters have a gradient; counters: each once."""
+    """The kernel's arguments for a group."""
 
-    state: Any  # the optimizer's, from which they were made; a new one once a checkpoint is loaded
+    state: Any  # the optimizer's when they were made; loading a checkpoint replaces it
     params: list[Tensor]
     first: list[Tensor]
     second: list[Tensor]
-    counts: list[Tensor]
-    counters: list[Tensor]
+    counts: list[Tensor]  # the counter of each parameter
+    counters: list[Tensor]  # each counter once
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's own, with its fused kernel called directly: the same state and the same bits. What torch's `step` does
-    around the kernel takes longer than the kernel where a model is small, and loads torch's compiler.
+    """torch's AdamW with its fused kernel called directly: the same state and the same bits. Around the kernel, torch's
+    `step` spends more time than in it if the model is small, and loads torch's compiler.
 
-    The parameters of a group that have taken the same steps share a counter; torch would keep, and move, one for each.
+    Parameters of a group that have taken equally many steps share a counter; torch would advance one for each.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        # The kernel leaves everything alone where found_inf is 1; so do the counters.
+        # If found_inf is 1, the kernel changes nothing, and the counters must not, either.
         taken: Any = 1.0 if found_inf is None else 1 - found_inf
         kept: dict[int, Lists] = vars(self).setdefault("kept_lists", {})
         for number, group in enumerate(self.param_groups):
             grads = [grad for p in group["params"] if (grad := p.grad) is not None]
             if not grads:
                 continue
-            # torch's search for a group's lists takes a third of the kernel's time where a model is small.
+            # `_init_group` takes a third of the kernel's time if the model is small: keep the lists.
             lists, whole = kept.get(number), len(grads) == len(group["params"])
             if lists is None or lists.state is not self.state or not whole or len(lists.params) != len(grads):
                 lists = kept[number] = self._lists(group, whole)
-            torch._foreach_add_(lists.counters, [taken] * len(lists.counters))  # of one tensor it would read it: a sync
+            torch._foreach_add_(
+                lists.counters, [taken] * len(lists.counters)
+            )  # a list: one tensor would be read, a sync
             torch._fused_adamw_(
                 lists.params, grads, lists.first, lists.second, [], lists.counts,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
@@ -50,7 +52,7 @@ class AdamW(torch.optim.AdamW):
             )  # fmt: skip
 
     def _lists(self, group: dict[str, Any], whole: bool) -> Lists:
-        """Return the lists of a group, `whole` where all of its parameters have a gradient."""
+        """Return the lists of a group; `whole`: all of its parameters have a gradient."""
         states = len(self.state)
         params, _, first, second, *_ = found = [list[Tensor]() for _ in range(6)]
         self._init_group(group, *found)
@@ -72,7 +74,7 @@ class AdamW(torch.optim.AdamW):
         self._share_counters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with a counter for each parameter: torch's own would advance a shared one for each."""
+        """Return the state with a counter for each parameter: torch's AdamW would advance a shared one repeatedly."""
         whole = super().state_dict()
         states = {key: {**state, "step": state["step"].clone()} for key, state in whole["state"].items()}
         return whole | {"state": states}
@@ -87,17 +89,16 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's own, with its fused kernel called directly, but with decoupled weight decay (SGDW, Loshchilov and Hutter
+    """torch's SGD with its fused kernel called directly, and with decoupled weight decay (SGDW, Loshchilov and Hutter
     2019), so that a task's `optim.weight_decay` means the same for every optimizer.
 
-    torch's `step` loads the compiler, and leaves the momentum as memory had it where the first step is skipped; here it
-    begins at zero, which is the same where nothing is dampened.
+    torch's `step` loads the compiler, and leaves the momentum uninitialised if the first step is skipped; here it
+    begins at zero, which is the same without dampening.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step. `grad_scale` and `found_inf`, if set, are GradScaler's: one number each, on the device. The
-        kernel leaves everything alone where found_inf is 1."""
+        """Take a step; `grad_scale` and `found_inf` as in AdamW."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

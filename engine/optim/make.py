@@ -1,5 +1,5 @@
-"""Make the optimizer: the one that `optim.name` names, or the task's own; freeze weights, give groups their rates, and
-restore what a checkpoint holds of it."""
+"""Make the optimizer that `optim.name` names, or the task's own; freeze weights, set the rates of groups, and load its
+state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def make_optimizer(
     model: nn.Module, cfg: Optim, world: World | None = None, task: Task | None = None
 ) -> torch.optim.Optimizer:
-    """Freeze what `optim.freeze` names, and return the task's optimizer, or that of `optim.name` if it brings none.
+    """Freeze the weights of `optim.freeze`; return the task's optimizer, or that of `optim.name` if it has none.
 
-    A group whose own `lr` is not `optim.lr` keeps the quotient as its `lr_scale`, its share of the schedule's rate.
+    A group with a different `lr` than `optim.lr` keeps the quotient as its `lr_scale`, a factor of the schedule's rate.
     """
     for pattern in cfg.freeze:
         for name in _matching(model, pattern, "optim.freeze"):
@@ -58,7 +58,7 @@ def make_optimizer(
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the names of the parameters that a pattern matches, or that are in a module that it matches."""
+    """Return the names of the parameters that match a pattern, or are in a module that does."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
     if not found:
@@ -68,7 +68,7 @@ def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
 
 
 def _check_trained(model: nn.Module, trained: Named) -> None:
-    """Raise LockstepError where a model has no weight to train, or one that no optimizer here takes."""
+    """Raise LockstepError if a model has no weight to train, or one that no optimizer here takes."""
     where = "the task's `model`"
     if not trained:
         raise LockstepError("the model has no parameter to train", where, "unfreeze some")
@@ -107,7 +107,7 @@ def _shipped(model: nn.Module, trained: Named, cfg: Optim) -> torch.optim.Optimi
 
 
 def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
-    """Return the factor of each weight's rate that has one; the first pattern that matches counts."""
+    """Return {weight: factor of its rate} by optim.lr_scale; of several patterns that match the first counts."""
     factors: dict[str, float] = {}
     for item in cfg.lr_scale:
         pattern, _, text = item.strip(" {}").rpartition(":")
@@ -123,8 +123,7 @@ def _factors(model: nn.Module, cfg: Optim) -> dict[str, float]:
 
 
 def _groups(named: Named, factors: dict[str, float], cfg: Optim) -> list[dict[str, Any]]:
-    """Return groups of one type, one factor of the rate, and one weight decay: matrices and kernels have it, norms and
-    biases do not."""
+    """Return groups, each of one type, one factor of the rate, and one weight decay: none for norms and biases."""
     kinds = {name: (p.dtype, factors.get(name, 1.0)) for name, p in named.items()}  # a fused kernel takes one type
     groups = []
     for kind, decays in itertools.product(dict.fromkeys(kinds.values()), (True, False)):
@@ -138,7 +137,7 @@ def _groups(named: Named, factors: dict[str, float], cfg: Optim) -> list[dict[st
 
 
 def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
-    """Raise LockstepError where a task's own optimizer cannot be used, or where a key would set nothing."""
+    """Raise LockstepError if a task's own optimizer cannot be used, or if a key would have no effect on it."""
     where = "the task's `optimizer`"
     if not isinstance(own, torch.optim.Optimizer):
         what, todo = f"it returns a {type(own).__name__}", "return a torch.optim.Optimizer, or None"
@@ -161,7 +160,7 @@ def _check_own(own: Any, model: nn.Module, trained: Named, cfg: Optim) -> None:
         raise LockstepError(what, where, todo)
 
 
-# ---- what is known of any -------------------------------------------------------------------------------------------
+# ---- facts about any optimizer --------------------------------------------------------------------------------------
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -179,8 +178,8 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the kernel leaves weights and state alone where `found_inf` is 1, so that no host has to know.
-    Not torch's fused SGD, whose first momentum would be left as memory had it; nor a class with a step of its own."""
+    """Return whether the kernel leaves weights and state alone if `found_inf` is 1, so that the host need not read it.
+    Not torch's fused SGD, which would leave the first momentum uninitialised; nor a class with a step of its own."""
     own = unwrapped(optimizer)
     if type(own) in (torch.optim.Adam, torch.optim.AdamW):
         return all(group["fused"] for group in own.param_groups)
@@ -188,13 +187,13 @@ def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _marked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let `optim.step` know; to be called again where groups are loaded, because `fused` is one of their options."""
+    """Note for `optim.step` whether the kernel skips; again after loading, because `fused` is an option of groups."""
     vars(optimizer)["skips_itself"] = skips_itself(optimizer)
     return optimizer
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of state that this process is going to keep, None for a class that is not torch's."""
+    """Return the bytes of state that this process will keep, None for a class that is not torch's."""
     held = [(each, group, p) for each in _chain(optimizer) for group in each.param_groups for p in group["params"]]
     count = 0.0
     for each, group, p in held:
@@ -213,14 +212,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 OPTIONS = {f"optim.{name}": name for name in ("weight_decay", "eps", "momentum")}
 OPTIONS |= {"optim.beta1": "betas", "optim.beta2": "betas"}
-"""What a key is called in an optimizer's groups."""
+"""The names of keys in an optimizer's groups."""
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes: Iterable[str] = ()) -> None:
-    """Put a checkpoint's state into an optimizer. What has the shape of a weight takes its layout, because a fused
-    kernel walks through memory; each group's share of the rate stays the one that is asked for now.
+    """Put a checkpoint's state into an optimizer. Tensors of a weight's shape take its layout, because a fused kernel
+    walks through memory; each group's factor of the rate stays as it is now.
 
-    changes  keys of the config that are no longer the checkpoint's
+    changes  keys of the config that differ from the checkpoint's
     """
     options = {"lr_scale", *(OPTIONS[key] for key in changes if key in OPTIONS)}
     asked = [{name: group[name] for name in options & group.keys()} for group in optimizer.param_groups]
@@ -235,8 +234,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], changes:
 
 
 def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
-    """Return what torch has loaded in the type that was saved: torch casts all but `step`, which a fused kernel wants
-    in a type of its own, to the parameter's, and makes the text of a generator of each text."""
+    """Return a loaded value in the type that was saved: torch casts all but `step` to the parameter's type, and
+    turns each text into the text of a generator. `step` keeps the type that a fused kernel wants."""
     if isinstance(value, Tensor):
         value = saved.to(value.device) if value.dtype != saved.dtype and name != "step" else value
         alike = value.shape != p.shape or value.stride() == p.stride()
@@ -249,13 +248,13 @@ def _as_saved(value: Any, saved: Any, p: Tensor, name: Any = "") -> Any:
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that one holds: of a chain, or below a wrapper."""
+    """Return the optimizers in a chain or below a wrapper."""
     held = (*vars(optimizer).values(), *getattr(optimizer, "optimizers", ()))
     return [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Return a copy that shares what is in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
+    """Return a copy that shares the objects in `memo`. `copy.deepcopy` of an optimizer would lose its attributes."""
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))
     for part in parts(optimizer):
         if id(part) not in memo:
@@ -265,8 +264,8 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 
 def fresh_copy(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return a copy that shares the model's parameters, to be made before the first step; None where there can be
-    none, because of something that the optimizer holds."""
+    """Return a copy that shares the model's parameters, before the first step; None if the optimizer holds something
+    that cannot be copied."""
     shared = (*model.modules(), *model.parameters(), *model.buffers())
     try:
         return _twin(unwrapped(optimizer), {id(each): each for each in shared})

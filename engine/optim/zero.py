@@ -16,16 +16,15 @@ from engine.private import tree_leaves, tree_map_only
 
 
 class Zero(torch.optim.Optimizer):
-    """An optimizer of several ranks together, by torch's ZeroRedundancyOptimizer: each rank keeps the state of a share
-    of the parameters, takes their step, and sends them to the others. For optimizers of any class that treat each
-    parameter by itself.
+    """torch's ZeroRedundancyOptimizer around an optimizer that treats each parameter by itself: each rank keeps the
+    state of a share of the parameters, takes their step, and sends them to the others.
 
-    own    the optimizer that was given: its groups are left with this rank's share
+    own    the optimizer that was given; its groups keep this rank's share
     state  that of `own`; the groups hold all parameters
 
-    Checkpoints hold the whole state, but not by torch's own way, which gathers the shares at 100 ns a byte and more,
-    and leaves a copy on rank 0; and which loads them with counters on the CPU, where a GPU's kernel refuses them
-    (pytorch#124133), in any layout, and empties the caller's state.
+    Checkpoints hold the whole state. torch's own methods gather it at 100 ns a byte and more and leave a copy on rank
+    0; they load it in any layout, with counters on the CPU, where a GPU's kernel refuses them (pytorch#124133), and
+    empty the caller's state.
     """
 
     def __init__(self, own: torch.optim.Optimizer, world: World):
@@ -40,9 +39,9 @@ class Zero(torch.optim.Optimizer):
                 mine["params"] = share["params"]
             return own
 
-        # The parameters move into one piece of memory per rank: one broadcast for each, and not one per parameter.
-        share_out: Any = keep_share  # torch asks for a class, and only calls it
-        self.zero = ZeroRedundancyOptimizer(self.param_groups, share_out, parameters_as_bucket_view=True)
+        optimizer_class: Any = keep_share  # torch asks for a class, but only calls it
+        # A view: the parameters move into one piece of memory per rank, so that there is one broadcast per rank.
+        self.zero = ZeroRedundancyOptimizer(self.param_groups, optimizer_class, parameters_as_bucket_view=True)
         for p, data in zip(parameters, before, strict=True):  # back to their layouts: torch has made them contiguous
             strides = torch.empty_like(data, device="meta").stride()
             p.data = p.data.as_strided(data.shape, strides, p.data.storage_offset()).copy_(data)
@@ -51,7 +50,7 @@ class Zero(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         own: Any = self.own
         own.grad_scale, own.found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        with phase.during("optimizer step", waits=True):  # others' parameters come
+        with phase.during("optimizer step", waits=True):  # for the others' parameters
             self.zero.step()
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -67,14 +66,14 @@ class Zero(torch.optim.Optimizer):
             flats += [value.detach().to(device).reshape(-1).view(torch.uint8) for value in tensors]
         everyones_forms = self.world.gather(forms)
         everyones_flats = _gather_bytes(self.world, flats, device)
-        for forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # on rank 0 alone
-            for number, form in forms.items():
+        for rank_forms, pieces in zip(everyones_forms, map(iter, everyones_flats), strict=False):  # rank 0 alone
+            for number, form in rank_forms.items():
                 whole = tree_map_only(Tensor, partial(_formed, pieces), form)
-                states.setdefault(number, whole)  # of no parameter: rank 0's
+                states.setdefault(number, whole)  # several ranks hold the state of no parameter: rank 0's counts
         return packed | {"state": dict(sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0])))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, however it was kept."""
+        """Load a whole state."""
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict has different parameter groups")
@@ -84,21 +83,21 @@ class Zero(torch.optim.Optimizer):
             {**group, "params": [local[number[id(p)]] for p in mine["params"]]}
             for group, mine in zip(saved, self.own.param_groups, strict=True)
         ]
-        mine = {n: local.get(n) if isinstance(n, int) else n for n in state_dict["state"]}  # a name: of no parameter
-        state = {mine[n]: value for n, value in state_dict["state"].items() if mine[n] is not None}
+        whole = state_dict["state"].items()  # keys: the number of a parameter, or a name for state of no parameter
+        state = {local.get(key, key): value for key, value in whole if key in local or not isinstance(key, int)}
         self.own.load_state_dict({"state": state, "param_groups": groups})
         for group, given in zip(self.param_groups, saved, strict=True):
             group.update({name: value for name, value in given.items() if name != "params"})
-        self.state = self.own.state  # a new one
+        self.state = self.own.state  # loading has replaced it
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return all parameters, by their number in a state dict."""
+    """Return all parameters, in the order of their numbers in a state dict."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _formed(pieces: Iterator[Tensor], form: Tensor) -> Tensor:
-    """Return a tensor of a form, of the bytes that come next."""
+    """Return the next piece of bytes as a tensor like `form`."""
     piece = next(pieces)
     if piece.storage_offset() % form.element_size():  # a view of another type must begin at a whole element
         piece = piece.clone()
@@ -106,8 +105,8 @@ def _formed(pieces: Iterator[Tensor], form: Tensor) -> Tensor:
 
 
 def _gather_bytes(world: World, flats: list[Tensor], device: torch.device) -> list[list[Tensor]]:
-    """(all ranks) Return on rank 0 every rank's flat tensors of bytes, by rank, in its host's memory; nothing on the
-    others. In pieces, because the device may lack room for all of a rank's at once."""
+    """(all ranks) Return on rank 0, in its host's memory, every rank's flat tensors of bytes; nothing on the others. In
+    pieces of 64 MB, because the device may lack room for all of a rank at once."""
     everyones = []
     for rank, lengths in enumerate(world.gather([len(flat) for flat in flats])):
         collected, last = list[Tensor](), 0

@@ -30,7 +30,7 @@ def set_backends(cfg: Any) -> None:
     """Set torch's switches: for speed, or for the same bits every time."""
     deterministic = cfg.deterministic or bool(cfg.virtual_workers)
     torch.backends.cudnn.benchmark = not deterministic
-    tf32 = cfg.amp != "off"  # that is float32 to the last digit
+    tf32 = cfg.amp != "off"  # off is float32 to the last digit
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is never read
@@ -42,7 +42,7 @@ compiler_unloaded = compiler.unloaded
 
 
 def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
-    """Keep this process on its GPU's NUMA node; before most threads, which stay where they are."""
+    """Keep this process on its GPU's NUMA node. Call it early: threads that exist stay where they are."""
     if env.launched and cfg.ddp.bind_cores:
         cores.bind(device, env.local_rank, env.local_size)
 
@@ -50,9 +50,9 @@ def bind_cores(cfg: Any, env: launch.Environment, device: torch.device) -> None:
 def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
     """(all ranks) Return the plan with the most threads a process may use, and whether the model is compiled."""
     choices = world.gather(compiler.choose(cfg.compile, world.device, plan.total_steps, bool(plan.devices)))
-    mode = "off" if "off" in choices else choices[0]  # another machine may lack a C compiler
+    mode = "off" if "off" in choices else choices[0]  # one of the machines may lack a C compiler
     if torch.are_deterministic_algorithms_enabled() and (mode != "off" or world.device.type == "cuda"):
-        torch.use_deterministic_algorithms(True)  # tells the compiler, too: a task may use it on its own
+        torch.use_deterministic_algorithms(True)  # now for the compiler, too, which a task may use by itself
     if mode == "off":
         compiler.stay_unloaded()
     threads = 0
@@ -63,18 +63,18 @@ def resolve(cfg: Any, world: World, plan: Plan) -> Plan:
 
 
 def _threads(cfg: Any) -> int:
-    """Return the threads asked for. With virtual workers one: a number that depends on the processes would change the
-    bits."""
+    """Return the threads that were asked for, 0 for a choice by rule. Virtual workers ask for one: a number that
+    depends on the processes would change the bits."""
     return cfg.threads or min(1, cfg.virtual_workers)
 
 
 def set_memory_format(
     cfg: Any, task: Task, model: nn.Module, loader: Any, plan: Plan, amp: Precision, saved: str
 ) -> Plan:
-    """Put the kernels of convolutions into the faster order; return the plan with its name. Before anything else holds
-    the memory of the parameters.
+    """Put the kernels of convolutions into the faster order; return the plan with its name. Call it before anything
+    else holds the memory of the parameters.
 
-    saved  the order of the checkpoint to resume, which stays; auto without one
+    saved  the order in the checkpoint to resume, which wins; auto without one
     """
     order = saved if cfg.memory_format == "auto" else cfg.memory_format
     if order == "auto":
@@ -89,8 +89,7 @@ def set_memory_format(
 
 @torch.no_grad()
 def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision) -> bool:
-    """Return whether the model takes a `view` of features that only the usual order allows: tried with two samples.
-    Other errors surface later."""
+    """Return whether two samples fail in a `view` that only the usual order allows. Other errors surface later."""
     batch = loader.example(2)
     try:
         with amp.autocast():
@@ -103,38 +102,34 @@ def _needs_usual_order(task: Task, model: nn.Module, loader: Any, amp: Precision
 
 
 def compile_model(run: Run) -> None:
-    """Compile the bare model where the plan says so; its average was copied before."""
+    """Compile the bare model if the plan asks for it; its average was copied before."""
     if run.plan.compile == "off":
         return
     if run.plan.devices:
-        raise LockstepError(
-            "a compiled model cannot be copied to other GPUs by DataParallel",
-            "compile",
-            "use --multi-gpu ddp, or compile=off",
-        )
+        what = "a compiled model cannot be copied to other GPUs by DataParallel"
+        raise LockstepError(what, "compile", "use --multi-gpu ddp, or compile=off")
     compiler.compile_in_place(run.model, run.plan.compile, run.world.device)
 
 
 def recorded(run: Run, step: Callable[[Run, Any], Due]) -> Callable[[Run, Any], Due]:
-    """Return `step`; with cuda_graph=true what records it once, so that each step after it is one launch."""
+    """Return `step`; with cuda_graph=true a callable that records it once, so that each later step is one launch."""
     if not run.cfg.cuda_graph:
         return step
     if why := graph.unsupported_reason(run):
-        graph.decline(why)
+        graph.disable(why)
         return step
     return graph.StepGraph(run, step)
 
 
 def finish(run: Run) -> Plan:
-    """Set threads and allocator, after all else is there; return the plan with a description of
-    what was chosen."""
+    """Set threads and allocator, last of all; return the plan with a description of all choices."""
     cfg, plan, on_cpu = run.cfg, run.plan, run.world.device.type == "cpu"
     held = sum(
         set_.bytes
         for loader in (run.loaders.train, run.loaders.val)
         if loader is not None and isinstance(set_ := loader.dataset, CachedDataset)
     )
-    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # last: loading's memory may be freed
+    kept = on_cpu and cfg.allocator == "keep" and memory.keep_freed_memory()  # only now: memory of loading is freed
     chosen = {
         f"compiled ({plan.compile})": plan.compile != "off",
         "steps recorded as a CUDA graph": cfg.cuda_graph and not graph.unsupported_reason(run),
@@ -147,7 +142,7 @@ def finish(run: Run) -> Plan:
         "sums through shared memory": run.world.size > 1 and shm_backend.in_use(),
         f"on the cores of {cores.bound_to()}": bool(cores.bound_to()),
     }
-    words = [words for words, so in chosen.items() if so]
+    words = [words for words, applies in chosen.items() if applies]
     if on_cpu:
         why = cores.set_threads(_threads(cfg), plan.gflop * plan.micro_batch, plan.threads)
         why = why if cfg.threads or not plan.workers else "the same on any number of processes"

@@ -1,4 +1,4 @@
-"""torch's compiler, where it is asked for; otherwise not even loaded, because that takes as long as torch itself."""
+"""torch's compiler, if asked for; else it is not even loaded, because that takes as long as loading torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils import flop_counter
 from engine.errors import LockstepError
 
 PAYS_AFTER = 5000
-"""Steps of a run on a GPU from which `compile=auto` compiles: half a minute is then a small part of it."""
+"""`compile=auto` compiles runs on a GPU of at least so many steps: half a minute is then a small part."""
 
 
 def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) -> str:
@@ -31,11 +31,10 @@ def choose(wanted: str, device: torch.device, steps: int, copied: bool = False) 
     """
     if wanted != "auto":
         return wanted
-    # Triton compiles, too: the code that calls its kernels.
-    possible = (
-        device.type == "cuda" and not copied and (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
-    )
-    return "default" if possible and steps >= PAYS_AFTER else "off"
+    if device.type != "cuda" or copied or steps < PAYS_AFTER:
+        return "off"
+    c_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # for the code around kernels
+    return "default" if c_compiler else "off"
 
 
 def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
@@ -43,8 +42,8 @@ def compile_in_place(model: nn.Module, mode: str, device: torch.device) -> None:
     if device.type == "cpu" and not (os.environ.get("CXX") or shutil.which("g++")):
         what = f"compile={mode} needs a C++ compiler on the CPU, and there is no g++"
         raise LockstepError(what, "compile", "install g++, name one in CXX, or use compile=off")
-    # A graph for each shape: else the first short batch gives a slower one for all sizes, which later ones would take.
-    # Not on CPUs, where each graph takes up to a minute.
+    # A graph for each shape: else the first short batch leads to a slower one for all shapes. Not on CPUs, where each
+    # graph takes up to a minute.
     model.compile(mode=mode, dynamic=None if device.type == "cpu" else False)
 
 
@@ -59,17 +58,16 @@ _SHIELDED = (
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Do what torch.use_deterministic_algorithms does, which loads the compiler to tell it, too: 1.5 s."""
+    """Do as torch.use_deterministic_algorithms, which also loads the compiler to inform it: 1.5 s."""
     torch._C._set_deterministic_algorithms(wanted, warn_only=False)
 
 
 def stay_unloaded() -> None:
     """Keep the compiler unloaded; call before the first optimizer and the first DDP of a run that compiles nothing.
 
-    On their first call some of torch's functions load the compiler to ask it to leave them alone, and keep its answer
-    in an attribute (torch/_compile.py, read in 2.13). With nothing compiled the answer is the function itself. Should a
-    version of torch keep it elsewhere, the compiler is loaded as before: a second lost, nothing else; a test in
-    `tests/test_doors.py` says so.
+    Some of torch's functions load the compiler on their first call, ask it to leave them alone, and keep its answer in
+    an attribute (torch/_compile.py, read in 2.13). Without compilation the answer is the function itself. Should a
+    version of torch keep it elsewhere, the compiler is loaded: that costs a second, and `tests/test_doors.py` fails.
     """
     for owner, name in _SHIELDED:
         function = getattr(owner, name, None)
@@ -80,7 +78,7 @@ def stay_unloaded() -> None:
 
 @contextlib.contextmanager
 def unloaded() -> Iterator[None]:
-    """Keep the compiler unloaded while a DDP is made, which asks it for one setting."""
+    """Keep the compiler unloaded while a DDP is made: its constructor reads one of the compiler's settings."""
     if "torch._dynamo" in sys.modules:
         yield
         return

@@ -18,12 +18,12 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 TASKS = Path("/proc/self/task")
 
 BY_RULE = "LOCKSTEP_THREADS"
-"""Environment variable: OMP_NUM_THREADS is a limit that Lockstep has set, and not a user's choice."""
+"""Environment variable that marks OMP_NUM_THREADS as a limit by Lockstep, not a user's choice."""
 
 GFLOP_PER_THREAD = 5.0
-"""GFLOP of a forward pass per thread. Threads spin for each other after every operation: if one loses its core to
-another process, even for milliseconds, all stand still. With less work per thread a run on a busy machine takes 2 to 40
-times as long, for a gain of some tenths on a quiet one (`benchmarks/threads.py`)."""
+"""GFLOP of a forward pass per thread. Threads spin for each other after every operation: if one loses its core, even
+for milliseconds, all wait. With less work per thread a run on a busy machine takes 2 to 40 times as long, and gains
+some tenths on a quiet one (`benchmarks/threads.py`)."""
 
 LOOK_EVERY_S = 10.0
 
@@ -32,7 +32,7 @@ CONTENDED = 0.2
 
 
 def available() -> int:
-    """Return the number of cores that this process may use: fewer if it is bound, or in a container with a quota."""
+    """Return the number of cores that this process may use: fewer if it is bound, or if its container has a quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_QUOTA.read_text().split()
@@ -42,7 +42,7 @@ def available() -> int:
 
 @functools.cache
 def _given() -> int:
-    """Return the threads that torch has started with, or `bind` has left."""
+    """Return torch's threads at the first call: its own choice, or that of `bind`."""
     return torch.get_num_threads()
 
 
@@ -55,13 +55,13 @@ _bound = [""]
 
 
 def bound_to() -> str:
-    """Return the part of the machine whose cores this process keeps to, see `bind`; empty: all of it."""
+    """Return the NUMA node that `bind` has chosen for this process; empty: none."""
     return _bound[0]
 
 
 def limit_threads(asked: int, processes: int, bound: bool) -> int:
-    """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A number that a user
-    has set, by `asked` or OMP_NUM_THREADS, holds throughout.
+    """Use one thread until the FLOPs of a forward pass are known; return the limit from then on. A number that the user
+    has set, by `asked` or OMP_NUM_THREADS, holds from the start.
 
     processes  on this machine
     bound      `bind` has given this process its share of the cores
@@ -94,19 +94,19 @@ class CpuContention:
     """Measures how long this process's threads wait for cores that other processes use."""
 
     def __init__(self) -> None:
-        self.before, self.began, self.told = self._now(), time.monotonic(), False
+        self.before, self.began, self.warned = self._now(), time.monotonic(), False
 
     def warning(self) -> str:
-        """Return a warning for a log point: once, and from at least LOOK_EVERY_S."""
-        if self.told or time.monotonic() - self.began < LOOK_EVERY_S:
+        """Return a warning at most once, or an empty text; looks at spans of at least LOOK_EVERY_S."""
+        if self.warned or time.monotonic() - self.began < LOOK_EVERY_S:
             return ""
         self.began, words = time.monotonic(), contention_warning(self.share())
-        self.told = bool(words)
+        self.warned = bool(words)
         return words
 
     def share(self) -> float:
-        """Return the share of the time since the last call that runnable threads waited for a core; NaN where the
-        system doesn't say, or they had nothing to do."""
+        """Return the share of their runnable time since the last call that threads waited for a core; NaN if the system
+        does not report it, or they had nothing to do."""
         now = self._now()
         ran, waited = (max(0.0, b - a) for a, b in zip(self.before, now, strict=True))
         self.before = now
@@ -124,7 +124,7 @@ class CpuContention:
 
 
 def contention_warning(share: float) -> str:
-    """Return a warning if other processes take the cores, by `CpuContention.share()` or, where that is NaN, by the
+    """Return a warning if other processes take the cores, judged by `CpuContention.share()` or, if it is NaN, by the
     load; else an empty text."""
     load, count = os.getloadavg()[0], available()
     if not (share > CONTENDED if share == share else load > 1.5 * count):
@@ -134,13 +134,13 @@ def contention_warning(share: float) -> str:
 
 
 def bind(device: torch.device, local_rank: int, local_size: int) -> str:
-    """Keep this process and its children on one NUMA node; return a text that names it.
+    """Keep this process and its children on one NUMA node; return a text that names it, or an empty one.
 
-    That is the node of its GPU, if the processes' GPUs are spread over all nodes; CPU processes are split among the
-    nodes, if that divides evenly: in no other case would all cores have work. With one node, or where the process may
-    not use all cores (taskset, Slurm, torchrun --numa-binding), nothing is done and nothing returned.
+    The node is that of its GPU, if the processes' GPUs cover all nodes; CPU processes are split evenly over the nodes,
+    if possible: else some cores would have no work. Does nothing with one node, or if the process may not use all cores
+    (taskset, Slurm, torchrun --numa-binding).
 
-    local_size  processes on this machine, 0 if that is not known
+    local_size  processes on this machine, 0 if unknown
     """
     try:
         nodes = _nodes()
@@ -156,7 +156,7 @@ def bind(device: torch.device, local_rank: int, local_size: int) -> str:
             return ""
         node = numa_nodes[local_rank]
         os.sched_setaffinity(0, nodes[node])
-    except (AttributeError, OSError, ValueError):  # not Linux, or a sandbox that doesn't allow it
+    except (AttributeError, OSError, ValueError):  # not Linux, or a sandbox that forbids it
         return ""
     torch.set_num_threads(max(1, min(torch.get_num_threads(), len(nodes[node]) // numa_nodes.count(node))))
     _bound[0] = f"NUMA node {node}" + (", beside the GPU" if device.type == "cuda" else "")
@@ -176,7 +176,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def _numa_node(gpu: torch.device) -> int:
-    """Return the node of a GPU; -1 where the system doesn't say, or this version of torch can't identify the card."""
+    """Return the node of a GPU; -1 if the system does not report it, or this torch cannot identify the card."""
     about = torch.cuda.get_device_properties(gpu)
     try:
         address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
-"""A whole step as one CUDA graph, for small models: hundreds of kernels, each shorter than its launch, in one launch.
+"""Record a whole step as one CUDA graph, for small models, whose kernels take less time than their launches.
 
-What is recorded is `train_step` itself. What the host does in a step stands before and after each launch: the batch is
-copied into the memory that the graph reads, random numbers are seeded (a launch takes the seed that the generator has
-then), the learning rate is filled in, and the step is booked.
+`train_step` itself is recorded. The host's part of a step comes before and after each launch: it copies the batch into
+the memory that the graph reads, seeds the generators (a launch uses the generator's seed of that moment), fills in the
+learning rate, and counts the step.
 
-A graph holds every number of Python as it was. So some launches, the first, second, fourth, eighth and so on, are
-undone and taken again kernel by kernel: where the two differ, the graph is given up.
+A graph keeps every Python number at its value during the recording. So the launches number 1, 2, 4, 8 and so on are
+undone and taken again kernel by kernel; if the results differ, the graph is given up.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.data.batches import map_tensors, tree_leaves
+from engine.data.batches import map_tensors, tensors, tree_leaves
 from engine.errors import amount, console, headline
 from engine.optim.make import name_of, skips_itself
 from engine.phases import phase
 from engine.run import Due, Run
 
 Step = Callable[[Any, Any], Any]
-"""`train_step`, of a run and the passes of a step."""
+"""`train_step`: takes a run and the passes of a step."""
 
 Outcome = tuple[Tensor, Tensor, Tensor]
-"""What `Run.end_step` is given of a step: totals, the norm of the gradient, whether it was skipped."""
+"""The arguments of `Run.end_step` of a step: totals, the norm of the gradient, whether it was skipped."""
 
 WARM_UP = 3
-"""Steps of one form that are taken kernel by kernel before one is recorded: kernels are chosen, state comes to be."""
+"""Steps of one form that run kernel by kernel before the recording: kernels are chosen, state is allocated."""
 
 NEAR = 1e-2
-"""The share by which loss and gradient may differ: sums in any order are allowed, other numbers are not."""
+"""Relative difference allowed of loss and gradient: the order of a sum may change, its terms may not."""
 
 KIND = "cuda"
 
 
 def unsupported_reason(run: Run) -> str:
-    """Return why no step of a run can be recorded; empty where one can. Its model is wrapped by now."""
+    """Return why the steps of a run cannot be recorded, or an empty text. Its model is wrapped by now."""
     why = {
         "there is no GPU": run.world.device.type != KIND,
         "virtual workers take it in several parts": run.plan.workers > 0,
@@ -52,20 +52,20 @@ def unsupported_reason(run: Run) -> str:
         in ("reduce-overhead", "max-autotune"),
         f"with {name_of(run.optimizer)} the host reads whether to skip it": not skips_itself(run.optimizer),
     }
-    return next((words for words, so in why.items() if so), "")
+    return next((words for words, applies in why.items() if applies), "")
 
 
-def decline(why: str) -> None:
-    """Say why steps are taken kernel by kernel."""
+def disable(why: str) -> None:
+    """Print why steps run kernel by kernel."""
     console.info(f"cuda_graph: a step stays many launches, because {why}")
 
 
 class StepGraph:
-    """Takes the steps of a run. Before one is recorded, and where a batch has another form, it takes them kernel by
-    kernel, on the stream on which one is recorded.
+    """Takes the steps of a run: by launches of the graph, or kernel by kernel, before the recording and for a batch of
+    a different form. All run on the stream of the recording.
 
-    form   of the batches that are recorded: the shape and type of each tensor
-    taken  steps of that form
+    form   of the recorded batch: the shape and type of each tensor
+    taken  number of steps of that form
     """
 
     def __init__(self, run: Run, step: Step):
@@ -88,21 +88,21 @@ class StepGraph:
         form = {name: (part.shape, part.dtype) if _is_tensor(part) else type(part) for name, part in parts.items()}
         if self.graph is None and form != self.form:
             self.form, self.taken = form, 0
-        usual = form == self.form
-        self.taken += usual
+        fits = form == self.form
+        self.taken += fits
         launches = self.taken - WARM_UP
-        if usual and launches == 1:
+        if fits and launches == 1:
             self._record(batch, micro)
-        if usual and launches == 0:
+        if fits and launches == 0:
             outcome = self._watched(passes)
-        elif not usual or self.graph is None:
+        elif not fits or self.graph is None:
             outcome = self._eager(passes)
         elif launches & (launches - 1):
             outcome = self._launch(parts, micro)
         else:  # a power of two
             outcome = self._compared(passes, parts)
         for group in run.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)  # as ever: checkpoints hold it
+            group["lr"] = rate * group.get("lr_scale", 1.0)  # a number again: checkpoints hold it
         return run.end_step(*outcome, micro.consumed)
 
     def _eager(self, passes: Any) -> Outcome:
@@ -115,7 +115,7 @@ class StepGraph:
         return self.inside.outcome
 
     def _watched(self, passes: Any) -> Outcome:
-        """Take a step kernel by kernel, and give up where it could not be recorded, while nothing is broken by that."""
+        """Take a step kernel by kernel; give up, while it is harmless, if the step could not be recorded."""
         (batch, _), *_ = passes
         objects = [name for name, part in tree_leaves(batch) if not _is_tensor(part) and part is not None]
         buffers = self.run.workers.buffers
@@ -137,23 +137,23 @@ class StepGraph:
         return outcome
 
     def _record(self, batch: Any, micro: Any) -> None:
-        """Record a step; none is taken by that. The loader's thread goes on: what it does is not recorded."""
+        """Record a step without taking it. The loader's thread continues, and its work is not recorded."""
         self.batch, graph = map_tensors(batch, torch.clone), torch.cuda.CUDAGraph()
-        stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not come back to it
+        stay = torch.cuda.stream(torch.cuda.current_stream())  # a recording that fails does not return to it
         listeners, phase.listeners = phase.listeners, []  # a profiler's events would be recorded, too
         self.run.seed_pass(micro)
         try:
             with stay, torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.step(self.inside, [(self.batch, micro)])
-        except Exception as error:  # it comes again kernel by kernel, or is of the recording alone
-            self.stream = torch.cuda.current_stream()  # whatever has become of the other
+        except Exception as error:  # an error of the step, too: it recurs kernel by kernel
+            self.stream = torch.cuda.current_stream()  # the other one may still be recording
             first = error.__context__ or error
             self._give_up(f"recording it failed: {type(first).__name__}: {headline(first)}")
             return
         finally:
             phase.listeners = listeners
         self.graph, self.outcome, self.loss = graph, self.inside.outcome, self.run.meter.losses[0][1]
-        self.inputs = [part for _, part in tree_leaves(self.batch) if _is_tensor(part)]
+        self.inputs = [*tensors(self.batch)]
         console.info(f"cuda_graph: from step {self.run.progress.step + 1} on, a step is one launch")
 
     def _launch(self, parts: dict[str, Any], micro: Any) -> Outcome:
@@ -162,24 +162,25 @@ class StepGraph:
         phase("forward")
         torch._foreach_copy_(self.inputs, [*filter(_is_tensor, parts.values())])
         self.graph.replay()
-        self.run.meter.losses = [(micro, self.loss.clone())]  # it is read later, when the next launch is under way
-        self.outcome[0][0] = self.run.votes(micro.consumed)  # as in `loss_vector`; those recorded are an earlier step's
+        self.run.meter.losses = [(micro, self.loss.clone())]  # a copy: it is read during the next launch
+        self.outcome[0][0] = self.run.votes(micro.consumed)  # as in `loss_vector`; the graph holds an earlier step's
         return self.outcome
 
     def _compared(self, passes: Any, parts: dict[str, Any]) -> Outcome:
-        """Launch a step, undo it, and take it kernel by kernel; give up where they differ. A sync point."""
+        """Launch a step, undo it, and take it kernel by kernel; give up if the results differ. A sync point."""
         run = self.run
         trained = [p for group in run.optimizer.param_groups for p in group["params"]]
         moments = [value for state in run.optimizer.state.values() for value in state.values() if _is_tensor(value)]
         state = [value.detach() for value in (*trained, *run.model.buffers(), *moments)]
         before = [value.clone() for value in state]
-        launched = _told(*self._launch(parts, passes[0][1]))
+        launched = _compared_numbers(*self._launch(parts, passes[0][1]))
         torch._foreach_copy_(state, before)
         outcome = self._eager(passes)
         with run.world.host_sync():
-            pairs = [*zip(launched.tolist(), _told(*outcome).tolist(), strict=True)]
+            pairs = [*zip(launched.tolist(), _compared_numbers(*outcome).tolist(), strict=True)]
         if not all(math.isclose(a, b, rel_tol=NEAR) or (a != a and b != b) for a, b in pairs):
-            found = ", ".join(f"{name} {a:.4g} instead of {b:.4g}" for name, (a, b) in zip(TOLD, pairs, strict=True))
+            names = ("loss", "weight", "gradient norm")
+            found = ", ".join(f"{name} {a:.4g} instead of {b:.4g}" for name, (a, b) in zip(names, pairs, strict=True))
             unseen = max(0, (self.taken - WARM_UP) // 2 - 1)  # since the last time
             why = f"the recorded one has {found}: something changes on the host, which a graph holds as it was"
             self._give_up(why + (f", perhaps in the {amount(unseen, 'step')} before, too" if unseen else ""))
@@ -187,14 +188,11 @@ class StepGraph:
 
     def _give_up(self, why: str) -> None:
         self.graph, self.given_up = None, True
-        decline(why)
+        disable(why)
 
 
-TOLD = ("loss", "weight", "gradient norm")
-
-
-def _told(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Tensor:
-    """Return (3,) what two outcomes of a step are compared by: what `TOLD` names."""
+def _compared_numbers(totals: Tensor, grad_norm: Tensor, skipped: Tensor) -> Tensor:
+    """Return (3,) loss, weight and gradient norm of an outcome."""
     return torch.stack([totals[1], totals[2], grad_norm.double()])
 
 
@@ -203,7 +201,7 @@ def _is_tensor(part: Any) -> bool:
 
 
 class _Recorded(Run):
-    """A run as its recorded step sees it: the learning rate lies on the device, and what the host does is left out.
+    """A run for the recorded step: the learning rate is on the device, and the host's part is left out.
 
     outcome  of the last step
     """
@@ -215,7 +213,7 @@ class _Recorded(Run):
         vars(self)["lr"] = rate
 
     def seed_pass(self, micro: Any) -> None:
-        """Nothing: that is done before each launch."""
+        """Do nothing: `StepGraph` seeds before each launch."""
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
         self.outcome = totals, grad_norm, skipped

@@ -23,16 +23,16 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; returns whether there is glibc, and it agreed.
+    """Make glibc keep freed memory for the next step; returns whether there is a glibc, and it agreed.
 
-    By default a large block goes back to the system as soon as it is free, and the next step pays for every page of it
-    again: a tenth to a half of the time of a convolutional network on the CPU.
+    By default a large block goes back to the system when it is freed, and the next step pays for each of its pages: a
+    tenth to a half of the time of a convolutional network on the CPU.
     """
     if sys.platform != "linux":
         return False
     mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
-    # It returns 1 if it agrees. An older glibc takes no threshold above 32 MB; without that one the other does harm,
-    # because it ends the adaptation of the first.
+    # It returns 1 if it agrees. An older glibc takes no mmap threshold above 32 MB. The trim threshold alone would do
+    # harm: setting it ends the adaptation of the mmap threshold.
     return bool(mallopt) and bool(
         (mallopt(_M_MMAP_THRESHOLD, _LARGE) or mallopt(_M_MMAP_THRESHOLD, 1 << 25))
         and mallopt(_M_TRIM_THRESHOLD, _LARGE)
@@ -44,7 +44,7 @@ ORDERS = {"channels_last": "channels-last", "contiguous": "the usual"}
 
 
 class BatchNorm1dLast(nn.BatchNorm1d):
-    """A BatchNorm1d that keeps the order of (N, C, L), where torch's own returns the usual one."""
+    """A BatchNorm1d that keeps the memory order of (N, C, L); torch's returns the usual one."""
 
     def forward(self, x: Tensor) -> Tensor:
         super()._check_input_dim(x)
@@ -55,7 +55,7 @@ class BatchNorm1dLast(nn.BatchNorm1d):
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """Return those that have a choice; 1-D ones on CPUs only, where the gain was measured."""
+    """Return the convolutions that have a choice of order: 1-D ones on CPUs only, where the gain was measured."""
     return [
         module
         for module in model.modules()
@@ -65,19 +65,18 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 
 
 def faster_order(model: nn.Module, device: torch.device, precision: str) -> str:
-    """Choose one of ORDERS. By rule, not by timing, so that all ranks, and a run on another day, agree.
+    """Choose one of ORDERS. By rule, not by timing, so that all ranks and all runs agree.
 
     On CPUs GroupNorm takes 2 to 5 times as long in channels-last order as in the usual one, in bf16 up to 20 times
     (`benchmarks/precision.py`): more than the convolutions gain. On GPUs it copies its input to the usual order
-    (pytorch#111824), and cuDNN's fast float32 kernels are those of that order.
+    (pytorch#111824), and cuDNN's fast float32 kernels take that order.
     """
     usual = any(isinstance(module, nn.GroupNorm) for module in model.modules())
     return "contiguous" if usual or (device.type != "cpu" and precision == "off") else "channels_last"
 
 
 def set_memory_format(model: nn.Module, order: str) -> nn.Module:
-    """Put the kernels of convolutions into `order`; outputs follow. The contents of a checkpoint stay the same, and so
-    do the numbers, up to rounding."""
+    """Put the kernels of convolutions into `order`; outputs follow. Checkpoints do not change, results by rounding."""
     last = order == "channels_last"
     for module in (chosen := convolutions(model)):
         layout = _FORMATS[type(module)] if last else torch.contiguous_format
