@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from engine.comm import network, sealed
-from engine.comm.network import choose_network, set_up_nccl, stay_on_this_machine
 from engine.comm.sealed import meeting
 from engine.config import Config
 from engine.errors import LockstepError, amount, headline
@@ -34,8 +33,8 @@ _BEGAN = time.monotonic()
 class Restart(NamedTuple):
     """How this process has restarted itself, because memory ran out.
 
-    settings  that it was restarted with; they precede all others
-    times     how often the ranks have restarted, all together, within one attempt of the launcher's
+    settings  those of the restart, which override all others
+    times     how often all ranks together have restarted within one attempt of the launcher
     began     time.monotonic() of the first start, from which a time limit counts
     """
 
@@ -51,7 +50,7 @@ def restart() -> Restart:
 class Environment(NamedTuple):
     """The settings that a launcher passes by environment; the defaults are those of a plain `python train.py`.
 
-    local_size  processes on this machine; 0 where the launcher does not say
+    local_size  processes on this machine; 0 where the launcher does not set it
     launched    whether there is a launcher
     """
 
@@ -144,12 +143,12 @@ def check_gpu_ids(gpu_ids: list[int], visible: int) -> None:
 
 
 def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bool) -> str:
-    """Return NCCL on GPUs, with gloo for what lies on the host; on CPUs gloo, with sums through shared memory if the
-    ranks are on one machine. A process without a launcher needs no working network, and sums alone, unless `always`, or
-    for DDP on a GPU, which virtual workers take even alone: it cannot do with gloo.
+    """Return NCCL on GPUs, with gloo for tensors on the host; on CPUs gloo, with sums through shared memory if the
+    ranks are on one machine. A process without a launcher gets the last, which needs no network, unless it wraps its
+    model in DDP: with `always`, or on a GPU for virtual workers.
 
-    Objects lie on the host, and torch sends them there: votes and errors get through while NCCL is stuck, and do not
-    wait for the GPU."""
+    Pickled objects are exchanged on the host: votes and errors get through while NCCL is stuck, and do not wait for the
+    GPU."""
     if not env.launched and not always and not (cfg.virtual_workers and device.type == "cuda"):
         return "shm"
     if cfg.ddp.backend == "gloo":
@@ -162,7 +161,7 @@ def pick_backend(cfg: Config, env: Environment, device: torch.device, always: bo
 def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
     """Return the key-value store the ranks meet in; under torchrun it is the agent's, the same for all attempts."""
     if "nccl" in backend:
-        set_up_nccl(cfg.ddp.timeout_s)
+        network.set_up_nccl(cfg.ddp.timeout_s)
     wait, one_machine = timedelta(seconds=cfg.ddp.init_timeout_s), env.size in (1, env.local_size)
     try:
         known = sealed.secret(one_machine) if env.launched else b""
@@ -172,7 +171,7 @@ def rendezvous(env: Environment, cfg: Config, backend: str) -> dist.Store:
         lasting: dist.Store = dist.HashStore()
     else:
         if one_machine:
-            stay_on_this_machine()
+            network.stay_on_this_machine()
         network.listen_less(one_machine)  # where rank 0 serves the store, and not the agent
         lasting, _, _ = next(dist.rendezvous("env://", env.rank, env.size, timeout=wait))
     store, key = _of_this_attempt(lasting, env, wait, backend, known) if env.launched else (lasting, b"")
@@ -187,12 +186,12 @@ def _of_this_attempt(
     store: dist.Store, env: Environment, timeout: timedelta, backend: str, known: bytes
 ) -> tuple[dist.Store, bytes]:
     """Return the part of the store where a restarted rank doesn't read the addresses of dead ones (pytorch#167288), and
-    the key to its notes, in which each rank has put something new: no note of another run or attempt opens with it."""
+    the key of its seal, to which each rank adds random digits: notes of other runs and attempts do not bear it."""
     # With a dynamic rendezvous over several nodes the count of restarts may differ between them: no prefix there.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" or network.STATIC in os.environ:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{restart().times}", store)
-    # Under torchrun the store is the agent's and always there: check here that the ranks are, or gloo waits timeout_s.
+    # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait ddp.timeout_s.
     notes, mine = sealed.Sealed(store, known), f"{backend} {secrets.token_hex(16)}"
     notes.set(f"rank{env.rank}_is_at", network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0])
     notes.set(f"rank{env.rank}_joins", mine)
@@ -209,7 +208,7 @@ def _of_this_attempt(
             what = f"rank {rank} joins with {its}, rank 0 with {first}"
             raise LockstepError(what, "ddp.backend", todo, exit_code=6, everywhere=True)
     if env.size not in (1, env.local_size):
-        meeting.network = choose_network(notes, env.size)
+        meeting.network = network.choose_network(notes, env.size)
     return store, sealed.digest(known, *joins)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a run, worked out and printed before the first step."""
+"""The arithmetic of a run, computed before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Plan:
     peak_lr: float
     schedule: Schedule
     devices: tuple[int, ...] = ()  # GPUs that DataParallel spreads one process over; empty without --multi-gpu dp
-    workers: int = 0  # virtual workers that a step is dealt to; 0: to the processes themselves
+    workers: int = 0  # virtual workers; 0 where each process is its own
     passes: int = 1  # forward passes of a worker, or of a process, in a step
     log_every: int = 10
     # What was decided for speed where the config has auto, see engine/speed:
@@ -42,7 +42,7 @@ class Plan:
     gflop: float = 0.0  # of a sample's forward pass, where they are counted
     # Bytes of the optimizer's state, on the rank that has most; None where a step must be taken first.
     moments: int | None = None
-    speed: tuple[str, ...] = ()  # all of it for a person
+    speed: tuple[str, ...] = ()  # these decisions as texts
 
     @functools.cached_property
     def epoch_samples(self) -> int:
@@ -158,7 +158,7 @@ def _check_virtual(cfg: Config, processes: int, data_parallel: bool) -> None:
         f"ddp.buffers={cfg.ddp.buffers}": cfg.ddp.buffers != "same",
         f"ddp.comm_hook={cfg.ddp.comm_hook}": cfg.ddp.comm_hook != "none",
     }
-    if found := [words for words, so in excluded.items() if so]:
+    if found := [setting for setting, is_set in excluded.items() if is_set]:
         raise LockstepError(f"{found[0]} with virtual_workers={workers}", "virtual_workers", todo)
 
 
@@ -197,8 +197,8 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def next_smaller_batch(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, dict[str, int]]:
-    """Return (samples of a forward pass, settings that take the same steps with fewer of them): the largest smaller
-    batch that divides this process's share of the global batch. No settings where it is a single sample already."""
+    """Return (samples of a forward pass, settings that take the same steps with fewer of them): those of the largest
+    smaller batch that divides this process's share of the global batch; none if it is a single sample already."""
     if evaluating:
         batch = cfg.eval_batch_size or 2 * cfg.batch_size
         return batch, {"eval_batch_size": batch // 2} if batch > 1 else {}
@@ -214,7 +214,7 @@ def next_smaller_batch(plan: Plan, cfg: Config, evaluating: bool) -> tuple[int, 
 def cut_dependent(model: nn.Module, accumulation: int) -> str:
     """Return a text that names the parts of a model whose numbers depend on how the global batch is cut; empty if none.
     Calls of functions such as `dropout(x)` are not seen."""
-    model.train()  # as the loop will; a model may leave parts of itself out
+    model.train()  # as the loop does; a model may keep parts of itself in eval mode
     found: dict[str, list[str]] = {}
     several = accumulation > 1
     for path, module in model.named_modules():
@@ -231,8 +231,9 @@ def cut_dependent(model: nn.Module, accumulation: int) -> str:
             "InstanceNorm's running statistics": keeps_statistics and training,
             "spectral_norm": several and any(hook.endswith("SpectralNorm") for hook in hooks),  # iterates in each pass
         }
-        for kind in (kind for kind, so in kinds.items() if so):
-            found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
+        for kind, depends in kinds.items():
+            if depends:
+                found.setdefault(kind, []).append(path.partition(".parametrizations")[0] or type(module).__name__)
     more = {kind: f" and {len(paths) - 3} more" if len(paths) > 3 else "" for kind, paths in found.items()}
     return ", ".join(f"{kind} ({', '.join(paths[:3])}{more[kind]})" for kind, paths in found.items())
 

@@ -40,8 +40,8 @@ class Precision:
 
 
 class Autocast(nn.Module):
-    """`model` in its own autocast. DataParallel's threads inherit that autocast is on, but not its dtype: bf16 would
-    run as fp16 there, without a scaler."""
+    """Run `model` under its own autocast: DataParallel's threads inherit that autocast is on, but not its dtype, so
+    bf16 would run as fp16 there, without a scaler."""
 
     def __init__(self, model: nn.Module, precision: Precision):
         super().__init__()
@@ -66,16 +66,16 @@ def resolve(cfg: Any, world: World, saved: str = "", strict: bool = False) -> Pr
 def choose(amp: str, device: torch.device, strict: bool = False, compiled: bool = False) -> Precision:
     """Resolve `auto` to bf16 where the device is fast at it, fp16 on older GPUs, fp32 on other CPUs.
 
-    A precision that is asked for but not there becomes the next best one, or with `strict` an error. By capability, not
-    by timing: every rank, and a resumed run, must agree. That CPUs with bf16 instructions are fast at it, whatever the
-    network, is measured by `benchmarks/precision.py`.
+    A precision that is asked for but missing becomes the next best one, or with `strict` an error. Capability decides,
+    not timing: every rank, and a resumed run, must choose the same. `benchmarks/precision.py` shows that CPUs with bf16
+    instructions gain by it on every network.
 
-    compiled  by torch's compiler, which on CPUs makes gradients of bf16 that are not finite (torch 2.13, Inductor)
+    compiled  by torch's compiler, whose bf16 gradients on CPUs may not be finite (torch 2.13, Inductor)
     """
-    asked_of_accelerate = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    accelerates = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     name, note = amp, "as amp asks"
-    if amp == "auto" and asked_of_accelerate in DTYPES:
-        name, note = asked_of_accelerate, "as accelerate launch --mixed_precision asks"
+    if amp == "auto" and accelerates in DTYPES:
+        name, note = accelerates, "as accelerate launch --mixed_precision asks"
     elif device.type == "cuda" and amp in ("auto", "bf16"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             name, note = "bf16", "the GPU has bf16" if amp == "auto" else note

@@ -1,7 +1,7 @@
 """Private names of torch that the engine uses, read in torch 2.13; `tests/test_private.py` fails when one is gone.
 
-Those of the optimizer, the compiler and the backend are fenced in where they are used: `optim/fused`, `speed/compiler`,
-`speed/memory`, `comm/shm_backend`.
+Those of the optimizer, the compiler, the allocator and the backend are in the files that use them: `optim/fused`,
+`speed/compiler`, `speed/memory`, `comm/shm_backend`.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 @functools.cache
 def repair_bf16() -> None:
-    """Make this process compute in float32 what torch does wrong, or slowly, under bf16 autocast on CPUs.
+    """Make this process compute in float32 what torch computes wrongly, or slowly, under bf16 autocast on CPUs.
 
     Convolutions of maps that are small compared with kernel and stride: oneDNN leaves the gradient of kernel taps that
     see only padding uninitialised, or writes beyond the end (torch 2.13, any CPU with AVX-512). Functions such as
     `torch.conv3d`, called directly, are not covered.
 
-    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. Without it every kind of
-    network that is shipped gains by bf16 (`benchmarks/precision.py`); with it the transformers lose.
+    Attention of short sequences: in bf16 it takes up to 6 times as long, most of it backward. With attention in float32
+    every kind of network shipped here gains by bf16; without, the transformers lose (`benchmarks/precision.py`).
     """
     for kind in CONVOLUTIONS:
         kind.forward = _shielded(kind.forward)  # type: ignore[method-assign]
@@ -119,8 +119,8 @@ def _shielded(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @functools.lru_cache(4096)  # called in every forward pass
 def _goes_wrong(transposed: bool, stride: Sizes, kernel: Sizes, dilation: Sizes, given: Sizes, returned: Sizes) -> bool:
-    """Judge by the two maps between which a convolution strides. Of thousands of shapes tried all that fail are among
-    these, and some that do not. The first condition also covers wrong outputs with AMX (pytorch#169688)."""
+    """Return whether oneDNN may fail on these shapes: true for all that failed of thousands tried, and for some others.
+    The first condition also covers wrong outputs with AMX (pytorch#169688)."""
     if transposed:
         given, returned = returned, given
     sizes, strided = given[-len(stride) :], returned[-len(stride) :]

@@ -39,7 +39,7 @@ def data_seeds(seed: int, epoch: int, positions: Tensor) -> list[int]:
 
 def seed_generators(device: torch.device, *key: int | str) -> None:
     """Seed torch's generators (of the CPU and of `device`), random's and NumPy's by `key` alone, such as
-    ("train", seed, epoch, position). No GPU waits for it. `torch.manual_seed` would format a stack each time."""
+    ("train", seed, epoch, position). No sync point; `torch.manual_seed` would also format a stack each time."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -58,7 +58,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def kept_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Put torch's generators (of the CPU and of `device`), random's and NumPy's back to where they were."""
+    """Restore the generators of torch (of the CPU and of `device`), random and NumPy after the block."""
     of_random, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device and device.type == "cuda" else []):
@@ -69,7 +69,7 @@ def kept_generators(device: torch.device | None = None) -> Iterator[None]:
 
 
 def positions(device: torch.device) -> dict[str, bytes]:
-    """Return the states of this process's generators, by library, to see whether one has been drawn from."""
+    """Return the states of this process's generators, by library: one that was drawn from has changed."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     torchs = b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *on_gpu])
     return {"torch": torchs, "random": pickle.dumps(random.getstate()), "NumPy": pickle.dumps(np.random.get_state())}

@@ -22,29 +22,27 @@ NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _renamed else "broad
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cpu":
-        what, todo = "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only", "drop it, or use GroupNorm"
-        raise LockstepError(what, "ddp.sync_bn", f"{todo}, which needs no synchronising", everywhere=True)
+        what = "ddp.sync_bn=true, but torch's SyncBatchNorm runs on GPUs only"
+        todo = "drop it, or use GroupNorm, which needs no synchronising"
+        raise LockstepError(what, "ddp.sync_bn", todo, everywhere=True)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def add_comm_hook(net: DistributedDataParallel, kind: str, workers: Any) -> DistributedDataParallel:
-    """Let DDP send gradients in fewer bytes, by torch's own hooks; through shared memory sum them before dividing.
-
-    kind     of ddp.comm_hook
-    workers  virtual ones bring a hook of their own
-    """
+    """Register the hook by which DDP sums gradients: that of virtual `workers`; or torch's own of that `kind`, which
+    send fewer bytes; or that of shared memory."""
     sealed.meeting.wrapped = True
-    backend = dist.get_backend()
+    backend, several = dist.get_backend(), dist.get_world_size() > 1
     if kind == "bf16" and "nccl" not in backend:  # torch itself asks what it was built with
         known = "gloo" if backend == "shm" else backend
         console.warning(f"ddp.comm_hook=bf16 is for NCCL, not for {known}: gradients are sent as they are")
         kind = "none"
     if workers.hook is not None:
         net.register_comm_hook(workers, workers.hook)
-    elif dist.get_world_size() > 1 and kind != "none":
+    elif several and kind != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         net.register_comm_hook(None, getattr(default_hooks, f"{kind}_compress_hook"))
-    elif dist.get_world_size() > 1 and shm_backend.in_use():
+    elif several and shm_backend.in_use():
         net.register_comm_hook([], shm_backend.sum_then_divide)
     return net

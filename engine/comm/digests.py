@@ -15,12 +15,12 @@ from engine.seeds import GAMMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECE = 1 << 22
-"""Numbers that are summed at once: their products take twice the memory, or four times."""
+"""Numbers summed at once; the products take twice their memory, or four times."""
 
 
 def sum_of_bits(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit sum of all bits, made where the tensors lie: one number comes to the host, and each tensor takes
-    two kernels. It changes with each number, and where two change places. A sync point."""
+    """Return a 64-bit checksum that also depends on the order of the numbers. It is computed on the tensors' device, in
+    two kernels for each tensor; one number is copied to the host, a sync point."""
     sums: list[Tensor] = []
     weights = torch.ones(0)
     for tensor in tensors:
@@ -28,7 +28,9 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> int:
         whole = torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.uint8
         for piece in tensor.detach().contiguous().view(-1).view(whole).split(PIECE):
             if len(weights) < len(piece):
-                weights = 2 * torch.arange(len(piece), device=tensor.device) + 1  # odd: no difference times it is zero
+                weights = (
+                    2 * torch.arange(len(piece), device=tensor.device) + 1
+                )  # odd: a difference times it is never zero
             sums.append((piece * weights[: len(piece)]).sum())
     powers = [(pow(GAMMA, n, 1 << 64) ^ 1 << 63) - (1 << 63) for n in range(len(sums))]  # as int64; odd, too
     return int((torch.stack(sums).cpu() * torch.tensor(powers)).sum()) if sums else 0
@@ -65,7 +67,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def code(task: Any) -> str:
     """Return a digest of the project's source files, whether committed or not, and of the task's, wherever they are."""
-    others = ("tests", "data", "checkpoints")  # not even looked into: they may hold thousands of folders
+    others = ("tests", "data", "checkpoints")  # not searched: they may hold thousands of folders
     folders = [path for path in ROOT.glob("[a-z]*/") if path.name not in others]
     paths = sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
     files = [getattr(sys.modules[cls.__module__], "__file__", None) for cls in type(task).__mro__]

@@ -29,10 +29,8 @@ own writes what NCCL did last to a file as soon as it reads anything there."""
 
 
 def set_up_nccl(timeout_s: float) -> None:
-    """Leave it to the watchdog to end this process, unless the user has set otherwise; before NCCL starts.
-
-    timeout_s  of the watchdog
-    """
+    """Leave it to the watchdog, whose timeout this is, to end this process, unless the user has set otherwise; to be
+    called before NCCL starts."""
     # A CUDA error reaches the main thread anyway; in NCCL's own it would abort the process (pytorch#126544).
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(480, round(timeout_s) + 60)))  # it aborts, too
@@ -55,14 +53,14 @@ def trace_nccl(folder: Path) -> None:
 
 
 def stay_on_this_machine() -> None:
-    """Have gloo and NCCL listen on the loopback, unless the user or the machine has said where."""
+    """Have gloo and NCCL listen on the loopback, unless the user or the machine has named an interface."""
     if sys.platform == "linux":
         _listen_on("lo")
 
 
 def choose_network(store: Any, size: int) -> str:
-    """Set for gloo and NCCL, unless the user has, the network interface by which this machine and the others reach each
-    other; returns a text that names it. Gloo would take the one of this machine's own name, on many 127.0.0.1; NCCL the
+    """Have gloo and NCCL use the network interface by which the machines reach each other, unless the user has set one;
+    returns a text that names it. Gloo would resolve this machine's own name, often to 127.0.0.1. NCCL would take the
     first it finds, which may be a bridge that leads nowhere, unless it has InfiniBand or a file that names one.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
@@ -125,11 +123,11 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_less(one_machine: bool) -> None:
-    """From here on each store that this process serves listens on the loopback where the run is on one machine, else at
-    the address by which the others find it, or the one that leads there; torch's own does on all network interfaces."""
+    """Patch torch's TCPStore, which listens on all network interfaces: from here on a store that this process serves
+    listens on the loopback if the run is on one machine, else at the address by which the other machines find it."""
     import torch.distributed as dist
 
-    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)  # a second call takes the place of the first
+    torchs: Any = getattr(dist.TCPStore, "torchs", dist.TCPStore)  # a second call replaces the first
 
     def store(
         host_name: str, port: int = 0, world_size: int | None = None, is_master: bool = False, *more: Any, **named: Any
@@ -147,15 +145,15 @@ def listen_less(one_machine: bool) -> None:
 
 
 def _listen(host: str, port: int, one_machine: bool) -> socket.socket | None:
-    """Return a socket for a store, or None for torch's own, on all interfaces: where `host` is the loopback, as that of
-    a machine's own name is on Debian, or several addresses, nothing tells where the others come from."""
+    """Return a socket for a store; None where torch must listen on all interfaces, because `host` does not tell where
+    the other machines come from: it has several addresses, or is the loopback, as a machine's own name is on Debian."""
     places = ["127.0.0.1"]
     if not one_machine:
         with contextlib.suppress(OSError):
             places = [*{str(found[4][0]) for found in socket.getaddrinfo(host, None)}]
         if len(places) > 1 or is_loopback(places[0]):
             return None
-        places.append(way_to(host)[0])  # theirs is translated on the way
+        places.append(way_to(host)[0])  # where `host` is translated on the way (NAT)
     for address in filter(None, places):
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -24,7 +24,6 @@ EXIT_CODE = "exit_code"
 COMMAND = "LOCKSTEP_COMMAND"
 """Environment variable: the command in the user's shell up to the training's own arguments."""
 
-
 PREFIX = "lockstep_"
 
 

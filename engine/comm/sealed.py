@@ -49,8 +49,8 @@ def recall(key: str) -> str:
 
 
 def secret(one_machine: bool) -> bytes:
-    """Return what only the processes of this run know; nothing under plain torchrun on several machines without a
-    file. Raises ValueError where it is short, or where others may read the file."""
+    """Return the secret of this run's processes; empty under plain torchrun on several machines without a file. Raises
+    ValueError if it is short, or if others may read the file."""
     if text := os.environ.get(SECRET):
         return _long_enough(text.encode(), SECRET)
     if file := os.environ.get(SECRET_FILE):
@@ -58,11 +58,11 @@ def secret(one_machine: bool) -> bytes:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not one_machine or not error_file:
         return b""
-    path = Path(error_file).parents[2] / "lockstep_secret"  # plain torchrun's folder of this run, which it leaves
-    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:  # a rank has made it, or no links
+    path = Path(error_file).parents[2] / "lockstep_secret"  # in torchrun's folder of this run, which it does not remove
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as new:  # exists already, or no hard links
         new.write(secrets.token_hex(32).encode())
         new.flush()
-        os.link(new.name, path)  # as a whole, and by one rank
+        os.link(new.name, path)  # atomic: one rank succeeds, with the whole file
     return _read(path) if path.exists() else b""
 
 
@@ -89,10 +89,11 @@ def digest(key: bytes, *parts: bytes) -> bytes:
 
 @dataclass
 class Sealed:
-    """A store of texts with a seal, by which those who have the key know each other's. A stranger's text counts as not
-    there, or as the one that this process has read there before.
+    """A store whose texts bear a seal that only holders of the key can make. A text without it counts as absent, or as
+    the last one with it that this process has read there.
 
-    key  no bytes: the seal keeps nobody out
+    key    empty where the run has no secret: then anybody can make the seal
+    known  the texts that were read
     """
 
     store: Any
@@ -109,7 +110,7 @@ class Sealed:
         return self._open(name, self.store.get(name))
 
     def compare_set(self, name: str, expected: str, text: str) -> bytes | None:
-        """Return what is there now: `text`, or what was there instead of `expected`."""
+        """Replace `expected` by `text`; returns what is there now."""
         mine = self._seal(name, text.encode())
         there = self.store.compare_set(name, expected and self._seal(name, expected.encode()), mine)
         if there != mine and not self._is_ours(name, there):
@@ -140,8 +141,8 @@ def guard_torchs_rendezvous(key: bytes) -> None:
 
 
 def gather(value: Any, group: Any = None, on_main: bool = False) -> list[Any]:
-    """(all ranks) Return every rank's value, by rank; with `on_main` on rank 0, and nothing on the others. torch's own
-    collectives of objects unpickle whatever comes; here it must bear the seal of this run."""
+    """(all ranks) Return every rank's value, by rank; with `on_main` on rank 0 only. torch's own collectives of objects
+    unpickle whatever arrives; here it must bear the seal of this run."""
     raw = pickle.dumps(value)
     mine = torch.frombuffer(bytearray(digest(meeting.key, raw) + raw), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]

@@ -8,9 +8,9 @@ through the network stack, and wakes a sleeping thread at every message: for a f
 long, for a few megabytes ten times. Here they are added in the order of the ranks, so that every rank, and every run,
 gets the same bits, whatever buckets DDP makes.
 
-torch calls backends of one's own experimental; read with torch 2.13. There a ProcessGroup written in Python takes the
-place of torch's own; DDP reads the result of a Work from `get_future`; `_register_backend` and
-`_create_work_from_future` are private names.
+Third-party backends are experimental in torch; this one was written for 2.13. There a ProcessGroup in Python replaces
+torch's own, and DDP reads the result of a Work from `get_future`. `_register_backend` and `_create_work_from_future`
+are private names.
 """
 
 import contextlib
@@ -50,12 +50,11 @@ SPINS = 2000
 
 
 def channel(group: dist.ProcessGroup | None = None) -> "Channel | None":
-    """Return the shared memory through which the sums of this group, or of the default one, go, if any."""
+    """Return the shared memory of this group, or of the default one; None where its sums go through gloo."""
     return getattr(group or dist.group.WORLD, "channel", None)
 
 
 def in_use(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether the sums of this group, or of the default one, go through shared memory."""
     return channel(group) is not None
 
 
@@ -76,7 +75,8 @@ def sum_then_divide(waiting: list[tuple[Tensor, Future[Tensor]]], bucket: dist.G
 
 
 class Channel:
-    """One sum after the other, in turns of at most PIECE bytes; a rank that begins one finishes the one before.
+    """Memory in which the ranks exchange one tensor after the other, in turns of at most PIECE bytes each. A rank that
+    begins a sum finishes the one before.
 
     The memory holds two turns. A rank that posts turn t has finished t-1, and so has seen that all others posted t-1:
     they have finished t-2, whose place it takes.
@@ -211,10 +211,7 @@ class Sum(dist.Work):
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group.
-
-    channel  what sums go through; None where there is one rank, or the ranks cannot share memory
-    """
+    """channel  what sums go through; None where there is one rank, or the ranks cannot share memory"""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)  # type: ignore[call-arg]  # with the store Python could override nothing
@@ -291,16 +288,15 @@ def machine() -> str:
 
 
 def _reserve(count: int) -> int | None:
-    """Return a file in memory, without a name, so that none is ever left over."""
-    file = None
-    try:
+    """Return a file in memory, without a name, so that none is ever left over; None where that is impossible."""
+    with contextlib.suppress(OSError):  # memfd_create is forbidden, or too many files are open
         file = os.memfd_create("lockstep")
-        os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
-    except OSError:  # also: memfd_create forbidden, or too many open files
-        if file is not None:
+        try:
+            os.posix_fallocate(file, 0, count)  # where memory is full, an error now and not a SIGBUS later
+            return file
+        except OSError:
             os.close(file)
-        return None
-    return file
+    return None
 
 
 dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

@@ -32,15 +32,15 @@ ALIGNED = 32
 
 class Exchange:
     """(all ranks) One sum over the nodes of all processes. Each process adds up one piece of the tensor: where every
-    process has one node, (ranks - 1) / ranks of the bytes go out and come back, as in the ring of an all-reduce.
-    Through shared memory every process reads everything.
+    process has one node, it sends and receives as many bytes as in a ring all-reduce. In shared memory every process
+    reads everything.
 
-    everyones  the nodes of each process
-    mine       this process's sums, one for each of its nodes: flat, of one length and type; they may be overwritten
+    by_rank  the nodes of each process
+    mine     this process's sums, one for each of its nodes: flat, of one length and type; they may be overwritten
     """
 
-    def __init__(self, everyones: list[list[Span]], mine: list[Tensor]):
-        self.everyones, self.mine, self.size = everyones, mine, len(everyones)
+    def __init__(self, by_rank: list[list[Span]], mine: list[Tensor]):
+        self.by_rank, self.mine, self.size = by_rank, mine, len(by_rank)
         self.channel = shm_backend.channel() if mine[0].device.type == "cpu" else None
         self.sends = self.size > 1 and self.channel is None
         if self.sends:
@@ -54,7 +54,7 @@ class Exchange:
         self.piece = -(-length // self.size)
         padded = [pad(each.to(host), (0, self.size * self.piece - length)).view(self.size, -1) for each in self.mine]
         self.sent = torch.stack(padded, 1)  # (ranks, nodes, piece); must live until it has arrived
-        self.counts = [len(theirs) * self.piece for theirs in self.everyones]
+        self.counts = [len(theirs) * self.piece for theirs in self.by_rank]
         self.received = self.sent.new_empty(sum(self.counts))
         width = self.sent.element_size()
         self.work: Any = dist.all_to_all_single(
@@ -80,17 +80,17 @@ class Exchange:
             self.work.wait()
             return self.whole[: len(self.mine[0])].to(self.mine[0].device)
         if self.channel is not None:
-            return self.channel.gather(self.mine, [len(theirs) for theirs in self.everyones], self._root)
+            return self.channel.gather(self.mine, [len(theirs) for theirs in self.by_rank], self._root)
         return self._root([self.mine])
 
     def _root(self, parts: list[list[Tensor]]) -> Tensor:
         """Return the root of the tree, given each process's part of each of its nodes."""
         nodes = [
             (span, [part])
-            for theirs, own in zip(self.everyones, parts, strict=True)
-            for span, part in zip(theirs, own, strict=True)
+            for spans_of_rank, parts_of_rank in zip(self.by_rank, parts, strict=True)
+            for span, part in zip(spans_of_rank, parts_of_rank, strict=True)
         ]
-        return fold(nodes, in_place=self.channel is None)[0]  # others read shared memory, too
+        return fold(nodes, in_place=self.channel is None)[0]  # other ranks still read shared memory
 
 
 class VirtualWorkers(Plain):
@@ -110,7 +110,7 @@ class VirtualWorkers(Plain):
         super().__init__(world, model, "same")
         self.workers, self.unused = workers, unused
         self.at_end = unused or world.device.type == "cuda"
-        self.everyones = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
+        self.by_rank = [spans(workers, rank, world.size)[0] for rank in range(world.size)]
         self.block = block(workers, world.rank, world.size)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.number = {id(p): number for number, p in enumerate(self.parameters)}
@@ -159,7 +159,7 @@ class VirtualWorkers(Plain):
         self.worker, self.others = -1, {}
         if not self.changes:
             return
-        exchange = Exchange(self.everyones, [change for _, (change,) in self.changes])
+        exchange = Exchange(self.by_rank, [change for _, (change,) in self.changes])
         exchange.add()
         change, at, self.changes = exchange.result() / busy, 0, []
         for _, buffer, kept in self.buffers.changes():
@@ -168,8 +168,8 @@ class VirtualWorkers(Plain):
                 at += buffer.numel()
 
     def _keep_buffers(self) -> None:
-        """Keep what the worker has changed: nothing, if it is idle. Raises LockstepError, where `check` is set, if a
-        buffer that cannot be averaged differs from that after the worker before."""
+        """Keep what the worker has changed: nothing, if it is idle. With `check`, raises LockstepError if a buffer that
+        cannot be averaged differs from its value after the worker before."""
         pairs = [*self.buffers.changes()]
         others = {name: buffer.clone() for name, buffer, _ in pairs if not buffer.is_floating_point()}
         for name, buffer in others.items():
@@ -209,8 +209,8 @@ class VirtualWorkers(Plain):
             push(nodes, ((idle, idle + 1), [torch.zeros_like(like)]))
 
     def _take_rest(self, right: bool = False) -> None:
-        """Take the gradients that the worker before has left in `grad`: of parameters that its last pass has not used,
-        or all; and those of its left neighbour that it has not used. Before a `right` worker what waits stays."""
+        """Take the gradients that are still in `grad`: those of the worker before that `_take` did not, and those of
+        its left neighbour to which it added nothing. Before a `right` worker the waiting ones stay."""
         trees: list[list[Node]] = []
         for number, p in enumerate(self.parameters):
             used, waits = number in self.added, number in self.waiting
@@ -240,11 +240,11 @@ class VirtualWorkers(Plain):
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
             push(*state.place(number, state.block[-1], view))
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
-        mine = [torch.zeros_like(buffer) for _ in state.everyones[state.world.rank][1:]]
+        mine = [torch.zeros_like(buffer) for _ in state.by_rank[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
             torch._foreach_copy_(_views(flat, parameters, places), [grad for _, (grad,) in node])
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-        state.buckets.append((Exchange(state.everyones, [*mine, buffer]), buffer, future))
+        state.buckets.append((Exchange(state.by_rank, [*mine, buffer]), buffer, future))
         if bucket.is_last():
             for exchange, _, _ in state.buckets:
                 exchange.add()

@@ -47,7 +47,7 @@ class World:
             return sealed.gather(value)
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        """(all ranks) Return every rank's value, by rank, on rank 0; nothing on the others (pickled)."""
+        """(all ranks) Return every rank's value, by rank, on rank 0; an empty list on the others (pickled)."""
         if self.size == 1:
             return [value]
         with phase.during("gather", waits=True):

@@ -1,4 +1,4 @@
-"""Compare what must be the same on all ranks, before the first step and now and then; try what counts later."""
+"""Compare what must be the same on all ranks, before the first step and now and then; rehearse the evaluation."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def compare_ranks(run: Run) -> None:
             "data": run.record.fingerprint,
             "order of convolutions": run.plan.memory_format,
         }
-        _same(world, facts, ALIKE)
+        _compare(world, facts, ALIKE)
     if run.plan.workers:
-        _same(world, environment(run), "use machines of one kind, or drop virtual_workers")
+        _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
     kept = world.gather(make.state_bytes(run.optimizer))
     run.plan = replace(run.plan, moments=None if None in kept else max(kept))
@@ -68,8 +68,8 @@ def compare_ranks(run: Run) -> None:
 
 
 def compare_weights(run: Run) -> None:
-    """(all ranks) Compare the parameters, and modules' own buffers; copies them to the host, but from a GPU a sum.
-    Once, what a new process would restore, too."""
+    """(all ranks) Compare the parameters, and the buffers that are not of norms: from a GPU only a checksum is copied.
+    After the first step, compare what a new process would restore, too."""
     resumable.check(run)
     _compare_weights(run)
 
@@ -82,10 +82,10 @@ def _compare_weights(run: Run) -> None:
     mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
     if len(set(run.world.gather(mine))) > 1:
         of_each = digests.each(run.model.named_parameters())
-        _same(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
+        _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
 
-def _same(world: World, facts: dict[str, str], todo: str) -> None:
+def _compare(world: World, facts: dict[str, str], todo: str) -> None:
     everyone = world.gather(facts)
     differences = [
         f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
@@ -100,8 +100,8 @@ def _same(world: World, facts: dict[str, str], todo: str) -> None:
 
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
-    """(all ranks) Score a few samples before the first step: a mistake in the evaluation shows now and not after an
-    epoch. Rank 0 does, because the others may have none. Sets `plan.gflop`. Nothing, where nothing is scored."""
+    """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in the evaluation shows
+    now and not after an epoch. Rank 0 does, because the others may have no samples. Sets `plan.gflop`."""
     if run.loaders.val is not None and type(run.task).score is not Task.score:
         gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
         run.plan = replace(run.plan, gflop=gflop)
@@ -117,15 +117,15 @@ def check_sums(run: Run) -> None:
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the
-    task, and not what may come of so few samples, such as a division by zero."""
+    """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the task,
+    but not what so few samples may cause, such as a division by zero."""
     task, loader, device = run.task, run.loaders.val, run.world.device
     batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
     samples = len(info_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
         sums, model = None, run.model.eval()
-        if device.type == "cpu" and run.plan.compile == "off":  # it decides the number of threads there
+        if device.type == "cpu" and run.plan.compile == "off":  # the number of threads there depends on it
             # Convolutions, products and attention count. An error is raised again below, without the counter in it.
             with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
                 sums, flop = task.score(model, batch), counter.get_total_flops()
@@ -149,7 +149,7 @@ def _rehearse(run: Run) -> float:
     except Exception as error:  # the report of the whole split counts, and the totals of trials are not there yet
         if isinstance(error, KeyError) and not task.num_trials:
             raise
-    if run.cfg.check_sums and not changed:  # else it would tell no more than the warning above
+    if run.cfg.check_sums and not changed:  # else it would only repeat the warning above
         line = adds_up.check(run, loader, adds_up.of_score)
         if "adds up: " not in line:
             console.warning(f"{line}\n")

@@ -1,8 +1,8 @@
-"""Before the first step: the sums of a task add up. A few samples are computed together and in two unequal parts, by
-the bare model in eval mode and float32, so that what is no sum over samples, such as a mean, is off by its own size.
+"""Before the first step: check that the sums of a task add up. A few samples are computed together and in two unequal
+parts, by the bare model in eval mode and float32: a mean, or anything else that is no sum, is off by its own size.
 
-The weights are shaken for it: at first all samples cost about the same, as those of a new classifier do, and a mean of
-tokens, times the samples, is nearly their sum; those of a layer that begins with zeros cost nothing.
+The weights are shaken first: those of a new classifier give all samples about the same loss, so that a mean over tokens
+times the number of samples is nearly their sum; those of a layer that begins with zeros give a loss of zero.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Values = dict[str, Tensor]
 """The sums of a batch by what a person calls them, on the host."""
 
 FEW, MANY = 5, 32
-"""Samples on a CPU, and where samples are slow, because this process fetches them here; and on a GPU."""
+"""Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""
 
 DRAWS, SURE = (8, 16, 32, 64), 6
-"""How often a loss that draws from a generator is computed until its mean tells; standard errors that count."""
+"""How often a loss that draws from a generator is computed until its mean is sure; how many standard errors that is."""
 
 TODO = "(check_sums=false skips this check)"
 NO_SUM = (
@@ -69,11 +69,11 @@ def of_score(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[str, Any]]) -> str:
-    """Return a line that says how well the `sums` of a batch add up, or why that is not known. Raises LockstepError
-    where they do not. Leaves weights, buffers, random numbers, and what modules and the task keep as they were."""
+    """Return a line on how well the `sums` of a batch add up, or why that is unknown. Raises LockstepError if they do
+    not. Leaves weights, buffers, random numbers, and what modules and the task keep as they were."""
     modes = [(module, module.training) for module in run.model.modules()]
     with phase.during("preflight"), kept_generators(run.world.device), contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # or each number of samples would be compiled
+        if "torch._dynamo" in sys.modules:  # it would compile for each number of samples
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         trial = _Trial(run, loader, sums)
         try:
@@ -86,7 +86,12 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
 
 
 class _Gap(NamedTuple):
-    """A sum, how far it is from that of its parts, and the size of these; exact, where it is a whole number."""
+    """How far a sum is from that of its parts.
+
+    size   the distance
+    scale  the size of the parts
+    exact  it is of whole numbers
+    """
 
     name: str
     whole: float
@@ -113,8 +118,9 @@ class _Trial:
     """Compute sums of a few samples, together and in two parts.
 
     begin     the weights of the model, and of modules that the task keeps, such as a teacher that is an average
-    weights   those that all is computed with
-    low       fewer digits than those of float32 may be in the arithmetic
+    weights   those to compute with
+    numbers   plain attributes of modules: the dict of each module, and their values
+    low       the arithmetic may have fewer digits than float32
     gathered  what `gather_batch` was given for all samples
     """
 
@@ -153,8 +159,7 @@ class _Trial:
 
     @torch.no_grad()
     def shake(self, weights: list[Tensor], seed: int, share: float, zeros: float = 0.0) -> None:
-        """Compute with these weights, of which those that are trained are moved by a share of their size; zeros by
-        `zeros`."""
+        """Add noise to these weights, if they are trained: a share of their size, or `zeros` to those that are zero."""
         self.put_back(weights)
         seed_generators(self.device, "weights", seed)
         for p in self.parameters:
@@ -164,7 +169,7 @@ class _Trial:
 
     def compute(self, begin: int, end: int, seed: int = 0) -> Values:
         """Return the sums of samples `begin` to `end`, on the host. The task is a copy, and so is what it keeps."""
-        self.put_back(self.weights)  # each time the same
+        self.put_back(self.weights)
         seed_generators(self.device, "adds up", seed)
         task: Task = object.__new__(type(self.run.task))  # `copy.copy` calls a class's own `__new__`
         vars(task).update({name: _copied(value) for name, value in vars(self.run.task).items()})
@@ -207,8 +212,8 @@ class _Trial:
 
 
 def _line(trial: _Trial) -> str:
-    """Compute in eval mode and float32, with shaken weights or as they are; or else as in training, if nothing in
-    the model depends on the cut then."""
+    """Compute in eval mode and float32 with shaken weights; if that fails, with the weights as they are; or else as in
+    training, if nothing in the model depends on the cut then."""
     run, why = trial.run, "" if trial.samples > 1 else "a pass of 1 sample cannot be cut"
     half = bool({p.dtype for p in run.model.parameters()} & {torch.bfloat16, torch.float16})
     for shaken, mixed in ((True, False), (False, False), (False, True)) if trial.samples > 1 else ():
@@ -229,7 +234,7 @@ def _line(trial: _Trial) -> str:
                     return _judged(trial, gaps, whole)
                 why = why or trial.told(bad)
         except getattr(torch, "AcceleratorError", MemoryError):
-            raise  # the device computes nothing any more
+            raise  # the device is lost
         except Exception as error:
             if isinstance(error, LockstepError) and (mixed or TODO in str(error)):
                 raise
@@ -238,21 +243,19 @@ def _line(trial: _Trial) -> str:
 
 
 def _judged(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
-    """Return the line, or raise LockstepError: not for what moves as far with weights that differ in the fourth
-    digit, as a loss of almost nothing and a count of near-ties do, or with other random numbers."""
+    """Return the line, or raise LockstepError: not for gaps that weights different in the fourth digit explain, as they
+    do those of a tiny loss or a count of near-ties, or that other random numbers explain."""
     name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
     wrong = [gap for gap in gaps if not gap.relative <= (0.0 if gap.exact and not trial.low else close)]
     digits = f"{max(gap.relative for gap in wrong or gaps):.0e}".replace("e-0", "e-")
-    cut, unknown = (
-        f"{samples} samples = {trial.first} + {samples - trial.first}",
-        f"whether {name} adds up is not known: ",
-    )
+    cut = f"{samples} samples = {trial.first} + {samples - trial.first}"
+    unknown = f"whether {name} adds up is not known: "
     if not wrong:
-        nothing = [gap.name for gap in gaps if gap.name.startswith("the loss") and not gap.whole and not gap.scale]
-        if name in nothing:
+        zero = [gap.name for gap in gaps if gap.name.startswith("the loss") and not gap.whole and not gap.scale]
+        if name in zero:
             return f"{unknown}it is 0 of these {samples} samples"
-        zeros = "".join(f"; {each} is 0 of these" for each in nothing)
-        return f"{name} adds up: {cut}{', each compared with all' * bool(trial.gathered)}, to {digits}{zeros}"
+        compared = ", each compared with all" if trial.gathered else ""
+        return f"{name} adds up: {cut}{compared}, to {digits}" + "".join(f"; {each} is 0 of these" for each in zero)
     again = trial.compute(0, samples)
     draws = trial.has_drawn()
     if moved := trial.buffers[0].changed():
@@ -273,7 +276,7 @@ def _judged(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
 
 
 def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
-    """Return the gaps that are larger than what weights move that differ in the fourth digit."""
+    """Return the gaps that weights different in the fourth digit do not explain."""
     floor, weights, others = 0.2 if trial.low else 0.0, trial.weights, list[Values]()
     for seed in range(1, 5):
         trial.shake(weights, seed, 1e-4)
@@ -283,7 +286,7 @@ def _beyond_rounding(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_G
 
 
 def _beyond_draws(trial: _Trial, wrong: list[_Gap], whole: Values) -> list[_Gap]:
-    """Return the gaps of means over many draws that are larger than what draws explain: those of noise vanish."""
+    """Return the gaps that remain in the means over many draws: those of noise vanish."""
     draws, found = list[list[Values]](), list[_Gap]()
     for count in DRAWS:
         draws += [[trial.compute(*cut, seed) for cut in trial.cuts] for seed in range(len(draws) + 1, count + 1)]
@@ -313,7 +316,7 @@ def _float32() -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor and of containers, short ones with what is in them; other objects are what they are."""
+    """Return a copy of a tensor or a container, of short containers a deep one; other objects are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if not isinstance(value, (list, dict, set, deque)):

@@ -1,7 +1,7 @@
 """After the first step, compare what a new process would restore with what runs.
 
-No weight is copied, and no code of the task runs a second time: what a checkpoint would hold is given, as it is, to a
-copy of the optimizer that has taken no step.
+No weight is copied, and no code of the task runs a second time: a copy of the optimizer that has taken no step loads
+what a checkpoint would hold.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(run: Run) -> None:
 def _check_model(run: Run, before: dict[str, str]) -> None:
     now = forms(run.task, run.model)
     for name in now | before:
-        was, became = (forms.get(name, "not there") for forms in (before, now))
+        was, became = before.get(name, "not there"), now.get(name, "not there")
         if was != became:
             what = f"no checkpoint of this model can be loaded: {name} is {was} at first, and {became} after a step"
             todo = "give it that form in `__init__`, or register it with persistent=False"
@@ -56,7 +56,7 @@ def _check_model(run: Run, before: dict[str, str]) -> None:
 
 
 def _check_plain(held: Any, where: str) -> None:
-    """Raise LockstepError for what `weights_only=True` would not load; tensors are left out of the file."""
+    """Raise LockstepError if `weights_only=True` would not load it; tried without the numbers of its tensors."""
     file, empty = io.BytesIO(), torch.empty(0)
     try:
         torch.save(batches.tree_map(held, lambda leaf: empty if type(leaf) in (Tensor, nn.Parameter) else leaf), file)
@@ -68,8 +68,8 @@ def _check_plain(held: Any, where: str) -> None:
 
 
 def _pass_on(error: Exception) -> None:
-    """Raise what comes from elsewhere: torch tells of a loader process that was killed by a signal handler's error,
-    wherever this thread is."""
+    """Raise an error that comes from elsewhere: where a loader process was killed, torch's signal handler raises,
+    whatever this thread is doing."""
     if "DataLoader worker" in str(error):
         raise error
 
@@ -83,7 +83,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimiz
     saved = batches.tree_map(state, lambda leaf: leaf.clone() if id(leaf) in twice else leaf) if twice else state
     torchs = type(optimizer).load_state_dict.__module__.startswith(("torch.", "engine."))
     try:
-        load_state(twin, saved if torchs else copy.deepcopy(saved))  # another's might change in place what it is given
+        load_state(twin, saved if torchs else copy.deepcopy(saved))  # others might change in place what they are given
         restored = twin.state_dict()
     except Exception as error:
         _pass_on(error)
@@ -108,7 +108,7 @@ def _error(what: str, todo: str) -> LockstepError:
 
 
 def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state that are there under several names."""
+    """Return the tensors that an optimizer's state holds under several names."""
     places: dict[Any, dict[str, Tensor]] = {}
     for name, value in batches.tree_leaves(state.get("state", {})):
         if isinstance(value, Tensor) and value.numel():
@@ -117,7 +117,7 @@ def _shared(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _changed(name: str, now: Any, then: Any) -> Iterator[str]:
-    """Yield the places of numbers, tensors and generators that differ, or were not there."""
+    """Yield the places of numbers, tensors and generators in `now` that differ from those in `then`."""
     if isinstance(now, torch.Generator):
         now, then = now.get_state(), isinstance(then, torch.Generator) and then.get_state()
     inner, others = batches.children(now), batches.children(then) or {}
