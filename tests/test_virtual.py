@@ -49,7 +49,7 @@ def terms(monkeypatch):
 @pytest.mark.parametrize("workers", range(1, 34))
 def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
     """Against a naive recursion: on every number of processes, each of which adds up its own block first."""
-    straight = tree.fold(((w, w + 1), Term(str(w))) for w in range(workers)).text
+    straight = tree.fold(tree.Node(w, w + 1, Term(str(w))) for w in range(workers)).text
     assert straight == grouped(0, workers)
     for processes in range(1, workers + 1):
         blocks = [tree.block(workers, rank, processes) for rank in range(processes)]
@@ -58,7 +58,7 @@ def test_the_tree_is_the_same_wherever_its_nodes_lie(terms, workers):
         for block in blocks:
             mine = []
             for worker in block:
-                tree.push(mine, ((worker, worker + 1), Term(str(worker))))
+                tree.push(mine, tree.Node(worker, worker + 1, Term(str(worker))))
             everyone += mine
         assert tree.fold(everyone).text == straight, processes
 
@@ -76,7 +76,7 @@ def test_sums_in_place_are_the_sums(in_place):
     values = [torch.randn(5) for _ in range(7)]
     copies = [value.clone() for value in values]
     a, b, c, d, e, f, g = copies
-    total = tree.fold((((n, n + 1), [value]) for n, value in enumerate(values)), in_place)[0]
+    total = tree.fold((tree.Node(n, n + 1, [value]) for n, value in enumerate(values)), in_place)[0]
     assert torch.equal(total, ((a + b) + (c + d)) + ((e + f) + g))
     assert in_place or all(map(torch.equal, values, copies)), "others read them, too"
 

@@ -81,13 +81,14 @@ class Buffers:
         """Restore what was kept, if the step was skipped: its forward passes have met infinities or NaN."""
         if skipped.device.type == "cpu" and not skipped:  # elsewhere the test is a sync point
             return
+        bad = skipped > 0
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for _, buffer, before in self.changes():
             by_dtype.setdefault(buffer.dtype, []).append((buffer, before))
         for pairs in by_dtype.values():  # four kernels each; to multiply by a mask would make NaN of infinities
             buffers, kept = zip(*pairs, strict=True)
             now, then = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (buffers, kept))
-            values = torch.where(skipped > 0, then, now).split([buffer.numel() for buffer in buffers])
+            values = torch.where(bad, then, now).split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(
                 buffers, [value.view_as(buffer) for value, buffer in zip(values, buffers, strict=True)]
             )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]  # a node of the tree: its first worker, and the one after its last
-Node = tuple[Span, list[Tensor]]  # and its sums
+Span = tuple[int, int]  # the workers of a node: the first, and the one after the last
+
+
+class Node(NamedTuple):
+    """The sums of the workers from `begin` to before `end`."""
+
+    begin: int
+    end: int
+    sums: list[Tensor]
 
 
 def block(workers: int, rank: int, processes: int) -> range:
@@ -21,16 +29,17 @@ def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
     or into new tensors."""
     nodes.append(node)
     while are_halves(nodes):
-        ((a, _), left), ((_, d), right) = nodes[-2:]
-        nodes[-2:] = [((a, d), _add(left, right, in_place))]
+        left, right = nodes[-2:]
+        nodes[-2:] = [Node(left.begin, right.end, _add(left.sums, right.sums, in_place))]
 
 
 def are_halves(nodes: list[Node]) -> bool:
     """Return whether the last two nodes are the halves of one."""
     if len(nodes) < 2:
         return False
-    (a, b), (c, d) = nodes[-2][0], nodes[-1][0]
-    return b == c and b - a == d - c and a % (d - a) == 0
+    left, right = nodes[-2:]
+    size = right.end - right.begin
+    return left.end == right.begin == left.begin + size and left.begin % (2 * size) == 0
 
 
 def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
@@ -39,9 +48,9 @@ def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
     tree: list[Node] = []
     for node in nodes:
         push(tree, node, in_place)
-    _, total = tree.pop()
+    total = tree.pop().sums
     while tree:
-        total = _add(tree.pop()[1], total, in_place)
+        total = _add(tree.pop().sums, total, in_place)
     return total
 
 
@@ -58,5 +67,5 @@ def spans(workers: int, rank: int, processes: int) -> tuple[list[Span], int]:
     most = 0
     for worker in block(workers, rank, processes):
         most = max(most, len(nodes))
-        push(nodes, ((worker, worker + 1), [torch.zeros(())]))
-    return [span for span, _ in nodes], most
+        push(nodes, Node(worker, worker + 1, [torch.zeros(())]))
+    return [(node.begin, node.end) for node in nodes], most

@@ -86,7 +86,7 @@ class Exchange:
     def _root(self, parts: list[list[Tensor]]) -> Tensor:
         """Return the root of the tree, given each process's part of each of its nodes."""
         nodes = [
-            (span, [part])
+            Node(*span, [part])
             for spans_of_rank, parts_of_rank in zip(self.by_rank, parts, strict=True)
             for span, part in zip(spans_of_rank, parts_of_rank, strict=True)
         ]
@@ -159,9 +159,10 @@ class VirtualWorkers(Plain):
         self.worker, self.others = -1, {}
         if not self.changes:
             return
-        exchange = Exchange(self.by_rank, [change for _, (change,) in self.changes])
+        exchange = Exchange(self.by_rank, [node.sums[0] for node in self.changes])
         exchange.add()
-        change, at, self.changes = exchange.result() / busy, 0, []
+        self.changes = []
+        change, at = exchange.result() / busy, 0
         for _, buffer, kept in self.buffers.changes():
             if buffer.is_floating_point():
                 buffer.copy_(kept.double() + change[at : at + buffer.numel()].view(buffer.shape))
@@ -184,7 +185,7 @@ class VirtualWorkers(Plain):
         if floats := [(buffer.flatten(), kept.flatten()) for _, buffer, kept in pairs if buffer.is_floating_point()]:
             after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
             same = (after == before) | self.idle  # infinities stay as they are
-            push(self.changes, ((self.worker, self.worker + 1), [torch.where(same, 0.0, after - before)]))
+            push(self.changes, Node(self.worker, self.worker + 1, [torch.where(same, 0.0, after - before)]))
 
     # ---- gradients ----
 
@@ -201,12 +202,12 @@ class VirtualWorkers(Plain):
         """Return the tree of a parameter, and its next node: a worker's gradient, or with its left neighbour's."""
         first, nodes = self.waiting.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
-        return nodes, ((first, worker + 1), [grad])
+        return nodes, Node(first, worker + 1, [grad])
 
     def _fill(self, nodes: list[Node], end: int, like: Tensor) -> None:
         """Push zeros for the workers before `end` whose passes did not use the parameter."""
-        for idle in range(nodes[-1][0][1] if nodes else self.block.start, end):
-            push(nodes, ((idle, idle + 1), [torch.zeros_like(like)]))
+        for idle in range(nodes[-1].end if nodes else self.block.start, end):
+            push(nodes, Node(idle, idle + 1, [torch.zeros_like(like)]))
 
     def _take_rest(self, right: bool = False) -> None:
         """Take the gradients that are still in `grad`: those of the worker before that `_take` did not, and those of
@@ -222,10 +223,10 @@ class VirtualWorkers(Plain):
             # Adding to -0.0 changes no bit, not even that of -0.0.
             p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
         while trees := [nodes for nodes in trees if are_halves(nodes)]:
-            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at][1]] for at in (-2, -1))
+            lefts, rights = ([tensor for nodes in trees for tensor in nodes[at].sums] for at in (-2, -1))
             torch._foreach_add_(rights, lefts)
             for nodes in trees:
-                nodes[-2:] = [((nodes[-2][0][0], nodes[-1][0][1]), nodes[-1][1])]
+                nodes[-2:] = [Node(nodes[-2].begin, nodes[-1].end, nodes[-1].sums)]
 
     @staticmethod
     def hook(state: "VirtualWorkers", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -242,7 +243,7 @@ class VirtualWorkers(Plain):
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.by_rank[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
-            torch._foreach_copy_(_views(flat, parameters, places), [grad for _, (grad,) in node])
+            torch._foreach_copy_(_views(flat, parameters, places), [of_one.sums[0] for of_one in node])
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         state.buckets.append((Exchange(state.by_rank, [*mine, buffer]), buffer, future))
         if bucket.is_last():
@@ -279,7 +280,7 @@ class VirtualWorkers(Plain):
             odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
             for p, grad in zip(odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True):
                 p.grad = grad
-        return fold((((w, w + 1), [row]) for w, row in enumerate(rows)), in_place=False)[0]
+        return fold((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
 
 def _views(flat: Tensor, parameters: list[Tensor], places: list[int]) -> list[Tensor]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.run import Run
 
 Values = dict[str, Tensor]
-"""The sums of a batch by what a person calls them, on the host."""
+"""The sums of a batch by the names that messages give them, on the host."""
 
 FEW, MANY = 5, 32
 """Samples on a CPU, or where loader processes would fetch them, because this process does; and on a GPU."""
@@ -50,7 +50,7 @@ NO_SUM = (
 
 
 def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the sums of a training loss by what a person calls them; of several terms those of each."""
+    """Return the sums of a training loss, or of each of its terms, by the names that messages give them."""
     if type(task).losses is Task.losses:
         loss = task.loss(model, batch)
         check_loss(loss, None, lambda names: [names])
@@ -77,7 +77,7 @@ def check(run: Run, loader: Any, sums: Callable[[Task, nn.Module, Batch], dict[s
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         trial = _Trial(run, loader, sums)
         try:
-            return _line(trial)
+            return _verdict(trial)
         finally:
             contract.under_way = None
             trial.put_back(trial.begin)
@@ -202,21 +202,26 @@ class _Trial:
         seed_generators(self.device, "adds up", 0)
         return now != numbers()
 
-    def told(self, gap: _Gap) -> str:
+    def described(self, gap: _Gap) -> str:
         parts = "{:.4g} and {:.4g}".format(*gap.parts)
         first, rest = self.first, self.samples - self.first
         return f"{gap.name} of {self.samples} samples is {gap.whole:.4g}, of {first} and {rest} of them {parts}"
+
+    def unknown(self, why: str) -> str:
+        return f"whether {self.name} adds up is not known: {why}"
 
     def error(self, what: str, todo: str) -> LockstepError:
         return LockstepError(what, f"the task's `{self.method}`", f"{todo} {TODO}")
 
 
-def _line(trial: _Trial) -> str:
+def _verdict(trial: _Trial) -> str:
     """Compute in eval mode and float32 with shaken weights; if that fails, with the weights as they are; or else as in
     training, if nothing in the model depends on the cut then."""
-    run, why = trial.run, "" if trial.samples > 1 else "a pass of 1 sample cannot be cut"
+    if trial.samples < 2:
+        return trial.unknown("a pass of 1 sample cannot be cut")
+    run, why = trial.run, ""
     half = bool({p.dtype for p in run.model.parameters()} & {torch.bfloat16, torch.float16})
-    for shaken, mixed in ((True, False), (False, False), (False, True)) if trial.samples > 1 else ():
+    for shaken, mixed in ((True, False), (False, False), (False, True)):
         training = mixed and trial.method != "score"
         run.model.train(training)
         trial.weights, trial.low = trial.begin, half or (mixed and run.precision.enabled)
@@ -231,46 +236,45 @@ def _line(trial: _Trial) -> str:
                 gaps = [_gap(name, values, *(part[name] for part in parts)) for name, values in whole.items()]
                 bad = next((gap for gap in gaps if not math.isfinite(gap.size)), None)
                 if not bad:
-                    return _judged(trial, gaps, whole)
-                why = why or trial.told(bad)
+                    return _judge(trial, gaps, whole)
+                why = why or trial.described(bad)
         except getattr(torch, "AcceleratorError", MemoryError):
             raise  # the device is lost
         except Exception as error:
             if isinstance(error, LockstepError) and (mixed or TODO in str(error)):
                 raise
             why = why or f"{type(error).__name__}: {str(error).partition(chr(10))[0]} (in eval mode)"
-    return f"whether {trial.name} adds up is not known: {why}"
+    return trial.unknown(why)
 
 
-def _judged(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
+def _judge(trial: _Trial, gaps: list[_Gap], whole: Values) -> str:
     """Return the line, or raise LockstepError: not for gaps that weights different in the fourth digit explain, as they
     do those of a tiny loss or a count of near-ties, or that other random numbers explain."""
     name, samples, close = trial.name, trial.samples, 5e-2 if trial.low else 1e-4
     wrong = [gap for gap in gaps if not gap.relative <= (0.0 if gap.exact and not trial.low else close)]
     digits = f"{max(gap.relative for gap in wrong or gaps):.0e}".replace("e-0", "e-")
     cut = f"{samples} samples = {trial.first} + {samples - trial.first}"
-    unknown = f"whether {name} adds up is not known: "
     if not wrong:
         zero = [gap.name for gap in gaps if gap.name.startswith("the loss") and not gap.whole and not gap.scale]
         if name in zero:
-            return f"{unknown}it is 0 of these {samples} samples"
+            return trial.unknown(f"it is 0 of these {samples} samples")
         compared = ", each compared with all" if trial.gathered else ""
         return f"{name} adds up: {cut}{compared}, to {digits}" + "".join(f"; {each} is 0 of these" for each in zero)
     again = trial.compute(0, samples)
     draws = trial.has_drawn()
     if moved := trial.buffers[0].changed():
-        return f"{unknown}a forward pass changes the buffer {moved[0]} in eval mode"
+        return trial.unknown(f"a forward pass changes the buffer {moved[0]} in eval mode")
     for gap in wrong:
         if (other := _distance(again[gap.name], whole[gap.name])) > close * gap.scale:
             what = f"{gap.name} of the same {samples} samples is different the second time, by {other:.2g}"
             if trial.run.cfg.random_samples == "warn" or trial.method == "score":
-                return unknown + what
+                return trial.unknown(what)
             raise trial.error(what, "draw from batch['lockstep'].seed, and keep nothing that changes it")
     if found := (_beyond_draws if draws else _beyond_rounding)(trial, wrong, whole):
         worst = max(found, key=lambda gap: gap.relative)
         slack = (0.2 if draws else 1e-3) * worst.size
         mean = min(worst.parts) - slack <= worst.whole <= max(worst.parts) + slack
-        raise trial.error(trial.told(worst), "a mean? return the sum" if mean else NO_SUM)
+        raise trial.error(trial.described(worst), "a mean? return the sum" if mean else NO_SUM)
     why = "it draws from a generator, and not from batch['lockstep'].seed: another cut, other numbers"
     return f"{name} adds up only to {digits}, {cut}: {why if draws else 'rounding'}"
 

@@ -25,8 +25,8 @@ if "flat" in sys.argv[2:]:
     def push(nodes, node, in_place=True):
         nodes.append(node)
         while len(nodes) > 1:
-            ((a, _), left), ((_, d), right) = nodes[-2:]
-            nodes[-2:] = [((a, d), tree._add(left, right, in_place))]
+            left, right = nodes[-2:]
+            nodes[-2:] = [tree.Node(left.begin, right.end, tree._add(left.sums, right.sums, in_place))]
 
     tree.push = virtual.push = push
 if "rank" in sys.argv[2:]:
