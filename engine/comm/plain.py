@@ -12,15 +12,15 @@ from engine.comm.world import World
 
 
 class Plain:
-    """Gradients and sums are left as a pass leaves them: DDP and one all-reduce add up those of the ranks. Virtual
-    workers (`virtual.VirtualWorkers`) replace these methods.
+    """Gradients and sums stay as a pass leaves them: DDP and one all-reduce add up those of the ranks. Virtual workers
+    (`virtual.VirtualWorkers`) override these methods.
 
-    mode   of ddp.buffers
+    mode   ddp.buffers
     block  numbers of the workers of this process
-    check  compare what virtual workers must leave alike in the coming step
+    check  in the coming step, compare the buffers that all virtual workers must leave the same
     """
 
-    hook: Any = None  # of DDP
+    hook: Any = None  # DDP's communication hook
 
     def __init__(self, world: World, model: nn.Module, mode: str):
         self.world, self.model, self.mode = world, model, mode
@@ -43,7 +43,7 @@ class Plain:
         return totals
 
     def end_step(self, skipped: Tensor, samples: int) -> None:
-        """(all ranks) Restore the buffers if the step was skipped; make them one where ddp.buffers asks for it."""
+        """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if ddp.buffers asks."""
         self.buffers.put_back(skipped)
         if self.mode != "same":
             self.world.broadcast_or_mean(self.buffers(of_norms=False).values(), mean=self.mode == "mean")

@@ -20,12 +20,12 @@ class Node(NamedTuple):
 
 
 def block(workers: int, rank: int, processes: int) -> range:
-    """Return the virtual workers that a process runs: as even as can be, in the order of the ranks."""
+    """Return the virtual workers that a process runs: blocks are as equal as possible, in the order of the ranks."""
     return range(workers * rank // processes, workers * (rank + 1) // processes)
 
 
 def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
-    """Append a node, and add up the last two for as long as they are the halves of one: in place into the right half,
+    """Append a node, and add up the last two while they are the halves of a larger one: in place, into the right half,
     or into new tensors."""
     nodes.append(node)
     while are_halves(nodes):
@@ -34,7 +34,7 @@ def push(nodes: list[Node], node: Node, in_place: bool = True) -> None:
 
 
 def are_halves(nodes: list[Node]) -> bool:
-    """Return whether the last two nodes are the halves of one."""
+    """Return whether the last two nodes are the halves of a larger one."""
     if len(nodes) < 2:
         return False
     left, right = nodes[-2:]
@@ -43,8 +43,8 @@ def are_halves(nodes: list[Node]) -> bool:
 
 
 def fold(nodes: Iterable[Node], in_place: bool = True) -> list[Tensor]:
-    """Return the root of the tree over all nodes, in order. Where their number is no power of two, what is left is
-    added up from the right."""
+    """Return the sums of all nodes, which come in order. Where the number of workers is no power of two, several trees
+    are left: they are added up from the right."""
     tree: list[Node] = []
     for node in nodes:
         push(tree, node, in_place)
@@ -62,7 +62,7 @@ def _add(left: list[Tensor], right: list[Tensor], in_place: bool) -> list[Tensor
 
 
 def spans(workers: int, rank: int, processes: int) -> tuple[list[Span], int]:
-    """Return the nodes that are left of a process's block once halves are added up, and the most that ever wait."""
+    """Return the nodes that remain of a process's block once halves are added up, and the most that ever wait."""
     nodes: list[Node] = []
     most = 0
     for worker in block(workers, rank, processes):

@@ -128,14 +128,15 @@ class VirtualWorkers(Plain):
     # ---- one worker after the other ----
 
     def begin_pass(self, micro: Any, in_ddp: bool) -> None:
-        """Begin a pass, a `data_loader.MicroBatch`. `in_ddp`: the last one of a step leaves its gradients to `hook`.
+        """Begin a pass, a `data_loader.MicroBatch`. With `in_ddp` a step's last pass leaves its gradients to `hook`.
 
         A left leaf of the tree stays in `p.grad`, if its neighbour runs here: autograd adds in place, and a gradient
         that finds none is often copied.
         """
         if micro.opens_worker:
             self.begin_worker(micro.worker, micro.empty)
-        self.in_ddp, one_pass = in_ddp, micro.opens_worker and micro.closes_worker
+        self.in_ddp = in_ddp
+        one_pass = micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
         self.takes = micro.closes_worker and not (self.waits or self.at_end or (micro.closes_step and in_ddp))
 
@@ -195,11 +196,11 @@ class VirtualWorkers(Plain):
         if self.waits:
             self.waiting[number] = self.worker
         elif self.takes and p.grad is not None:
-            push(*self.place(number, self.worker, p.grad))
+            push(*self._as_node(number, self.worker, p.grad))
             p.grad = None
 
-    def place(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
-        """Return the tree of a parameter, and its next node: a worker's gradient, or with its left neighbour's."""
+    def _as_node(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
+        """Return the tree of a parameter, and its next node: the gradient of a worker, or of two neighbours."""
         first, nodes = self.waiting.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
         return nodes, Node(first, worker + 1, [grad])
@@ -217,10 +218,10 @@ class VirtualWorkers(Plain):
             used, waits = number in self.added, number in self.waiting
             if p.grad is None or not (used or waits) or (waits and right):
                 continue
-            nodes, node = self.place(number, self.worker if used else self.waiting[number], p.grad)
+            nodes, node = self._as_node(number, self.worker if used else self.waiting[number], p.grad)
             nodes.append(node)
             trees.append(nodes)
-            # Adding to -0.0 changes no bit, not even that of -0.0.
+            # A gradient added to -0.0 keeps its bits, even if it is -0.0.
             p.grad = torch.full_like(p.grad, -0.0) if self.unused and self.in_ddp else None
         while trees := [nodes for nodes in trees if are_halves(nodes)]:
             lefts, rights = ([tensor for nodes in trees for tensor in nodes[at].sums] for at in (-2, -1))
@@ -234,16 +235,16 @@ class VirtualWorkers(Plain):
         when the last one is: the backward pass continues meanwhile."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         # Not the views that `gradients` returns: they are contiguous, and DDP keeps the layouts of the parameters.
-        places = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
+        offsets = [int(view.storage_offset() - buffer.storage_offset()) for view in bucket.gradients()]
         numbers = [state.number[id(p)] for p in parameters]
-        for number, view in zip(numbers, _views(buffer, parameters, places), strict=True):
+        for number, view in zip(numbers, _views(buffer, parameters, offsets), strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-            push(*state.place(number, state.block[-1], view))
+            push(*state._as_node(number, state.block[-1], view))
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.by_rank[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
-            torch._foreach_copy_(_views(flat, parameters, places), [of_one.sums[0] for of_one in node])
+            torch._foreach_copy_(_views(flat, parameters, offsets), [of_one.sums[0] for of_one in node])
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         state.buckets.append((Exchange(state.by_rank, [*mine, buffer]), buffer, future))
         if bucket.is_last():
@@ -266,8 +267,8 @@ class VirtualWorkers(Plain):
         return rows
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Return (columns,): the root of the tree over the rows. And give the parameters their gradients, where one
-        process has all workers and no DDP."""
+        """Return (columns,): the root of the tree over the rows. Also give the parameters their gradients, where one
+        process runs all workers without DDP."""
         if not self.in_ddp:
             self._take_rest()
         for number, nodes in self.pending.items():
@@ -276,23 +277,23 @@ class VirtualWorkers(Plain):
             (p.grad,) = fold(nodes)
         self.pending.clear()
         if self.in_ddp and self.world.device.type == "cuda":
-            # A norm adds in another order where memory is not aligned: as in DDP's buckets, and not without DDP.
+            # A norm adds in a different order where memory is not aligned, as in DDP's buckets: copy those gradients.
             odd = {p: p.grad for p in self.parameters if p.grad is not None and p.grad.data_ptr() % ALIGNED}
             for p, grad in zip(odd, torch._foreach_mul([*odd.values()], 1.0) if odd else (), strict=True):
                 p.grad = grad
         return fold((Node(w, w + 1, [row]) for w, row in enumerate(rows)), in_place=False)[0]
 
 
-def _views(flat: Tensor, parameters: list[Tensor], places: list[int]) -> list[Tensor]:
+def _views(flat: Tensor, parameters: list[Tensor], offsets: list[int]) -> list[Tensor]:
     """Return the views of a bucket's flat tensor in which DDP keeps the gradients of `parameters`."""
     return [
-        flat.as_strided(p.shape, _dense_strides(p), flat.storage_offset() + place)
-        for p, place in zip(parameters, places, strict=True)
+        flat.as_strided(p.shape, _dense_strides(p), flat.storage_offset() + offset)
+        for p, offset in zip(parameters, offsets, strict=True)
     ]
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient in DDP's bucket (torch/csrc/distributed/c10d/reducer.cpp, read in 2.13): those
-    of its parameter if they leave no gaps, or else the usual ones."""
+    of its parameter if they leave no gaps, or else those of a contiguous tensor."""
     dense = torch.empty_like(p, device="meta").stride() == p.stride()
     return p.stride() if dense else torch.empty(p.shape, device="meta").stride()

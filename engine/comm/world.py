@@ -79,9 +79,9 @@ class World:
 
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
-    """(all ranks) Wrap a block without collectives: if it raises LockstepError on one rank, all raise the first.
+    """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the first one's.
 
-    Other exceptions end the run at once, with their traceback: the other ranks learn of them from the watchdog.
+    Other exceptions end the run at once, with their traceback; the watchdog tells the other ranks.
     """
     problem: tuple[str, int] | None = None
     try:

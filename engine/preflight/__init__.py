@@ -40,6 +40,7 @@ def compare_ranks(run: Run) -> None:
     """(all ranks) Compare config, code, versions, data and weights, and check the result of one all-reduce. Raises
     LockstepError (exit code 6) with the first rank that differs."""
     world = run.world
+    # For errors in the steps to come: the parameters that DDP numbers, and batches that need less memory.
     status.current.parameter_names = [name for name, p in run.model.named_parameters() if p.requires_grad]
     smaller = functools.partial(plan.next_smaller_batch, run.plan, run.cfg)
     status.current.smaller = smaller(evaluating=False), smaller(evaluating=True)
