@@ -196,10 +196,10 @@ class VirtualWorkers(Plain):
         if self.waits:
             self.waiting[number] = self.worker
         elif self.takes and p.grad is not None:
-            push(*self._as_node(number, self.worker, p.grad))
+            push(*self.as_node(number, self.worker, p.grad))
             p.grad = None
 
-    def _as_node(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
+    def as_node(self, number: int, worker: int, grad: Tensor) -> tuple[list[Node], Node]:
         """Return the tree of a parameter, and its next node: the gradient of a worker, or of two neighbours."""
         first, nodes = self.waiting.pop(number, worker), self.pending[number]
         self._fill(nodes, first, grad)
@@ -218,7 +218,7 @@ class VirtualWorkers(Plain):
             used, waits = number in self.added, number in self.waiting
             if p.grad is None or not (used or waits) or (waits and right):
                 continue
-            nodes, node = self._as_node(number, self.worker if used else self.waiting[number], p.grad)
+            nodes, node = self.as_node(number, self.worker if used else self.waiting[number], p.grad)
             nodes.append(node)
             trees.append(nodes)
             # A gradient added to -0.0 keeps its bits, even if it is -0.0.
@@ -240,7 +240,7 @@ class VirtualWorkers(Plain):
         for number, view in zip(numbers, _views(buffer, parameters, offsets), strict=True):
             if number not in state.added:
                 view.add_(0.0)  # the last worker's zeros: they make 0.0 of -0.0
-            push(*state._as_node(number, state.block[-1], view))
+            push(*state.as_node(number, state.block[-1], view))
         nodes = zip(*(state.pending.pop(number) for number in numbers), strict=True)
         mine = [torch.zeros_like(buffer) for _ in state.by_rank[state.world.rank][1:]]
         for flat, node in zip(mine, nodes, strict=False):  # the last one is in the bucket
