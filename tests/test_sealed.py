@@ -58,9 +58,9 @@ def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
     monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
-    assert Failure.told(note) == told
+    assert Failure.from_note(note) == told
     monkeypatch.setattr(status.current, "shrinks", False)
-    assert told is None or Failure.told(note).again == {}
+    assert told is None or Failure.from_note(note).again == {}
 
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])

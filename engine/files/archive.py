@@ -15,15 +15,25 @@ import torch
 from engine.errors import LockstepError, headline
 from engine.files.atomic import sha256_of
 
-PLAIN = frozenset(
+ALLOWED_GLOBALS = frozenset(
     "collections.OrderedDict collections.Counter torch.Size torch.device _codecs.encode __builtin__.set "
     "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
     "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
 )
 """Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for plain values."""
 
-BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
-BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+ELEMENT_BYTES = {
+    "Double": 8,
+    "Float": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+    "Char": 1,
+    "Byte": 1,
+}
+ELEMENT_BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
 """Bytes of an element, by the name of its storage; torch's own classes warn when they are used."""
 
 
@@ -62,11 +72,11 @@ class _DryUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage"):
-            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
-                return BYTES[name.removesuffix("Storage")]
+            if name.endswith("Storage") and name.removesuffix("Storage") in ELEMENT_BYTES:
+                return ELEMENT_BYTES[name.removesuffix("Storage")]
             if isinstance(dtype := getattr(torch, name, None), torch.dtype):
                 return dtype
-        if f"{module}.{name}" not in PLAIN:
+        if f"{module}.{name}" not in ALLOWED_GLOBALS:
             raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
         return OrderedDict if name == "OrderedDict" else lambda *given: None
 

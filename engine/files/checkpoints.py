@@ -65,19 +65,19 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
-        self.forgotten: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
+        self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
         self.warnings: list[str] = []
 
     @property
     def last(self) -> Path | None:
         return self.folder / self.entries[-1].file if self.entries else None
 
-    def forget_after(self, path: Path) -> None:
-        """Resume from `path`: later checkpoints are damaged, and no longer count."""
+    def truncate_after(self, path: Path) -> None:
+        """Drop the checkpoints after `path`, the one resumed: they are damaged, and no longer count."""
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
-            self.forgotten = set(names[len(self.entries) :])
+            self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class Checkpoints:
             for torn in os.listdir(self.folder):
                 if torn.startswith(".") and torn.endswith(".pt.tmp"):  # left by a crash; it may take the room we need
                     os.unlink(self.folder / torn)
-            if name in self.forgotten:  # it stops counting before it is overwritten
+            if name in self.truncated:  # it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
             try:
@@ -116,7 +116,7 @@ class Checkpoints:
             raise _unusable(what, path, f"{room}; {todo}") from error
         # One without a SHA-256 was in no manifest, and may be the user's own.
         dropped = [entry.file for entry in entries if entry not in kept and entry.sha256]
-        self.entries, self.best, self.forgotten = kept, chosen, set()
+        self.entries, self.best, self.truncated = kept, chosen, set()
         self._update_links(name, dropped)
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
@@ -176,8 +176,8 @@ LOST_S, SHARE = 10.0, 0.01
 """Without `save_every` a checkpoint is due at the end of an epoch once LOST_S have passed since the last one, or it
 took at most SHARE of the time since; within an epoch, once it took at most that and `save_minutes` have passed."""
 
-RETRY_S, MANY = (15.0, 600.0), 3
-"""Seconds to the next save after one that failed, doubled with each in a row, and at most; failures until a warning."""
+RETRY_S, RETRY_MOST_S, WARN_AFTER = 15.0, 600.0, 3
+"""Seconds to the next save after one that failed, doubled with each in a row; the most; failures until a warning."""
 
 
 class CheckpointWriter:
@@ -203,7 +203,7 @@ class CheckpointWriter:
 
     def _set_due(self, since: float, cost: float) -> None:
         """Set both times by the last save: when it began, and its CPU seconds (infinite in flight, 0 if it failed)."""
-        wait = min(RETRY_S[0] * 2 ** min(self.failures, 9), RETRY_S[1]) if self.failures else 60 * self.minutes
+        wait = min(RETRY_S * 2 ** min(self.failures, 9), RETRY_MOST_S) if self.failures else 60 * self.minutes
         self.due_at = since + max(wait, cost / SHARE)
         self.epoch_due_at = since + min(LOST_S, cost / SHARE)
 
@@ -239,13 +239,13 @@ class CheckpointWriter:
     def _count(self) -> None:
         """Count failures in a row; if they are many, warn in the log and the status, until a save succeeds."""
         before, self.failures = self.failures, self.failures + 1 if self.failed else 0
-        if self.failures >= MANY:
+        if self.failures >= WARN_AFTER:
             held = self.checkpoints.entries
             lost = f"nothing since step {held[-1].step} is on disk" if held else "nothing is on disk"
             warning = f"{self.failures} saves in a row have failed: {lost}"
             console.warning(warning)
             status.current.update(warning=warning)
-        elif before >= MANY:
+        elif before >= WARN_AFTER:
             console.info("A checkpoint could be written again")
             status.current.update(warning="")
 

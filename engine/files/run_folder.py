@@ -75,7 +75,7 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError("another run has written here meanwhile", str(folder), "start the same command again")
     if resumed:
-        checkpoints.forget_after(resumed)
+        checkpoints.truncate_after(resumed)
     return folder, checkpoints
 
 

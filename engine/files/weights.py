@@ -49,15 +49,15 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    if zipfile.is_zipfile(path):  # torch's older format is none
+    if zipfile.is_zipfile(path):  # not one in torch's older format, which torch reads tensor by tensor
         check_archive(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
     if "format" in found:  # Lockstep's: what an evaluation would use
         found = found["ema"] or found["model"]
     else:
         found = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
-    named = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
-    return {name: value for name, value in named.items() if name != "n_averaged"}
+    found.pop("n_averaged", None)  # of an average
+    return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def fitted(weights: dict[str, Any], own: Collection[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from engine.survive import restart, terminal, watchdog
 from engine.survive.notes import Failure
 from engine.survive.signals import cleanup
 
-HERE = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def end(error: BaseException, debug: bool) -> int:
@@ -83,10 +83,11 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
     """Return the error as one for the user. Exit code 1: an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
-    place, folder, text, code = [_frame(error)], status.current.folder, headline(error), 1
+    text, code = headline(error), 1
+    places = [_frame(error)]
     if world is not None:
-        place += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
-    where = ", ".join(filter(None, place))
+        places += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
+    where = ", ".join(filter(None, places))
     if restart.ran_out(error):
         return _out_of_memory(text or "no words", where, world)
     if text.startswith(("DataLoader worker", "DataLoader timed out")):
@@ -105,21 +106,23 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        todo = hint(error) or _advice(error)
-        todo = todo or (f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback")
+        folder = status.current.folder
+        traced = f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback"
+        todo = hint(error) or _advice(error) or traced
     return LockstepError(what, where, todo, exit_code=code)
 
 
 def _advice(error: BaseException) -> str:
     """Return the keys of the batch after a KeyError, or the sample whose label is none of the model's outputs."""
     scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # the innermost first
-    given = [[value for value in there.values() if type(value) is dict and INFO_KEY in value] for there in scopes]
-    if isinstance(error, KeyError) and given and given[0] and error.args and error.args[0] not in given[0][0]:
-        return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != INFO_KEY)}"
+    batches = [[value for value in there.values() if type(value) is dict and INFO_KEY in value] for there in scopes]
+    batch = batches[0][0] if batches and batches[0] else None  # that of the line that failed
+    if isinstance(error, KeyError) and batch and error.args and error.args[0] not in batch:
+        return f"the batch has {', '.join(repr(name) for name in batch if name != INFO_KEY)}"
     if found := isinstance(error, IndexError) and re.match(r"Target (-?\d+) is out of bounds", str(error)):
         with contextlib.suppress(Exception):  # torch's own names; a label may be of a part of a sample
             logits, y = next((there["input"], there["target"]) for there in scopes if {"input", "target"} <= {*there})
-            index = next(batch[INFO_KEY].index for batches_of in given for batch in batches_of)
+            index = next(each[INFO_KEY].index for held in batches for each in held)
             sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
             return f"the label of sample {sample} is none of the model's {logits.shape[1]} outputs, numbered from 0"
     if "device-side assert" in str(error):
@@ -149,7 +152,7 @@ def _frame(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in libraries):
             path = Path(frame.filename)
-            shown = path.relative_to(HERE) if path.is_relative_to(HERE) else path
+            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
             return f"{shown}:{frame.lineno} in {frame.name}"
     return ""
 

@@ -42,7 +42,7 @@ class Failure:
     again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
 
     @classmethod
-    def told(cls, note: Any) -> Failure | None:
+    def from_note(cls, note: Any) -> Failure | None:
         """Return the failure in a note of another process, which may ask little of this one; None if it holds none."""
         cause = parse(cls, note)
         if cause and not 1 <= cause.exit_code <= status.DISTRIBUTED:
@@ -118,7 +118,7 @@ class Notes:
         return {rank: beat for rank, beat in found.items() if beat}
 
     def first_cause(self) -> Failure | None:
-        return Failure.told(self.get_first("failure"))
+        return Failure.from_note(self.get_first("failure"))
 
     def claim(self, cause: Failure) -> tuple[Failure, bool]:
         """Return (the first cause, whether it is this one); without a store every rank reports its own."""

@@ -58,7 +58,7 @@ class Watchdog:
                 (self._store_gone, grace_s),
                 (self._waits_too_long, 0.0),
             ]
-        self.since: dict[int, float] = {}  # time.monotonic() of the first cause in a row, by the number of its check
+        self.since: dict[Any, float] = {}  # check -> time.monotonic() of its first cause in a row
         self.beats = 0
         self.warned = 0.0  # when the wait began that was warned of
         self.dumped = -1  # the step of the last stacks
@@ -85,11 +85,11 @@ class Watchdog:
             self._beat()
             self._share_stop()
         self._warn_of_a_long_phase()
-        for number, (check, grace_s) in enumerate(self.checks):
+        for check, grace_s in self.checks:
             cause, now = check(), time.monotonic()
             if cause is None:
-                self.since.pop(number, None)
-            elif now - self.since.setdefault(number, now) >= grace_s:
+                self.since.pop(check, None)
+            elif now - self.since.setdefault(check, now) >= grace_s:
                 self._end(cause)
 
     def _end(self, cause: Failure) -> None:
@@ -97,7 +97,7 @@ class Watchdog:
         if not status.current.ended.acquire(blocking=False):  # the main thread is ending it
             return
         cause, claimed = self.notes.claim(cause)
-        announce(self.world, cause, claimed, aloud=claimed and (is_local_rank0() or not self.notes.gone))
+        announce(self.world, cause, claimed, aloud=is_local_rank0() or not self.notes.gone)
         for beat in self.silent if claimed else ():
             # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. Only a stopped process or
             # one of this torchrun is killed: a beat in the store may be a stranger's, with any pid.
@@ -187,7 +187,8 @@ class Watchdog:
         took, step, alone = time.monotonic() - since, self.phase.step, self.world.size == 1
         if took <= self.timeout_s / 2 or self.warned == since or not (step if alone else waits):
             return
-        self.warned, dumps = since, {self.world.rank: stacks()}
+        self.warned = since
+        dumps = {self.world.rank: stacks()}
         text = f"{doing} has taken {took:.0f} s (step {step})"
         if not alone:
             if not self.notes.put_first(f"dump{step}", True):  # another rank warns

@@ -320,7 +320,7 @@ def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: 
         path, _ = find_checkpoint("auto", folder)  # the next start finds its checkpoint and saves
         checkpoints = Checkpoints(folder, SCENES[scene][1])
         if path:
-            checkpoints.forget_after(path)
+            checkpoints.truncate_after(path)
         commit(checkpoints, 9)
         assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
         shutil.rmtree(folder)
@@ -812,7 +812,7 @@ def test_going_back_to_an_older_one(run):
         folder = run.parent / str(n)
         shutil.copytree(run, folder, symlinks=True)
         checkpoints = Checkpoints(folder, 2)
-        checkpoints.forget_after((folder / "step_1.pt").resolve())
+        checkpoints.truncate_after((folder / "step_1.pt").resolve())
         faults = Faults(n, "kill")
 
         def again(checkpoints=checkpoints, faults=faults):
@@ -834,7 +834,7 @@ def test_a_best_one_that_was_gone_back_behind_is_none(tmp_path, bests, left):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         commit(checkpoints, step, best=step in bests)
-    checkpoints.forget_after(tmp_path / "step_1.pt")
+    checkpoints.truncate_after(tmp_path / "step_1.pt")
     commit(checkpoints, 3)
     assert checkpoints.best == Checkpoints(tmp_path).best == left and found(tmp_path) == 3
 
@@ -842,7 +842,7 @@ def test_a_best_one_that_was_gone_back_behind_is_none(tmp_path, bests, left):
 def test_a_relative_folder_and_an_absolute_path_are_the_same(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     checkpoints = Checkpoints(Path("run"))
-    checkpoints.forget_after(run / "step_1.pt")
+    checkpoints.truncate_after(run / "step_1.pt")
     assert checkpoints.last == Path("run/step_1.pt")
     assert find_checkpoint("run", None)[0] == run / "step_2.pt"
 
