@@ -45,6 +45,7 @@ SMALLER = {"global_batch": 12, "batch_size": 2, "gradient_accumulation_steps": 0
         (SAYS | {"exit_code": 0}, Failure(1, "x", 1)),
         (SAYS | {"exit_code": 75}, Failure(1, "x", 1)),
         (SAYS | {"text": "\x1b]0;owned\x07\x9b2J" + "x" * 10_000}, Failure(1, ("]0;owned2J" + "x" * 10_000)[:3997], 3)),
+        (SAYS | {"details": "x" * 9000}, Failure(1, "x", 3, "x" * 9000)),
         (SAYS | {"again": SMALLER}, Failure(1, "x", 3, again=SMALLER)),
         *((SAYS | {"again": SMALLER | odd}, Failure(1, "x", 3)) for odd in ({"task": "evil.py"}, {"batch_size": 1})),
         (SAYS | {"again": {"global_batch": 7}}, Failure(1, "x", 3)),

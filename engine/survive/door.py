@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 from engine import private
 from engine.comm.world import World
 from engine.comm.world import sync_errors as sync_errors
@@ -70,11 +67,10 @@ def keep(run: Run, state: dict[str, Any]) -> Iterator[None]:
     writer.unsaved = None
 
 
-def check_all_reduced(net: nn.Module) -> None:
+def check_all_reduced(net: Any) -> None:
     """Check after the backward passes of a step, before anything else is summed. DDP all-reduces a bucket once all its
     gradients are there: a rank that lacks one would answer the others' all-reduce with its next sum."""
-    if isinstance(net, DistributedDataParallel):
-        private.check_all_gradients_reduced(net)
+    private.check_all_gradients_reduced(net)
 
 
 def exit_code(stopped: str) -> int:
