@@ -466,29 +466,30 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
 def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
     """At the end of an epoch after ten seconds, or once the last one's CPU time is a hundredth of the time since; at
     once, if that failed. Within an epoch after `minutes`, and that hundredth; after failures sooner."""
-    clock = SimpleNamespace(used=0.0, monotonic=lambda: 100.0, thread_time=lambda: clock.used)
+    clock = SimpleNamespace(used=0.0, now=100.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
     monkeypatch.setattr(CHECKPOINTS, "time", clock)
     go_on = threading.Event()
 
     def sync():
         go_on.wait(60)
-        clock.used += 0.03
+        clock.used, clock.now = clock.used + 0.03, clock.now + 7  # it counts from its begin
 
     (run := tmp_path / "run").mkdir()
     logger = SimpleNamespace(sync=sync)
     with contextlib.closing(CheckpointWriter(Checkpoints(run), logger, "F1", minutes=0.01)) as writer:
 
         def due(minutes):
-            writer.minutes = minutes
+            writer.minutes, began = minutes, clock.now
             writer.write(state(1))
             with contextlib.suppress(LockstepError):
                 writer.wait()
-            return round(writer.epoch_due_at - 100, 6), round(writer.due_at - 100, 6)
+            return round(writer.epoch_due_at - began, 6), round(writer.due_at - began, 6)
 
         assert (writer.epoch_due_at, writer.due_at) == (100, 100.6), "there is none yet"
         writer.write(state(1))
         assert (writer.epoch_due_at, writer.due_at) == (110, math.inf), "it is still being written"
         go_on.set()
+        writer.wait()
         assert [due(minutes) for minutes in (0.01, 0.06, math.inf)] == [(3.0, 3.0), (3.0, 3.6), (3.0, math.inf)]
         shutil.rmtree(run)
         for times, seconds in ((1, 30), (2, 60), (7, 600), (2000, 600)):
