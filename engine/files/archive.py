@@ -22,18 +22,8 @@ ALLOWED_GLOBALS = frozenset(
 )
 """Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for plain values."""
 
-ELEMENT_BYTES = {
-    "Double": 8,
-    "Float": 4,
-    "Half": 2,
-    "BFloat16": 2,
-    "Long": 8,
-    "Int": 4,
-    "Short": 2,
-    "Char": 1,
-    "Byte": 1,
-}
-ELEMENT_BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+ELEMENT_BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1}
+ELEMENT_BYTES |= {"Byte": 1, "Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
 """Bytes of an element, by the name of its storage; torch's own classes warn when they are used."""
 
 
