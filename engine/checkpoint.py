@@ -28,17 +28,16 @@ from engine.plan import Plan
 from engine.run import Progress, Run, environment
 
 FORMAT = 3
-"""Format 2 held the random state of each rank; every pass is seeded now."""
+"""Format 2 also held the random state of each rank; now every pass is seeded."""
 
 FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
-    "save_minutes optim.zero schedule.horizon random_samples init_from check_resume check_sums"
+    "save_minutes optim.zero schedule.horizon random_samples init_from check_resume check_sums ddp. wandb."
 ).split()
-FREE_SECTIONS = ("ddp.", "wandb.")
-"""Keys that may differ from the checkpoint's config, besides `Task.resumable_keys`. global_batch and schedule.horizon
-are compared by resolved value, the data by fingerprint."""
+"""Keys and sections (`ddp.`) that may differ from the checkpoint's config, with `Task.resumable_keys`. global_batch and
+schedule.horizon are compared by resolved value, the data by fingerprint."""
 
 IN_EVERY_FORMAT = (
     "config progress global_batch num_samples horizon precision data tally model ema optimizer scaler".split()
@@ -63,20 +62,15 @@ def find(cfg: Any, world: World) -> tuple[Any, Saved]:
     for warning in warnings:
         console.warning(warning)
     with sync_errors(world):
-        saved = _read(path, world) if path else Saved()
+        if path and not path.exists():
+            what = f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})"
+            raise LockstepError(what, str(path), "give a save_dir that all machines share")
+        saved = opened(archive.read(path), path) if path else Saved()
     return config.changed(cfg, asked), saved
 
 
-def _read(path: Path, world: World) -> Saved:
-    """Load a checkpoint that rank 0 has found."""
-    if not path.exists():
-        what = f"{socket.gethostname()} doesn't see the checkpoint that rank 0 resumes (rank {world.rank})"
-        raise LockstepError(what, str(path), "give a save_dir that all machines share")
-    return opened(archive.read(path), path)
-
-
 def opened(state: dict[str, Any], path: Path) -> Saved:
-    """Return what a checkpoint holds, with what its version did not write filled in."""
+    """Return the state in a checkpoint, with defaults for what an older version did not write."""
     if state["format"] not in (2, FORMAT):
         what = f"the checkpoint has format {state['format']}, this version reads {FORMAT}"
         todo = "update Lockstep" if state["format"] > FORMAT else "resume with the version that wrote it"
@@ -94,7 +88,7 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
 
 def capture(run: Run) -> dict[str, Any]:
     """(all ranks) Copy the run's state into rank 0's memory, as plain values and tensors, which `weights_only=True`
-    loads again; return nothing on the other ranks. Training may continue while it is written."""
+    loads; return an empty dict on the other ranks. Training may continue while it is written."""
     check_buffers(run.world, run.workers.buffers)
     sync_buffers(run.world, *([run.model] if run.ema is None else [run.model, run.ema.module]))
     optimizer = run.optimizer.whole_state() if isinstance(run.optimizer, Zero) else run.optimizer.state_dict()
@@ -105,10 +99,10 @@ def capture(run: Run) -> dict[str, Any]:
     optimizer = _copy(optimizer)
     if run.world.device.type == "cuda":
         with run.world.host_sync():
-            torch.cuda.current_stream().synchronize()  # once, for all copies; nothing below has read them before
+            torch.cuda.current_stream().synchronize()  # once, for all copies, before they are read below
     frozen = {name for name, p in run.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for name in frozen & model.keys() if ema else ():
-        if torch.equal(ema[f"module.{name}"], model[name]):  # true of the average of what never changes
+        if torch.equal(ema[f"module.{name}"], model[name]):  # the average of a frozen weight is that weight
             ema[f"module.{name}"] = model[name]
     return {
         "format": FORMAT,
@@ -133,7 +127,7 @@ def capture(run: Run) -> dict[str, Any]:
 
 
 def _weights(module: nn.Module, left_out: Container[str]) -> dict[str, Any]:
-    """Return a copy in which tied weights are one tensor again: the file holds it once."""
+    """Return a copy in which tied weights are one tensor, as in the model, so that the file holds it once."""
     state = {name: value for name, value in module.state_dict().items() if name not in left_out}
     copies = {key: _copy(value) for key, value in {_identity(value): value for value in state.values()}.items()}
     return {name: copies[_identity(value)] for name, value in state.items()}
@@ -154,8 +148,8 @@ def _copy(value: Any) -> Any:
 
 
 def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fingerprint: str, split: str = "") -> Saved:
-    """Refuse to resume under a config that would make it a different run, naming the differences. Of a split that is
-    only scored the data alone are compared, for a warning. Return `saved` with the changes that --force allows."""
+    """Refuse to resume under a config that would make it a different run, and name the differences. If a split is only
+    scored, compare its data and warn. Return `saved` with the changes that --force allows."""
     if saved.path is None:
         return saved
     if split:
@@ -183,17 +177,17 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
 
 
 def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str) -> dict[str, str]:
-    """Return how the run of now differs from the one saved, by key, in words."""
-    free, now = task.resumable_keys, config.flatten(config.to_dict(cfg))
-    then = config.defaults(cfg) | config.flatten(saved.config)  # a key that is younger than the run was at its default
+    """Return the differences between this run and the saved one: key -> text."""
+    now = config.flatten(config.to_dict(cfg))
+    then = config.defaults(cfg) | config.flatten(saved.config)  # a key that did not exist then had its default
     if now["task"] != then["task"]:  # nothing else would be comparable
         return {"task": f"task: {then['task']} -> {now['task']}"}
-    may_differ = {*FREE_KEYS, *free, *config.SETS_NOTHING}
-    sections = (*FREE_SECTIONS, *(key for key in free if key.endswith(".")))
+    free = {*FREE_KEYS, *task.resumable_keys, *config.SETS_NOTHING}
+    sections = tuple(key for key in free if key.endswith("."))
     found = {
         key: [f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"]
         for key in sorted(now.keys() | then.keys())
-        if now.get(key) != then.get(key) and key not in may_differ and not key.startswith(sections)
+        if now.get(key) != then.get(key) and key not in free and not key.startswith(sections)
     }
     moved = now["schedule.horizon"] != then.get("schedule.horizon")  # else it follows from epochs and steps
     for key, name, old, new in (
@@ -208,7 +202,7 @@ def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: st
 
 
 def restore(run: Run, saved: Saved) -> None:
-    """(all ranks) Put a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
+    """(all ranks) Load a checkpoint into the run; without one, the weights of `init_from`, if it is given."""
     if (source := run.cfg.init_from) and (saved.path is None or saved.left_out):
         run.task.started_from = weights.load_matching(run.model, weights.read(Path(source)), source)
         if run.ema is not None:
@@ -248,7 +242,7 @@ def load_evaluated(model: nn.Module, saved: Saved) -> None:
 
 
 def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
-    """Load the weights that a checkpoint holds; those it has left out must be the model's own, the same as then."""
+    """Load a checkpoint's weights; those left out of it must be in the model already, unchanged."""
     own = {name: value for name, value in model.state_dict().items() if name in saved.left_out}
     now = digests.each(own.items())
     if changed := next((name for name, digest in now.items() if digest != saved.left_out[name]), ""):
@@ -261,7 +255,7 @@ def _load_model(model: nn.Module, saved: Saved, held: dict[str, Any]) -> None:
 def left_out_digests(model: nn.Module, left_out: list[str]) -> dict[str, str]:
     """Return the digests of weights that `Task.saved` leaves out. Raises LockstepError if one is trained."""
     entries = model.state_dict(keep_vars=True)
-    kept = {id(value) for name, value in entries.items() if name not in left_out}  # a tied one has two names
+    kept = {id(value) for name, value in entries.items() if name not in left_out}  # a tied weight has two names
     for name in left_out:
         if isinstance(entries[name], nn.Parameter) and entries[name].requires_grad and id(entries[name]) not in kept:
             what, todo = f"it leaves out {name}, which is trained", "save it, or freeze it (optim.freeze)"

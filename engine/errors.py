@@ -1,4 +1,4 @@
-"""Errors that a person sees, each in one line, and counted nouns. Exit codes are in files/status.py."""
+"""Errors that a user sees, each in one line, and the console. Exit codes are in files/status.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LockstepError(Exception):
 
 
 def headline(error: BaseException) -> str:
-    """Return the first line of an error's text, and of NCCL's also the reason, which stands below `Last error:`."""
+    """Return the first line of an error's text; of NCCL's errors also the line below `Last error:`."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[lines.index("Last error:") + 1 :] if "Last error:" in lines else []
     return ": ".join([*lines[:1], *reason[:1]])
@@ -38,7 +38,7 @@ console.addHandler(logging.NullHandler())  # silent until `set_up`
 
 
 class _Terminal(logging.Handler):
-    """Print a message, above a progress bar in progress, so that neither spoils the other."""
+    """Print a message; above the progress bar, if one is shown."""
 
     bars = False
 
@@ -58,5 +58,5 @@ def set_up(main: bool) -> None:
     console.setLevel(logging.INFO if main else logging.CRITICAL)
 
 
-def show_bars(so: bool) -> None:
-    _Terminal.bars = so
+def show_bars(shown: bool) -> None:
+    _Terminal.bars = shown

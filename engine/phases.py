@@ -1,7 +1,7 @@
 """The current activity of this process: its phase, since when, and the seconds spent in each phase.
 
-One marker serves the watchdog (who hangs, and where), the place in an error ("rank 1, backward at step 7"), the search
-for slow ranks, the log's data wait and the profiler.
+One marker serves the watchdog (which rank hangs, and where), the place in an error ("rank 1, backward at step 7"), the
+search for slow ranks, the log's data wait and the profiler.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 
 class Phases:
-    """Set by the main thread: one assignment of one tuple, no lock, no sync. Any thread may read it.
+    """The phase, set by the main thread as one tuple, without a lock or a sync, so that any thread may read it.
 
-    now      (phase, whether it ends only when other ranks reach the same point, time.monotonic() of its begin)
+    now      (phase, whether it waits for other ranks, time.monotonic() of its begin)
     step     optimizer steps taken
-    posted   the last step's event on a GPU, done when the device is through with that step
+    posted   an event on a GPU, recorded after the last step: done when the device has finished it
     seconds  of the host in each phase since the last `take`; a phase within another interrupts it
     """
 
@@ -45,7 +45,7 @@ class Phases:
 
     @contextmanager
     def during(self, name: str, waits: bool = False) -> Iterator[None]:
-        """Enter a phase within another. If it fails, it stays the current phase, so that the error names it."""
+        """Enter a phase within another. If the block fails, it stays the current one, so that the error names it."""
         before = self.now
         self(name, waits)
         yield

@@ -426,7 +426,7 @@ def test_force_lets_the_keys_that_it_names_differ_and_no_other(launch, finished)
 
 
 def test_what_may_change_may(launch, finished):
-    changes = ["epochs=2", "batch_size=6", "global_batch=12", "num_workers=1", "log_every=1", "ddp.bucket_cap_mb=1"]
+    changes = "epochs=2 batch_size=6 global_batch=12 num_workers=1 log_every=1 ddp.bucket_cap_mb=1 wandb.name=x".split()
     succeed(launch.python("train_ddp.py", TOY, *changes, f"save_dir={finished}"))
     assert load(finished)["progress"]["step"] == 12
 

@@ -45,6 +45,7 @@ SMALLER = {"global_batch": 12, "batch_size": 2, "gradient_accumulation_steps": 0
         (SAYS | {"exit_code": 0}, Failure(1, "x", 1)),
         (SAYS | {"exit_code": 75}, Failure(1, "x", 1)),
         (SAYS | {"text": "\x1b]0;owned\x07\x9b2J" + "x" * 10_000}, Failure(1, ("]0;owned2J" + "x" * 10_000)[:3997], 3)),
+        (SAYS | {"details": "x" * 9000}, Failure(1, "x", 3, "x" * 9000)),
         (SAYS | {"again": SMALLER}, Failure(1, "x", 3, again=SMALLER)),
         *((SAYS | {"again": SMALLER | odd}, Failure(1, "x", 3)) for odd in ({"task": "evil.py"}, {"batch_size": 1})),
         (SAYS | {"again": {"global_batch": 7}}, Failure(1, "x", 3)),
@@ -58,9 +59,9 @@ def test_a_note_may_change_little(note, told, monkeypatch):
     """Where memory runs out the others do what each of them has computed itself, and only where the run shrinks."""
     monkeypatch.setattr(status.current, "smaller", ((4, SMALLER), (4, {})))
     monkeypatch.setattr(status.current, "shrinks", True)
-    assert Failure.told(note) == told
+    assert Failure.from_note(note) == told
     monkeypatch.setattr(status.current, "shrinks", False)
-    assert told is None or Failure.told(note).again == {}
+    assert told is None or Failure.from_note(note).again == {}
 
 
 @pytest.mark.parametrize("found", ["no JSON", "[]", "[1]", '{"beats": 1}', "7"])

@@ -1,4 +1,4 @@
-"""A checkpoint's file and what it holds. It is examined before torch reads it, and nothing in it is run."""
+"""A checkpoint's file and its contents. It is examined before torch reads it, and no code in it is run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.errors import LockstepError
+from engine.errors import LockstepError, headline
 from engine.files.atomic import sha256_of
 
-PLAIN = frozenset(
+ALLOWED_GLOBALS = frozenset(
     "collections.OrderedDict collections.Counter torch.Size torch.device _codecs.encode __builtin__.set "
     "__builtin__.complex builtins.set builtins.complex torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 "
     "torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor torch.serialization._get_layout".split()
 )
-"""Globals allowed in a checkpoint besides storages and dtypes: plain values to `weights_only=True`."""
+"""Globals allowed in a checkpoint, with storages and dtypes: `weights_only=True` takes them for plain values."""
 
-BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
-BYTES |= {"Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
-"""Bytes of an element, by the name of its storage; torch's own classes warn when they are asked."""
+ELEMENT_BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1}
+ELEMENT_BYTES |= {"Byte": 1, "Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}
+"""Bytes of an element, by the name of its storage; torch's own classes warn when they are used."""
 
 
 class Saved(NamedTuple):
-    """The state in a checkpoint, whichever version wrote it, see `checkpoint.opened`. A new run's is empty."""
+    """The state in a checkpoint of any version, see `checkpoint.opened`; empty for a new run."""
 
     path: Path | None = None
     config: dict[str, Any] = {}  # nested, as in config.yaml
@@ -48,13 +48,13 @@ class Saved(NamedTuple):
     environment: dict[str, str] = {}  # what decided the last bits
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`
     optimizer_name: str = ""
-    changes: dict[str, str] = {}  # key -> how the config of now differs in it, where --force lets it
+    changes: dict[str, str] = {}  # key -> its change since then, in words, which --force allows
 
 
 class _DryUnpickler(pickle._Unpickler):
     """Read a checkpoint's pickle without running anything, and compare the storages it names with those in the archive:
-    some versions of torch read past the end of a shorter one. In Python, because the memo of the unpickler in C takes
-    any memory that the file asks for."""
+    some versions of torch read past the end of a shorter one. In Python, because the unpickler in C allocates its memo
+    as large as the file asks for."""
 
     def __init__(self, file: Any, sizes: dict[str, int], top: str):
         super().__init__(file)
@@ -62,11 +62,11 @@ class _DryUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage"):
-            if name.endswith("Storage") and name.removesuffix("Storage") in BYTES:
-                return BYTES[name.removesuffix("Storage")]
+            if name.endswith("Storage") and name.removesuffix("Storage") in ELEMENT_BYTES:
+                return ELEMENT_BYTES[name.removesuffix("Storage")]
             if isinstance(dtype := getattr(torch, name, None), torch.dtype):
                 return dtype
-        if f"{module}.{name}" not in PLAIN:
+        if f"{module}.{name}" not in ALLOWED_GLOBALS:
             raise ValueError(f"it holds {module}.{name}: neither a tensor nor a plain value")
         return OrderedDict if name == "OrderedDict" else lambda *given: None
 
@@ -89,7 +89,7 @@ def check_archive(file: Path | io.BytesIO) -> None:
         if packed or sum(item.file_size for item in contents) > length:
             raise ValueError("a compressed archive, which torch.save never writes")
         top = min(sizes, default="").split("/")[0]
-        # torch goes by the first bytes of the file, the first name in it, and is blind to upper and lower case
+        # torch trusts the first bytes of the file and the first name in it, and ignores case
         names = {name.lower() for name in sizes if name.startswith(f"{top}/")}
         first = min((item.header_offset for item in contents), default=0)
         if f"{top}/data.pkl" not in sizes or first != 0 or len(names) != len(contents):
@@ -127,12 +127,11 @@ def verify(path: Path, sha256: str) -> str:
     except FileNotFoundError:
         return "the file is gone"
     except Exception as error:  # zipfile has no common base class for the errors of a broken archive
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no archive'}"
+        return f"{type(error).__name__}: {headline(error) or 'no archive'}"
 
 
 def reason(error: Exception) -> str:
-    """Return one line, of torch's errors only the type: their texts are long, and some advise to run the file."""
+    """Return an error in one line. Of torch's only the type: their texts are long, and some advise to run the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = str(error).splitlines() if isinstance(error, ValueError) else []
-    return lines[0] if lines else type(error).__name__
+    return (headline(error) if isinstance(error, ValueError) else "") or type(error).__name__

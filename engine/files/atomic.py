@@ -1,4 +1,4 @@
-"""Write a file so that it is whole or not there: beside its place, flushed, read back, renamed."""
+"""Write a file so that it is whole or not there: under a temporary name, flushed, read back, renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Hashed:
-    """A file that is only written to, with the SHA-256 of its contents."""
+    """A file opened to write, with the SHA-256 of its contents."""
 
     def __init__(self, file: Any):
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
@@ -23,7 +23,7 @@ class Hashed:
     def write(self, data: Any) -> int:
         try:
             self.file.write(data)
-        except OSError as error:  # torch.save would report it as an unexpected position in its archive
+        except OSError as error:  # torch.save raises a RuntimeError about positions in its archive instead
             self.error = error
             raise
         self.sha256.update(data)
@@ -33,13 +33,13 @@ class Hashed:
 
 @contextlib.contextmanager
 def atomically(path: Path) -> Iterator[Hashed]:
-    """Open a file beside `path`; after the block flush it to the disk and rename it: a reader, or a crash, finds either
-    the old file or the new one. Raises OSError, with the old file as it was."""
-    beside = path.with_name(f".{path.name}.tmp")
+    """Open a temporary file next to `path`; after the block flush it to the disk and rename it, so that a reader, also
+    after a crash, finds either the old file or the new one. Raises OSError, with the old file as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(beside)
-        with open(beside, "xb") as raw:
+            os.unlink(temporary)
+        with open(temporary, "xb") as raw:
             file = Hashed(raw)
             try:
                 yield file
@@ -47,12 +47,12 @@ def atomically(path: Path) -> Iterator[Hashed]:
                 raise file.error or error from None
             raw.flush()
             os.fsync(raw.fileno())
-        if sha256_of(beside) != file.sha256.hexdigest():
+        if sha256_of(temporary) != file.sha256.hexdigest():
             raise OSError(errno.EIO, "what was read back is not what was written")
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -67,8 +67,8 @@ def write_atomically(path: Path, fill: Callable[[Any], Any]) -> None:
 
 
 def write_json(path: Path, value: Any, where_full: bool = False) -> None:
-    """Write a value. On a full disk, `where_full` overwrites the blocks of the old file if they suffice: a crash
-    meanwhile leaves neither, but without it nobody would read that the disk is full."""
+    """Write a value. On a full disk, `where_full` overwrites the old file's blocks if they suffice: a crash in between
+    leaves neither file, but otherwise no reader would learn that the disk is full."""
     text = (json.dumps(value, indent=2) + "\n").encode()
     try:
         write_atomically(path, lambda file: file.write(text))

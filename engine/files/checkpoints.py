@@ -1,7 +1,7 @@
 """The checkpoints of a run's folder: the manifest lists which count; how many are kept; the thread that writes them.
 
-A checkpoint is written whole (`atomic`), and then entered into `manifest.json` with its SHA-256. That entry is the
-commit: until it is written, the run resumes from the checkpoint before.
+A checkpoint is written whole (`atomic`), and then listed in `manifest.json` with its SHA-256. That entry is the commit:
+until it is written, the run resumes from the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metr
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder where something else has the name of one of the run's files: opening a pipe waits for ever."""
+    """Refuse a folder where a folder, pipe or device has the name of a run's file: opening a pipe waits for ever."""
     for path in (folder / name for name in FILES):
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a pipe or a device"
@@ -65,44 +65,44 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 1):
         self.folder, self.keep = folder, keep
         self.entries, self.best, _ = _read_manifest(folder)  # oldest first
-        self.forgotten: set[str] = set()  # in the manifest on the disk, but not of this run
+        self.truncated: set[str] = set()  # still in the manifest on the disk, but no longer in `entries`
         self.warnings: list[str] = []
 
     @property
     def last(self) -> Path | None:
         return self.folder / self.entries[-1].file if self.entries else None
 
-    def forget_after(self, path: Path) -> None:
-        """Resume from `path`: later checkpoints are damaged, and no longer count."""
+    def truncate_after(self, path: Path) -> None:
+        """Drop the checkpoints after `path`, the one resumed: they are damaged, and no longer count."""
         names = [entry.file for entry in self.entries]
         if path.parent.resolve() == self.folder.resolve() and path.name in names:
             self.entries = self.entries[: names.index(path.name) + 1]
-            self.forgotten = set(names[len(self.entries) :])
+            self.truncated = set(names[len(self.entries) :])
             self.best = self.best if self.best in names[: len(self.entries)] else ""
 
     @contextlib.contextmanager
     def commit(self, name: str, step: int, best: bool, needed: int) -> Iterator[Any]:
-        """Open a checkpoint's file. After the block it is the last one, and perhaps the best; then remove what is no
-        longer kept. Raises LockstepError (exit code 3) with everything on disk as it was.
+        """Open a checkpoint's file. After the block list it as the last one, with `best` also as the best, and remove
+        those no longer kept. Raises LockstepError (exit code 3) with everything on disk as it was.
 
         needed  about how many bytes will be written, for the error
         """
         taken = {entry.file for entry in self.entries}
-        if name in taken:  # never into a file that counts: a crash before the manifest would leave neither
+        if name in taken:  # never overwrite a file that counts: a crash before the manifest would leave neither
             numbered = (f"{name.removesuffix('.pt')}_step{step}_{n}.pt" for n in itertools.count(1))
             name = next(each for each in numbered if each not in taken)
         path, manifest = self.folder / name, self.folder / MANIFEST
         try:
             for torn in os.listdir(self.folder):
-                if torn.startswith(".") and torn.endswith(".pt.tmp"):  # by a crash: it may hold the room we need
+                if torn.startswith(".") and torn.endswith(".pt.tmp"):  # left by a crash; it may take the room we need
                     os.unlink(self.folder / torn)
-            if name in self.forgotten:  # it stops counting before it is overwritten
+            if name in self.truncated:  # it stops counting before it is overwritten
                 _write_manifest(manifest, self.entries, self.best)
             before = _bytes_of(manifest)
             try:
                 with atomically(path) as file:
                     yield file
-                check_archive(path)  # what cannot be read again must not take the place of what can
+                check_archive(path)  # a file that cannot be read must not replace one that can
                 entries = [*self.entries, Entry(name, step, file.size, file.sha256.hexdigest())]
                 chosen, newest = name if best else self.best, entries[-1 - self.keep :]
                 kept = [entry for entry in entries if entry in newest or entry.file == chosen]
@@ -110,25 +110,25 @@ class Checkpoints:
             except BaseException:
                 _undo(path, manifest, before)
                 raise
-        except Exception as error:  # torch.save raises what a task's own objects do
+        except Exception as error:  # torch.save passes on whatever a task's own objects raise
             room = f"it needs {needed / 1e6:.1f} MB, {_free(self.folder)} MB are free"
             what, todo = f"the checkpoint could not be written: {reason(error)}", "the checkpoint before is as it was"
             raise _unusable(what, path, f"{room}; {todo}") from error
-        # A file that is in no manifest may be somebody's own.
+        # One without a SHA-256 was in no manifest, and may be the user's own.
         dropped = [entry.file for entry in entries if entry not in kept and entry.sha256]
-        self.entries, self.best, self.forgotten = kept, chosen, set()
+        self.entries, self.best, self.truncated = kept, chosen, set()
         self._update_links(name, dropped)
 
     def _update_links(self, last: str, dropped: list[str]) -> None:
-        """Let `last.pt` point to the last checkpoint, and remove others."""
-        beside = self.folder / f".{LAST}.tmp"
+        """Link `last.pt` to the last checkpoint, and remove those dropped."""
+        temporary = self.folder / f".{LAST}.tmp"
         with self._or_warning(f"{LAST} does not point to {last}"):
             try:
-                os.symlink(last, beside)
-                os.replace(beside, self.folder / LAST)
+                os.symlink(last, temporary)
+                os.replace(temporary, self.folder / LAST)
             finally:
                 with contextlib.suppress(OSError):
-                    os.unlink(beside)
+                    os.unlink(temporary)
         for name in dropped:
             with self._or_warning(f"{name} is no longer needed but cannot be removed"):
                 os.unlink(self.folder / name)
@@ -144,7 +144,7 @@ class Checkpoints:
 def _undo(path: Path, manifest: Path, before: bytes | None) -> None:
     """Undo a commit that failed: the manifest first, so that it never names a file that is gone."""
     with contextlib.suppress(OSError):
-        if _bytes_of(manifest) != before:  # renamed, but it may not survive a crash
+        if _bytes_of(manifest) != before:  # the new one is in its place, but perhaps not on the disk
             if before is None:
                 os.unlink(manifest)
             else:
@@ -173,21 +173,21 @@ def _write_manifest(path: Path, entries: list[Entry], best: str) -> None:
 
 
 LOST_S, SHARE = 10.0, 0.01
-"""Without `save_every` the end of an epoch is worth a checkpoint if so many seconds have passed since the last one, or
-if that one took at most such a share of them; within an epoch `save_minutes` must have passed, and that share."""
+"""Without `save_every` a checkpoint is due at the end of an epoch once LOST_S have passed since the last one, or it
+took at most SHARE of the time since; within an epoch, once it took at most that and `save_minutes` have passed."""
 
-RETRY_S, MANY = (15.0, 600.0), 3
-"""After a save that has failed: seconds, doubled with each in a row, and the most; how many in a row are a danger."""
+RETRY_S, RETRY_MOST_S, WARN_AFTER = 15.0, 600.0, 3
+"""Seconds to the next save after one that failed, doubled with each in a row; the most; failures until a warning."""
 
 
 class CheckpointWriter:
     """(rank 0) Write checkpoints in a thread while training continues, at most one at a time.
 
     log           a run's; it is synced before each checkpoint
-    label         of the metric that tells the best, for a person
-    minutes       at least so many between two saves within an epoch; infinite: none but after a failure
+    label         of the metric that decides which is the best
+    minutes       at least, between two saves within an epoch; infinite: none but after a failure
     unsaved       a state that is written if the current evaluation fails, or this process ends
-    due_at        time.monotonic() from which a save within an epoch is worth it; infinite while one is in flight
+    due_at        time.monotonic() from which a save within an epoch is due; infinite while one is in flight
     epoch_due_at  the same at the end of an epoch
     """
 
@@ -202,22 +202,22 @@ class CheckpointWriter:
         status.current.checkpoints = self
 
     def _set_due(self, since: float, cost: float) -> None:
-        """Of the last save: when it began, and its CPU seconds, infinite while it is in flight, 0 if it failed."""
-        wait = min(RETRY_S[0] * 2 ** min(self.failures, 9), RETRY_S[1]) if self.failures else 60 * self.minutes
-        self.since = since
+        """Set both times by the last save: when it began, and its CPU seconds (infinite in flight, 0 if it failed)."""
+        wait = min(RETRY_S * 2 ** min(self.failures, 9), RETRY_MOST_S) if self.failures else 60 * self.minutes
         self.due_at = since + max(wait, cost / SHARE)
         self.epoch_due_at = since + min(LOST_S, cost / SHARE)
 
     def write(self, state: dict[str, Any], best: bool = False) -> None:
-        """Save `state`, which must not change any more; waits for the save before."""
+        """Save `state`, which must not change any more, once the previous save is done."""
         self.unsaved = None
         if self.pending is not None:
             with phase.during("waiting for the checkpoint before"):
                 self.pending.result()
-        self._set_due(time.monotonic(), math.inf)
-        self.pending = self.pool.submit(self._write, state, best)
+        since = time.monotonic()
+        self._set_due(since, math.inf)
+        self.pending = self.pool.submit(self._write, state, best, since)
 
-    def _write(self, state: dict[str, Any], best: bool) -> None:
+    def _write(self, state: dict[str, Any], best: bool, since: float) -> None:
         self.failed, began, progress = None, time.thread_time(), state["progress"]
         name = f"best_model_epoch{progress['epoch']}.pt" if best else f"step_{progress['step']}.pt"
         try:
@@ -232,20 +232,20 @@ class CheckpointWriter:
             self.failed = error
             console.warning(error)
         self._count()
-        self._set_due(self.since, 0.0 if self.failed else time.thread_time() - began)
+        self._set_due(since, 0.0 if self.failed else time.thread_time() - began)
         while self.checkpoints.warnings:
             console.warning(self.checkpoints.warnings.pop(0))
 
     def _count(self) -> None:
-        """Count failures in a row: of many the log and the status tell what is at stake, until one succeeds."""
+        """Count failures in a row; if they are many, warn in the log and the status, until a save succeeds."""
         before, self.failures = self.failures, self.failures + 1 if self.failed else 0
-        if self.failures >= MANY:
+        if self.failures >= WARN_AFTER:
             held = self.checkpoints.entries
             lost = f"nothing since step {held[-1].step} is on disk" if held else "nothing is on disk"
             warning = f"{self.failures} saves in a row have failed: {lost}"
             console.warning(warning)
             status.current.update(warning=warning)
-        elif before >= MANY:
+        elif before >= WARN_AFTER:
             console.info("A checkpoint could be written again")
             status.current.update(warning="")
 
@@ -258,7 +258,7 @@ class CheckpointWriter:
             raise self.failed
 
     def close(self, seconds: float | None = None) -> None:
-        """Write what is unsaved, and wait, at most so long: the run is over, or some thread ends this process."""
+        """Write the unsaved state and wait, at most so long, because the run is over, or a thread ends this process."""
         if self.unsaved:
             self.write(self.unsaved)
         if self.pending is not None:
@@ -279,8 +279,7 @@ def tensor_bytes(state: Any) -> int:
 
 def _read_manifest(folder: Path) -> tuple[list[Entry], str, list[str]]:
     """Return (entries oldest first, the best one's file, warnings). Without a legible manifest: the .pt files there, by
-    age, which are then checked by the CRC-32 of their archive. Raises LockstepError (exit code 3) rather than take a
-    folder that cannot be listed for an empty one."""
+    age and without SHA-256. Raises LockstepError (exit code 3) if the folder cannot be listed: it may not be empty."""
     try:
         manifest = json.loads((_bytes_of(folder / MANIFEST) or b"").decode())
         entries = [
@@ -312,8 +311,10 @@ def find_checkpoint(resume: str, folder: Path | None) -> tuple[Path | None, list
     try:
         if resume not in ("auto", "never"):
             return _find_path(Path(resume))
-        entries, _, warnings = _read_manifest(folder) if folder else ([], "", [])
-        if not entries or folder is None:
+        if folder is None:
+            return None, []
+        entries, _, warnings = _read_manifest(folder)
+        if not entries:
             return None, []
         if resume == "auto":
             return _newest_whole(folder, entries, warnings)

@@ -1,4 +1,4 @@
-"""The run's folder: its name, and the record of code, config and machine."""
+"""The run's folder: check, make and lock it; record config, code and machine in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
             raise LockstepError(what, "--rdzv_backend=c10d", "give save_dir, the same on every machine")
         return find_checkpoint(cfg.resume, None)
     check_files(folder)
-    for name in ("logs", "wandb", "trace.json"):  # which others write, and follow a link
+    for name in ("logs", "wandb", "trace.json"):  # other libraries write these, and follow a link
         if (folder / name).is_symlink() and not (there := (folder / name).resolve()).is_relative_to(folder.resolve()):
             what = f"{name} is a link that leads out of the folder, to {there}"
             raise LockstepError(what, str(folder), "remove it, or give another save_dir")
@@ -75,12 +75,13 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
     if cfg.resume == "auto" and checkpoints.last and find_checkpoint("auto", folder)[0] != resumed:
         raise LockstepError("another run has written here meanwhile", str(folder), "start the same command again")
     if resumed:
-        checkpoints.forget_after(resumed)
+        checkpoints.truncate_after(resumed)
     return folder, checkpoints
 
 
 def lock(folder: Path, only_look: bool = False) -> Any:
-    """Own the run folder while the returned file is open, or raise naming the owner; `only_look` doesn't keep it.
+    """Own the run folder while the returned file is open, or raise an error that names the owner. With `only_look`
+    release it at once.
 
     A POSIX record lock: the kernel drops it with its process, however that ends, forked loader workers don't inherit
     it, and it holds over NFS. The kernel also drops it as soon as this process closes any other handle of the file, so
@@ -120,7 +121,7 @@ def lock(folder: Path, only_look: bool = False) -> Any:
 
 
 def new_folder(parent: Path, stem: str) -> Path:
-    """Make a new folder, not only its name: two runs may start in the same second."""
+    """Make a folder that did not exist: two runs may start in the same second."""
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     while True:
         with contextlib.suppress(FileExistsError):
@@ -129,7 +130,7 @@ def new_folder(parent: Path, stem: str) -> Path:
 
 
 def environment(world: World) -> dict[str, Any]:
-    """Return what a later reader needs to know about the machine and the code."""
+    """Return a record of the command, the code and the machine."""
     cuda = world.device.type == "cuda"
     commit, dirty = _git_state()
     return {
@@ -155,7 +156,7 @@ def _version(name: str) -> str | None:
 
 
 def _git_state() -> tuple[str | None, bool]:
-    """Return the commit and whether anything differs from it, by one call: each takes 10 ms."""
+    """Return the commit and whether the files differ from it, by one call of git, because each takes 10 ms."""
     command, here = ["git", "status", "--porcelain=v2", "--branch"], Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True)

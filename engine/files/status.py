@@ -28,8 +28,8 @@ class Status:
     fields           of status.json
     checkpoints      (rank 0) the run's CheckpointWriter, closed before this process ends
     locks            real path of a run.lock -> (process, open file), see `run_folder.lock`
-    smaller          `plan.smaller` of a training pass and of an evaluation's; empty before they are known
-    shrinks          whether to restart with them where memory runs out
+    smaller          `plan.smaller` of a training pass and of an evaluation pass; empty before they are known
+    shrinks          whether to restart with these settings when memory runs out
     parameter_names  in DDP's order: its errors name parameters by index
     writing          held while status.json is written, because the checkpoint thread writes, too
     ended            taken by the thread that ends this process: the main one, or the watchdog
@@ -85,9 +85,9 @@ current = Status()
 def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
     """Pass the exit code to the launcher, if there is one that asks, and return the code to exit with.
 
-    torchrun restarts any process that does not exit with 0, and flattens all codes to 1. Where a restart would end the
-    same way, or the run was asked to stop, all processes exit with 0; one alone (`everywhere` false) does not, because
-    then torchrun must end the others.
+    torchrun restarts any process that does not exit with 0, and itself exits with 1 for all codes. Where a restart
+    would end the same way, or the run was asked to stop, all processes exit with 0. If only one process ends
+    (`everywhere` false), it exits with its code, so that torchrun ends the others.
     """
     scratch = os.environ.get(SCRATCH)
     if not scratch:
@@ -100,14 +100,14 @@ def set_exit_code(exit_code: int, everywhere: bool = True) -> int:
 
 
 def typed() -> str:
-    """Return the command before the training's own arguments, as typed in a shell: a best guess."""
+    """Return the command before the training's own arguments, as typed in a shell (a best guess)."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])])
     torchrun = ["torchrun"] if shutil.which("torchrun") else [sys.executable, "-m", "torch.distributed.run"]
     rendezvous = ["--standalone"]
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        names = "nnodes=GROUP_WORLD_SIZE node_rank=GROUP_RANK master_addr=MASTER_ADDR master_port=MASTER_PORT"
-        options = [word.split("=") for word in names.split()]
-        rendezvous = [f"--{option}={os.environ.get(name, '')}" for option, name in options]
+        names = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK"}
+        names |= {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+        rendezvous = [f"--{option}={os.environ.get(name, '')}" for option, name in names.items()]
     processes = f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"
     return shlex.join([*torchrun, *rendezvous, processes, sys.argv[0]])

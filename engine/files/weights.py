@@ -1,4 +1,4 @@
-"""Weights from a file, whoever wrote it, and without running anything in it (init_from)."""
+"""Weights from a file of any origin, read without running code in it (init_from)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from engine.private import NORM_WITH_STATISTICS
 WRAPPERS = ("module.", "_orig_mod.")
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
-"""Where training scripts put a state dict in a larger one."""
+"""Keys under which training scripts save a state dict."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), of a checkpoint (their average, if
-    it keeps one), of a .safetensors, or of a state dict that torch.save has written."""
+    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), a checkpoint (their average, if it
+    keeps one), a .safetensors file, or a state dict that torch.save has written."""
     if path.is_dir():
         path = path / (Checkpoints(path).best or LAST)
     where = f"init_from={path}"
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Tensor]:
             found = _state_dict(path)
     except ImportError:
         raise LockstepError("this needs safetensors", where, "pip install safetensors") from None
-    except Exception as error:  # torch and safetensors raise what they like for a damaged file
+    except Exception as error:  # torch and safetensors have no common error for a damaged file
         what = f"the weights cannot be read ({reason(error)}): the file is damaged, or no file of weights"
         todo = "give a state dict of plain tensors, whole: nothing else is read from a file"
         raise LockstepError(what, where, todo) from error
@@ -49,20 +49,20 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    if zipfile.is_zipfile(path):  # torch reads older files as they are, a tensor at a time
+    if zipfile.is_zipfile(path):  # not one in torch's older format, which torch reads tensor by tensor
         check_archive(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
     if "format" in found:  # Lockstep's: what an evaluation would use
         found = found["ema"] or found["model"]
     else:
         found = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
-    named = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
-    return {name: value for name, value in named.items() if name != "n_averaged"}
+    found.pop("n_averaged", None)  # of an average
+    return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def fitted(weights: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Return the weights as they are, without prefixes that DDP, averages and torch.compile leave in all names, or with
-    the model's own, whichever has more of its names: a model may call a part of itself `module`, or compile one."""
+    """Return the weights under the names that match most of `own`: as they are, without the prefixes that DDP, averages
+    and torch.compile give all names, or with the model's: a part of it may be called `module`, or be compiled."""
     found = [weights]
     bare = {_bare(name): name for name in own}
     if len(bare) == len(own) and len({*map(_bare, weights)}) == len(weights):
@@ -78,7 +78,7 @@ def _bare(name: str) -> str:
 
 
 def load_matching(model: nn.Module, weights: dict[str, Tensor], path: str) -> str:
-    """Load what fits by name and shape; return what was loaded, what was left and what is new, for a person."""
+    """Load the weights that fit by name and shape; return lines on what was loaded, skipped and is new."""
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     weights = fitted(weights, mine)
     fits = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}

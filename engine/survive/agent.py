@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""torchrun, plus what it hides: the exit code of the run, and one line about a process that was killed.
+"""torchrun, with what it hides: the exit code of the run, and one line about a process that was killed.
 
     python engine/survive/agent.py [options of torchrun] train.py [arguments]
 
-torchrun ends with 1 whatever its processes ended with, and with a table of forty lines. train_multigpu.sh and
-`train.py --multi-gpu ddp` start this instead: the same elastic agent, run in this process.
+torchrun exits with 1, whatever its processes exit with, and prints a table of forty lines. train_multigpu.sh and
+`train.py --multi-gpu ddp` start this file instead: the same elastic agent, run in this process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if __name__ == "__main__":  # this file lies within the package that it needs
 
 from engine.comm.network import STATIC, is_loopback, listen_less, way_to
 from engine.comm.scratch import EXIT_CODE, SCRATCH, temporary_folder
+from engine.errors import headline
 
 
 def main(argv: list[str]) -> int:
-    # Torch reads it when it is loaded. Here an address that nobody listens on would log a stack of forty lines before
-    # our message; the processes get one warning each of a store whose server is gone, but still show errors.
+    # Torch reads it when it is loaded. In this process it hides the stack of forty lines that torch logs where nobody
+    # listens on an address; the processes show errors, but not the warnings about a store whose server is gone.
     unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     if unset:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes speak for themselves
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # the processes print their errors themselves
     # 30 s by default: too short for a large checkpoint on a slow disk.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     args = torchrun.parse_args(argv)
@@ -79,16 +80,16 @@ def main(argv: list[str]) -> int:
         except ChildFailedError as error:
             return _failed(error.failures, _reported(path))
         except Exception as error:  # of the agent: the rendezvous, mostly
-            code = _reported(path)  # then a process has printed its reason, too
+            code = _reported(path)  # a process that reported one has printed its reason, too
             return _not_started(error, args) if code is None else code
-        finally:  # torch's handlers would raise an error from whatever is left to do
+        finally:  # torch's handlers would raise an error in the clean-up below
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _arrange_c10d(args: Any) -> None:
-    """Set what torchrun needs for a dynamic rendezvous of several machines, and leaves to the user: which machine holds
-    the store (torchrun asks this machine's name, perhaps 127.0.0.1), and at which address the others find it."""
+    """Set what torchrun leaves to the user in a dynamic rendezvous of several machines: which machine holds the store
+    (torchrun looks this machine's name up, which may give 127.0.0.1), and at which address the others find it."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
@@ -97,7 +98,7 @@ def _arrange_c10d(args: Any) -> None:
     if "is_host" not in args.rdzv_conf:
         args.rdzv_conf = ",".join([*filter(None, [args.rdzv_conf]), f"is_host={int(hosts)}"])
     args.local_addr = args.local_addr or (host if hosts else here) or None
-    # Otherwise the store's part of one attempt is read by the next, see CONTRIBUTING.md.
+    # Otherwise a restarted attempt reads what the one before has left in the store, see CONTRIBUTING.md.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -111,7 +112,7 @@ def _reported(path: str) -> int | None:
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read())
-    except (OSError, ValueError):  # nobody has joined so far
+    except (OSError, ValueError):  # no process has joined yet
         return None
 
 
@@ -130,9 +131,9 @@ def _failed(failures: dict[int, Any], reported: int | None) -> int:
 
 
 def _not_started(error: BaseException, args: object) -> int:
-    while error.__cause__ is not None:  # the outer one says "see inner exception"
+    while error.__cause__ is not None:  # the outer one only refers to the inner one
         error = error.__cause__
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = headline(error) or type(error).__name__
     if text == "RendezvousTimeoutError":  # it has no message
         text = "not all nodes have come in time"
     port = getattr(args, "master_port", "?")

@@ -23,20 +23,19 @@ from engine.errors import LockstepError, headline
 from engine.files import status
 from engine.phases import phase
 from engine.survive import restart, terminal, watchdog
+from engine.survive.notes import Failure
 from engine.survive.signals import cleanup
 
-HERE = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def end(error: BaseException, debug: bool) -> int:
-    """Print what happened, once for all ranks, and return the exit code; with a launcher, or DDP, don't return.
-
-    An interpreter that shuts down while gloo's threads live may hang or abort, and the exit code would be lost.
-    """
+    """Print what happened, once for all ranks, and return the exit code. With a launcher, or DDP, end the process: an
+    interpreter that shuts down while gloo's threads live may hang or abort, and the exit code would be lost."""
     world = _joined()
     alone = world is None or not (launch.environment().launched or sealed.meeting.wrapped)
     if not alone:
-        # torchrun sends it as soon as one rank is dead; before the first step it would end this one before it reports.
+        # torchrun sends it as soon as one rank is dead; without a handler it would end this one before it reports.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     details = "".join(traceback.format_exception(error))
     mine = translate(error, world)
@@ -53,13 +52,12 @@ def end(error: BaseException, debug: bool) -> int:
     everywhere = mine.everywhere or world.size == 1
     own = isinstance(error, LockstepError)
     text = f"rank {world.rank}: {mine}" if own and not everywhere else str(mine)
-    cause, claimed = watchdog.Failure(world.rank, text, mine.exit_code, "" if own else details, mine.again), world.main
-    if not everywhere:
-        cause, claimed = watchdog.find_cause(world, cause, secondary)
+    cause = Failure(world.rank, text, mine.exit_code, "" if own else details, mine.again)
+    cause, claimed = (cause, world.main) if everywhere else watchdog.find_cause(world, cause, secondary)
     watchdog.announce(world, cause, claimed)
     if not alone or cause.again:
         watchdog.exit_process(world, cause)
-    sys.unraisablehook = lambda about: None  # half-built loaders complain when they are destroyed
+    sys.unraisablehook = lambda about: None  # half-built loaders raise errors when they are destroyed
     cleanup()  # or torch waits five seconds and more for a loader process that hangs
     dist.destroy_process_group()
     return status.set_exit_code(cause.exit_code)
@@ -73,7 +71,7 @@ def _joined() -> World | None:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether a rank sees this error when another has failed: gloo's and NCCL's have no class of their own."""
+    """Return whether this is what a rank raises when another has failed; gloo and NCCL have no class for it."""
     if isinstance(error, torch.distributed.DistError):
         return True
     # torchrun sends SIGTERM to a failing job's loader processes too; one that has just begun doesn't ignore it yet.
@@ -82,13 +80,14 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def translate(error: BaseException, world: World | None) -> LockstepError:
-    """Return the error as one for the user. Exit code 1 where it is an error in the code, or memory has run out."""
+    """Return the error as one for the user. Exit code 1: an error in the code, or memory has run out."""
     if isinstance(error, LockstepError):
         return error
-    place, folder, text, code = [_frame(error)], status.current.folder, headline(error), 1
+    text, code = headline(error), 1
+    places = [_frame(error)]
     if world is not None:
-        place += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
-    where = ", ".join(filter(None, place))
+        places += [f"rank {world.rank}"] * (world.size > 1) + [f"{phase.name} at step {phase.step}"]
+    where = ", ".join(filter(None, places))
     if restart.ran_out(error):
         return _out_of_memory(text or "no words", where, world)
     if text.startswith(("DataLoader worker", "DataLoader timed out")):
@@ -107,21 +106,23 @@ def translate(error: BaseException, world: World | None) -> LockstepError:
         what, todo = f"sys.exit({error.code}) in the middle of the training", "remove that call"
     else:
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        todo = hint(error) or _advice(error)
-        todo = todo or (f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback")
+        folder = status.current.folder
+        traced = f"the traceback is in {folder / 'error.txt'}" if folder else "--debug shows the traceback"
+        todo = hint(error) or _advice(error) or traced
     return LockstepError(what, where, todo, exit_code=code)
 
 
 def _advice(error: BaseException) -> str:
-    """Return what the batch holds where a key is sought in vain, and which label is none of the model's outputs."""
+    """Return the keys of the batch after a KeyError, or the sample whose label is none of the model's outputs."""
     scopes = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # the innermost first
-    given = [[value for value in there.values() if type(value) is dict and INFO_KEY in value] for there in scopes]
-    if isinstance(error, KeyError) and given and given[0] and error.args and error.args[0] not in given[0][0]:
-        return f"the batch has {', '.join(repr(name) for name in given[0][0] if name != INFO_KEY)}"
+    batches = [[value for value in there.values() if type(value) is dict and INFO_KEY in value] for there in scopes]
+    batch = batches[0][0] if batches and batches[0] else None  # that of the line that failed
+    if isinstance(error, KeyError) and batch and error.args and error.args[0] not in batch:
+        return f"the batch has {', '.join(repr(name) for name in batch if name != INFO_KEY)}"
     if found := isinstance(error, IndexError) and re.match(r"Target (-?\d+) is out of bounds", str(error)):
         with contextlib.suppress(Exception):  # torch's own names; a label may be of a part of a sample
             logits, y = next((there["input"], there["target"]) for there in scopes if {"input", "target"} <= {*there})
-            index = next(batch[INFO_KEY].index for batches_of in given for batch in batches_of)
+            index = next(each[INFO_KEY].index for held in batches for each in held)
             sample = index[(y.reshape(len(index), -1) == int(found[1])).any(1)][0]
             return f"the label of sample {sample} is none of the model's {logits.shape[1]} outputs, numbered from 0"
     if "device-side assert" in str(error):
@@ -151,13 +152,13 @@ def _frame(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in libraries):
             path = Path(frame.filename)
-            shown = path.relative_to(HERE) if path.is_relative_to(HERE) else path
+            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
             return f"{shown}:{frame.lineno} in {frame.name}"
     return ""
 
 
 def _unused(text: str) -> str:
-    """Return the names of the parameters that DDP gives by index, in its own list: those that are trained."""
+    """Return the names of the parameters that DDP's error names by their index among the trained ones."""
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     names = status.current.parameter_names
     return ", ".join(names[int(index)] for index in found[1].split()) if found else "torch does not say which"

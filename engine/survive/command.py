@@ -17,7 +17,7 @@ from engine.survive import agent
 
 
 def read(argv: list[str], tasks: Any) -> config.Args:
-    """Parse argv. Answers --help and --print-config, which raises EarlyExit.
+    """Parse argv. For --help and --print-config print the answer and raise EarlyExit.
 
     tasks  has `load(name)`, the class of a task, and `names()`
     """
@@ -39,8 +39,8 @@ def read(argv: list[str], tasks: Any) -> config.Args:
 
 
 def become_torchrun(cfg: Any, strict: bool) -> None:
-    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of what a
-    person may have meant to start; with `strict` refuse what train.py would adapt to."""
+    """Become torchrun, and don't return, where plain python was asked for several processes. Otherwise warn of a
+    launch that was perhaps forgotten; with `strict` refuse what train.py would adapt to."""
     forgotten = launch.forgotten_launch()
     if strict and cfg.multi_gpu == "dp":
         todo = "use `python train.py --multi-gpu dp`, or drop it"

@@ -42,36 +42,30 @@ class Failure:
     again: dict[str, Any] = field(default_factory=dict)  # settings with which all ranks restart by themselves
 
     @classmethod
-    def told(cls, note: Any) -> Failure | None:
-        """Return what a note says, as far as one of another process is believed; None if it is no failure."""
-        cause = believe(cls, note)
-        if cause is None:
-            return None
-        if not 1 <= cause.exit_code <= status.DISTRIBUTED:
+    def from_note(cls, note: Any) -> Failure | None:
+        """Return the failure in a note of another process, which may ask little of this one; None if it holds none."""
+        cause = parse(cls, note)
+        if cause and not 1 <= cause.exit_code <= status.DISTRIBUTED:
             cause.exit_code = 1
-        if not status.current.shrinks or cause.again not in [settings for _, settings in status.current.smaller]:
-            cause.again = {}  # not what this rank has computed itself
+        if cause and (not status.current.shrinks or cause.again not in [more for _, more in status.current.smaller]):
+            cause.again = {}  # not settings that this rank has computed itself
         return cause
 
 
-def believe(form: type[Form], note: Any) -> Form | None:
-    """Return a note of another process as a `form`, its texts without what a terminal would obey; None unless it has
-    the same fields with values of the same types."""
-    if not isinstance(note, dict) or _types(note) != _types(vars(form())):
+def parse(form: type[Form], note: Any) -> Form | None:
+    """Return a note of another process as a `form`, its texts without control characters; None unless it has the same
+    fields with values of the same types."""
+    fields = vars(form())
+    if not isinstance(note, dict) or {k: type(note[k]) for k in note} != {k: type(fields[k]) for k in fields}:
         return None
-    limits = {"details": 100_000}
-    texts = {key: terminal.plain(text, limits.get(key, 4000)) for key, text in note.items() if isinstance(text, str)}
-    return form(**note | texts)
-
-
-def _types(fields: dict[str, Any]) -> dict[str, type]:
-    return {key: type(value) for key, value in fields.items()}
+    texts = {key: text for key, text in note.items() if isinstance(text, str)}
+    return form(**note | {k: terminal.plain(texts[k], 100_000 if k == "details" else 4000) for k in texts})
 
 
 class Notes:
-    """The store, as one that may be gone: then it answers nothing, and `gone` is true.
+    """The store. It may go: then `gone` is true, and it answers nothing more.
 
-    patience_s  time after which a store that doesn't answer counts as gone
+    patience_s  a store that hasn't answered for so long counts as gone
     """
 
     def __init__(self, world: World, patience_s: float, store: Any = None):
@@ -104,15 +98,15 @@ class Notes:
         self._ask("set", key, json.dumps(value))
 
     def put_first(self, key: str, value: Any) -> bool:
-        """Return whether this call was the first for this key on any rank. One message to the store, so that a second
-        caller reads the value at once."""
-        mine = json.dumps([self.world.rank, value])  # with the rank, or two could take the same value for theirs
+        """Return whether this call was the first for this key on any rank. It is one message to the store, so that the
+        value is there as soon as a second caller is refused."""
+        mine = json.dumps([self.world.rank, value])  # with the rank, or two equal values would both seem the first
         there = self._ask("compare_set", key, "", mine)
         return there is not None and there.decode() == mine
 
     def get_first(self, key: str) -> Any:
-        """Return the value that was first for this key. What this process has read once is known if the store is gone,
-        too: the sealed store remembers it."""
+        """Return the value that was first for this key. The sealed store remembers what this process has read, so that
+        it is known after the store is gone."""
         if self.has(key):
             self._ask("get", key)
         note = _parsed(self.store.known.get(key)) if self.store is not None else None
@@ -120,11 +114,11 @@ class Notes:
 
     def beats(self) -> dict[int, Beat]:
         """Return the heartbeats of those ranks that have sent one."""
-        found = {rank: believe(Beat, self.get(f"beat{rank}")) for rank in range(self.world.size)}
+        found = {rank: parse(Beat, self.get(f"beat{rank}")) for rank in range(self.world.size)}
         return {rank: beat for rank, beat in found.items() if beat}
 
     def first_cause(self) -> Failure | None:
-        return Failure.told(self.get_first("failure"))
+        return Failure.from_note(self.get_first("failure"))
 
     def claim(self, cause: Failure) -> tuple[Failure, bool]:
         """Return (the first cause, whether it is this one); without a store every rank reports its own."""

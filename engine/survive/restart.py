@@ -14,14 +14,14 @@ from engine.launch import RESTART, restart
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether memory of the GPU or of the host has run out; torch has a class only for its allocator's."""
+    """Return whether memory of the GPU or of the host has run out; only torch's allocator has an error class for it."""
     signs = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "2 'out of memory'"
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def start_again(more: dict[str, Any]) -> None:
-    """Replace this process by a new one of the same pid, with the same command and these settings: none of the old
-    one's memory stays, and the launcher notices nothing. Doesn't return; may be called from any thread."""
+    """Replace this process by a new one with the same pid, command and these settings: all memory is freed, and the
+    launcher notices nothing. Doesn't return; may be called from any thread."""
     now = restart()
     os.environ[RESTART] = json.dumps({"settings": now.settings | more, "times": now.times + 1, "began": now.began})
     for descriptor in Path("/proc/self/fd").glob("[0-9]*"):  # ports, locks, the driver's: some would stay open

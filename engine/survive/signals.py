@@ -33,8 +33,8 @@ class StopRequest(Stop):
         shell started this process with SIGINT ignored, as after `&`. They stay to the end of the process: torchrun
         sends SIGTERM as soon as one rank has ended, and the others still have something to write or report.
 
-        `nohup` ignores SIGHUP, and so does the run; but not under plain torchrun, which handles it nevertheless, and
-        kills the processes that don't obey when it passes it on."""
+        A SIGHUP that `nohup` ignores stays ignored, except under plain torchrun: it passes SIGHUP on nevertheless, and
+        kills the processes that don't end."""
         self.process = os.getpid()
         plain_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and scratch.SCRATCH not in os.environ
         for number in SIGNALS:
@@ -42,7 +42,7 @@ class StopRequest(Stop):
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process:  # a loader process, just forked, that has no handlers of its own yet
+        if os.getpid() != self.process:  # in a loader process that has just been forked
             return
         # A signal to all processes of a run reaches a rank twice: directly, and a moment later through torchrun.
         echo_s = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -63,8 +63,8 @@ _parent = os.getppid()
 
 
 def cleanup() -> None:
-    """Remove what this process would leave behind: its loader processes, which would end only after seconds, a hung one
-    never; its temporary files, and those of an agent that was killed."""
+    """Kill this process's loader processes, which would end only after seconds, a hung one never; remove its temporary
+    files, and those of an agent that was killed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each of them
     for child in multiprocessing.active_children():

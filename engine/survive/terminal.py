@@ -1,5 +1,5 @@
-"""Standard output and error, which may go away before a training ends: ssh drops, `| head` has seen enough, a disk is
-full. What cannot be written is noted, and raises nothing. Standard library only: torchrun's agent uses it, too."""
+"""Standard output and error, which may be lost before a training ends: ssh drops, `| head` exits, a disk is full.
+A failed write is noted and raises nothing. Standard library only, because torchrun's agent uses it, too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COLOURS = {"error:": "1;31", "warning:": "33", "✓": "32"}  # bold red, yellow,
 
 def make_safe() -> None:
     """Make every print succeed from here on, even if stdout or stderr is gone or cannot encode a character. Call before
-    anything is opened: the next file would get the number of a closed descriptor, 2 for instance, and what is written
-    to stderr. Child processes find theirs closed again, and note it themselves."""
+    anything is opened: if 2 is closed, the next file would get that number, and with it all that is written to stderr.
+    Child processes find theirs closed again, and note it themselves."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -49,7 +49,7 @@ class _Raw(io.FileIO):
         try:
             if (written := super().write(data)) is not None:
                 return written
-            reason = os.strerror(errno.EAGAIN)  # somebody has made it non-blocking, and it is full
+            reason = os.strerror(errno.EAGAIN)  # another process has made it non-blocking, and it is full
         except OSError as error:
             reason = str(error.strerror)
         if (lost := f"{self.stream} cannot be written ({reason})") not in lost_streams:
@@ -85,5 +85,5 @@ def write_stderr(text: str) -> None:
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Return a text from outside without what a terminal would obey."""
+    """Return a text from outside without control characters, which a terminal would obey."""
     return "".join(sign for sign in text[:most] if sign in "\n\t" or sign.isprintable())

@@ -1,7 +1,7 @@
 """A thread that sends this rank's heartbeat, checks the other ranks, and ends a process that is stuck.
 
-The main thread may be stuck in a collective, in a disk or in user code; this thread is not. Once a second it tells the
-store what the main thread is doing. When a wait gets long it reads what all ranks do, and names the one to blame.
+The main thread may hang in a collective, on a disk or in the user's code; this thread does not. Once a second it writes
+to the store what the main thread is doing. When a wait gets long it reads this of all ranks and names the one to blame.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ STORE_GONE = (
 class Watchdog:
     """One per process; `with` starts and ends it.
 
-    timeout_s  seconds that a rank may wait for the slowest one. The intervals below follow it where it is short
-    beat_s     between two looks, and two heartbeats
+    timeout_s  seconds that a rank may wait for the slowest one; the intervals below are shorter if it is
+    beat_s     seconds between two looks, and two heartbeats
     silent     the last beats of ranks that send none any more, once a wait has taken too long
     """
 
@@ -49,7 +49,7 @@ class Watchdog:
         self.beat_s, grace_s = min(BEAT_S, timeout_s / 8), min(4.0, timeout_s / 2)
         self.notes = Notes(world, timeout_s, store)
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        # What ends this process: (the cause, None while all is well; how long it may last)
+        # What ends this process: (a check, which returns the cause or None; seconds that the cause may last)
         self.checks: list[tuple[Callable[[], Failure | None], float]] = [(self._torchrun_gone, 20.0)]
         if world.size > 1:
             self.checks += [
@@ -58,9 +58,10 @@ class Watchdog:
                 (self._store_gone, grace_s),
                 (self._waits_too_long, 0.0),
             ]
-        self.since: dict[int, float] = {}  # time.monotonic() of a check's first cause in a row, by its number
+        self.since: dict[Any, float] = {}  # check -> time.monotonic() of its first cause in a row
         self.beats = 0
-        self.warned, self.dumped = 0.0, -1  # the wait that was warned of, by its begin; the step of the last stacks
+        self.warned = 0.0  # when the wait began that was warned of
+        self.dumped = -1  # the step of the last stacks
         self.silent: list[Beat] = []
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -84,22 +85,22 @@ class Watchdog:
             self._beat()
             self._share_stop()
         self._warn_of_a_long_phase()
-        for number, (check, grace_s) in enumerate(self.checks):
+        for check, grace_s in self.checks:
             cause, now = check(), time.monotonic()
             if cause is None:
-                self.since.pop(number, None)
-            elif now - self.since.setdefault(number, now) >= grace_s:
+                self.since.pop(check, None)
+            elif now - self.since.setdefault(check, now) >= grace_s:
                 self._end(cause)
 
     def _end(self, cause: Failure) -> None:
-        """End the process from this thread: the main one may never return."""
+        """End the process from this thread, because the main one may never return."""
         if not status.current.ended.acquire(blocking=False):  # the main thread is ending it
             return
         cause, claimed = self.notes.claim(cause)
-        announce(self.world, cause, claimed, aloud=claimed and (is_local_rank0() or not self.notes.gone))
+        announce(self.world, cause, claimed, aloud=is_local_rank0() or not self.notes.gone)
         for beat in self.silent if claimed else ():
-            # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. The beat may be a
-            # stranger's, and name any process.
+            # A frozen process ignores SIGTERM, and torchrun would wait half a minute for it. Only a stopped process or
+            # one of this torchrun is killed: a beat in the store may be a stranger's, with any pid.
             state, parent = _state(beat.pid)
             if beat.machine == self.notes.machine and (state == "T" or parent == os.getppid()):
                 with contextlib.suppress(OSError):
@@ -109,8 +110,8 @@ class Watchdog:
     # ---- what this rank tells the others ----
 
     def _doing(self) -> tuple[str, bool, float]:
-        """Return the phase, whether it waits for other ranks, and its begin. On a GPU any operation may wait: once
-        about a thousand are queued the host waits for the device, which may wait in a collective for another rank."""
+        """Return the phase, whether it waits for other ranks, and its begin. On a GPU any operation may wait: with
+        about a thousand queued the host waits for the device, and that may wait in a collective for another rank."""
         doing, waits, since = self.phase.now
         if self.phase.posted is not None and not waits and time.monotonic() - since >= self.timeout_s / 2:
             with contextlib.suppress(RuntimeError):  # of CUDA: the main thread gets it, too
@@ -132,7 +133,7 @@ class Watchdog:
                 network.trace_nccl(status.current.folder)
 
     def _share_stop(self) -> None:
-        """Tell all ranks within a beat of a stop requested on one; the loop votes on the step it happens after."""
+        """Pass a stop requested on one rank to all within a beat; the loop votes on the step after which it happens."""
         if self.stop.reason:
             self.notes.put_first("stop", f"{self.stop.reason} on rank {self.world.rank}")
         elif isinstance(reason := self.notes.get_first("stop"), str):
@@ -151,7 +152,7 @@ class Watchdog:
         return Failure(self.world.rank, "torchrun is gone, and this run could not stop by itself", status.DISTRIBUTED)
 
     def _store_gone(self) -> Failure | None:
-        gone = self.notes.gone and not self._orphaned  # with torchrun its store goes
+        gone = self.notes.gone and not self._orphaned  # torchrun takes its store with it
         return Failure(0, STORE_GONE, status.DISTRIBUTED) if gone else None
 
     def _waits_too_long(self) -> Failure | None:
@@ -166,10 +167,10 @@ class Watchdog:
         return Failure(rank, str(error), status.DISTRIBUTED)
 
     def _diagnose(self, since: float) -> tuple[int, str, list[Beat]] | None:
-        """Return (the rank to blame, one line about what all ranks do, the last beats of those that send none any
-        more); None if the phase that began at `since` has ended meanwhile, or the store is gone."""
+        """Return (the rank to blame, one line about all ranks, the last beats of those that send none any more);
+        None if the phase that began at `since` has ended meanwhile, or the store is gone."""
         before = self.notes.beats()
-        for _ in range(3):  # a rank that doesn't beat meanwhile has stopped
+        for _ in range(3):  # a rank that sends no beat in this time is silent
             time.sleep(self.beat_s)
             self._beat()
         now = self.notes.beats()
@@ -180,13 +181,14 @@ class Watchdog:
     # ---- warnings ----
 
     def _warn_of_a_long_phase(self) -> None:
-        """Warn once of a wait that has taken half the time it may, in a world of one of any phase, and write what every
-        rank was executing to a file in the run's folder."""
+        """Warn once of a wait (in a world of one, of any phase) that has taken half the time it may, and write the
+        stacks of all ranks to a file in the run's folder."""
         doing, waits, since = self._doing()
         took, step, alone = time.monotonic() - since, self.phase.step, self.world.size == 1
         if took <= self.timeout_s / 2 or self.warned == since or not (step if alone else waits):
             return
-        self.warned, dumps = since, {self.world.rank: stacks()}
+        self.warned = since
+        dumps = {self.world.rank: stacks()}
         text = f"{doing} has taken {took:.0f} s (step {step})"
         if not alone:
             if not self.notes.put_first(f"dump{step}", True):  # another rank warns
@@ -242,12 +244,12 @@ def stacks() -> str:
 def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, bool]:
     """Return (what ended the run, whether this rank is the one to report it).
 
-    secondary  this rank only lost its connection: the cause is another rank's failure, or one was killed
+    secondary  this rank only lost its connection, because another rank failed or was killed
     """
     notes = Notes(world, 20.0)
     if secondary:
         before = notes.beats()
-        for _ in range(30):  # a failing peer has reported it, or is about to; a killed one is gone from the machine
+        for _ in range(30):  # a peer that fails reports it within 3 s; the process of a killed one is gone
             if first := notes.first_cause():
                 return first, False
             if dead := dead_peer(notes):
@@ -258,7 +260,7 @@ def find_cause(world: World, cause: Failure, secondary: bool) -> tuple[Failure, 
 
 
 def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
-    """Return a failure of a rank on another machine that no longer beats: its process cannot be checked from here."""
+    """Return the failure of a rank on another machine, known only by its beats, that sends none any more."""
     now = notes.beats()
     if notes.gone:
         return Failure(0, STORE_GONE, status.DISTRIBUTED)
@@ -275,7 +277,7 @@ def lost_peer(notes: Notes, before: dict[int, Beat]) -> Failure | None:
 
 
 def dead_peer(notes: Notes) -> Failure | None:
-    """Return a failure of a rank of this machine whose process is gone."""
+    """Return the failure of a rank on this machine whose process is gone."""
     for rank, beat in notes.beats().items():
         if rank != notes.world.rank and beat.machine == notes.machine and not _alive(beat.pid):
             text = (
@@ -288,7 +290,7 @@ def dead_peer(notes: Notes) -> Failure | None:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """Return a process's state, T where it is stopped, and its parent; nothing where /proc does not tell."""
+    """Return the state of a process (T: stopped, Z: a zombie) and its parent; ("", 0) if /proc has none."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         state, parent = file.read().rpartition(")")[2].split()[:2]
         return state, int(parent)
@@ -300,18 +302,17 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it is another user's
         pass
-    return _state(pid)[0] != "Z"  # a zombie answers signals
+    return _state(pid)[0] != "Z"  # a zombie can be signalled, too
 
 
 # ---- the end ----
 
 
 def announce(world: World, cause: Failure, claimed: bool, aloud: bool = True) -> None:
-    """Write what programs and people read afterwards; then print why the run ends, if this rank has claimed the cause,
-    because the terminal may be gone, or this process be killed. Rank 0 keeps the run's status; if it is dead, the rank
-    that noticed does."""
+    """Write the exit code, status and traceback, and only then print: the terminal may be gone, or this process killed.
+    The rank that claimed the cause prints it. Rank 0 writes the status; if it is dead, the rank that noticed does."""
     if not cause.again:
         status.set_exit_code(cause.exit_code)
         if world.main or (claimed and cause.rank == 0):
@@ -333,14 +334,14 @@ def print_error(text: str, mark: str = "error") -> None:
 def exit_process(world: World, cause: Failure) -> None:
     """End this process at once, or have it start again with the settings of the cause."""
     if status.current.checkpoints:
-        status.current.checkpoints.close(60)  # a checkpoint that is nearly written is worth the wait
+        status.current.checkpoints.close(60)  # seconds for the checkpoint in flight
     cleanup()
     sys.stdout.flush()
     sys.stderr.flush()
     store_in_rank_0 = world.size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if store_in_rank_0 and world.main:
         time.sleep(2.5 * BEAT_S)  # the others read the cause there
-    elif store_in_rank_0 and cause.again:  # a rank that is faster than rank 0 would join the store that is about to go
+    elif store_in_rank_0 and cause.again:  # or this rank would join the store that is about to go
         notes, deadline = Notes(world, 5.0), time.monotonic() + 60
         while not notes.gone and time.monotonic() < deadline:
             notes.has("failure")

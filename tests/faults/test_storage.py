@@ -320,7 +320,7 @@ def struck(scenes: Path, scene: str, mode: str | int, for_good: bool, tmp_path: 
         path, _ = find_checkpoint("auto", folder)  # the next start finds its checkpoint and saves
         checkpoints = Checkpoints(folder, SCENES[scene][1])
         if path:
-            checkpoints.forget_after(path)
+            checkpoints.truncate_after(path)
         commit(checkpoints, 9)
         assert found(folder) == 9 and checkpoints.warnings == [] == temporary(folder) and step_of(folder / LAST) == 9
         shutil.rmtree(folder)
@@ -466,29 +466,30 @@ def test_a_save_is_said_when_it_is_there(tmp_path, monkeypatch):
 def test_a_checkpoint_that_may_wait_is_written_by_time(monkeypatch, tmp_path):
     """At the end of an epoch after ten seconds, or once the last one's CPU time is a hundredth of the time since; at
     once, if that failed. Within an epoch after `minutes`, and that hundredth; after failures sooner."""
-    clock = SimpleNamespace(used=0.0, monotonic=lambda: 100.0, thread_time=lambda: clock.used)
+    clock = SimpleNamespace(used=0.0, now=100.0, monotonic=lambda: clock.now, thread_time=lambda: clock.used)
     monkeypatch.setattr(CHECKPOINTS, "time", clock)
     go_on = threading.Event()
 
     def sync():
         go_on.wait(60)
-        clock.used += 0.03
+        clock.used, clock.now = clock.used + 0.03, clock.now + 7  # it counts from its begin
 
     (run := tmp_path / "run").mkdir()
     logger = SimpleNamespace(sync=sync)
     with contextlib.closing(CheckpointWriter(Checkpoints(run), logger, "F1", minutes=0.01)) as writer:
 
         def due(minutes):
-            writer.minutes = minutes
+            writer.minutes, began = minutes, clock.now
             writer.write(state(1))
             with contextlib.suppress(LockstepError):
                 writer.wait()
-            return round(writer.epoch_due_at - 100, 6), round(writer.due_at - 100, 6)
+            return round(writer.epoch_due_at - began, 6), round(writer.due_at - began, 6)
 
         assert (writer.epoch_due_at, writer.due_at) == (100, 100.6), "there is none yet"
         writer.write(state(1))
         assert (writer.epoch_due_at, writer.due_at) == (110, math.inf), "it is still being written"
         go_on.set()
+        writer.wait()
         assert [due(minutes) for minutes in (0.01, 0.06, math.inf)] == [(3.0, 3.0), (3.0, 3.6), (3.0, math.inf)]
         shutil.rmtree(run)
         for times, seconds in ((1, 30), (2, 60), (7, 600), (2000, 600)):
@@ -812,7 +813,7 @@ def test_going_back_to_an_older_one(run):
         folder = run.parent / str(n)
         shutil.copytree(run, folder, symlinks=True)
         checkpoints = Checkpoints(folder, 2)
-        checkpoints.forget_after((folder / "step_1.pt").resolve())
+        checkpoints.truncate_after((folder / "step_1.pt").resolve())
         faults = Faults(n, "kill")
 
         def again(checkpoints=checkpoints, faults=faults):
@@ -834,7 +835,7 @@ def test_a_best_one_that_was_gone_back_behind_is_none(tmp_path, bests, left):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         commit(checkpoints, step, best=step in bests)
-    checkpoints.forget_after(tmp_path / "step_1.pt")
+    checkpoints.truncate_after(tmp_path / "step_1.pt")
     commit(checkpoints, 3)
     assert checkpoints.best == Checkpoints(tmp_path).best == left and found(tmp_path) == 3
 
@@ -842,7 +843,7 @@ def test_a_best_one_that_was_gone_back_behind_is_none(tmp_path, bests, left):
 def test_a_relative_folder_and_an_absolute_path_are_the_same(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     checkpoints = Checkpoints(Path("run"))
-    checkpoints.forget_after(run / "step_1.pt")
+    checkpoints.truncate_after(run / "step_1.pt")
     assert checkpoints.last == Path("run/step_1.pt")
     assert find_checkpoint("run", None)[0] == run / "step_2.pt"
 
