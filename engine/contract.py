@@ -351,12 +351,11 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
     """(terms,) float64: the weights of one batch."""
-    return torch.stack([scalar(device, term.weight).double() for term in terms.values()])
+    return torch.stack([scalar_on(device, torch.as_tensor(term.weight).detach()).double() for term in terms.values()])
 
 
-def scalar(device: torch.device, number: Any) -> Tensor:
-    """Return a number as a tensor on `device`, without a graph. From the host by a fill: a copy is a sync point."""
-    number = torch.as_tensor(number).detach()
+def scalar_on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a scalar tensor on `device`. From the host by a fill, because a copy is a sync point."""
     if number.device.type == "cpu" != device.type:
         return torch.full((), number.item(), dtype=number.dtype, device=device)
     return number.to(device)

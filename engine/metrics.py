@@ -189,14 +189,13 @@ class Skipped(NamedTuple):
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Turn training totals into means: the loss over its weight, all others over `count`; empty in, empty out."""
+    """Return the means of training totals: the loss over its weight, the others over `count`; empty in, empty out."""
     if not totals:
         return {}
+    loss, weight, count = totals["loss"], totals["weight"], totals.get("count")
     rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
-    count = totals.get("count", 0.0)
-    return {"loss": totals["loss"] / totals["weight"] if totals["weight"] else float("nan")} | {
-        name: value / count for name, value in rest.items() if count
-    }
+    shown = {name: value / count for name, value in rest.items()} if count else {}
+    return {"loss": loss / weight if weight else math.nan} | shown
 
 
 # ---- an evaluation --------------------------------------------------------------------------------------------------
@@ -288,8 +287,8 @@ class Gathered:
     def joined(self, world: World) -> dict[str, Any]:
         """(all ranks) Return the values of all samples in their order: a tensor (N, ...) or a list of N by name. On
         ranks other than 0 return nothing."""
-        rounds, samples, count = self._agree(world)
-        self.check_bytes(count, everywhere=True)
+        rounds, samples, size = self._agree(world)
+        self.check_bytes(size, everywhere=True)
         done, values = 0, dict[str, Any]()
         for name, (kind, *shape) in self.forms.items() if world.main else ():
             values[name] = torch.empty(samples, *shape[1:], dtype=kind) if shape[:1] == ["N"] else []
@@ -304,10 +303,10 @@ class Gathered:
                 done += len(next(iter(part.values()), ()))
         return values
 
-    def check_bytes(self, count: float, everywhere: bool = False) -> None:
-        """Raise LockstepError if `count` is above the limit."""
-        if count > self.limit_mb * 1e6:
-            what = f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
+    def check_bytes(self, size: float, everywhere: bool = False) -> None:
+        """Raise LockstepError if `size` is above the limit."""
+        if size > self.limit_mb * 1e6:
+            what = f"`{self.source}` returns {size / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
             todo = "return less of each sample, or give the task a higher `collect_limit_mb`"
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
@@ -321,19 +320,20 @@ class Gathered:
         """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the first part. Return the
         parts of rank 0, the most that a rank has, and the samples and bytes of all ranks."""
         everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
-        self.forms = everyone[0][0]
-        for forms, parts, *_ in everyone:
-            self._check_forms(forms if parts else self.forms, everywhere=True)
-        return everyone[0][1], sum(held[2] for held in everyone), sum(held[3] for held in everyone)
+        forms, parts, samples, size = zip(*everyone, strict=True)
+        self.forms = forms[0]
+        for mine, number in zip(forms, parts, strict=True):
+            self._check_forms(mine if number else self.forms, everywhere=True)
+        return parts[0], sum(samples), sum(size)
 
     def _check_forms(self, forms: Forms, everywhere: bool = False) -> None:
         if forms != self.forms:
             once, before = (", ".join(map(_words, sorted(each.items()))) or "nothing" for each in (forms, self.forms))
             what = f"`{self.source}` gives {once} once and {before} another time"
-            same = (
+            todo = (
                 "give the same names, types and shapes for every batch; sums are zeros where there is nothing to count"
             )
-            raise LockstepError(what, f"the task's `{self.source}`", same, everywhere=everywhere)
+            raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
 
 def _words(item: tuple[str, tuple[Any, ...]]) -> str:
@@ -344,7 +344,7 @@ def _words(item: tuple[str, tuple[Any, ...]]) -> str:
 
 
 def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
-    """Return the values of a batch as they are kept."""
+    """Return the values of a batch as copies on the host."""
     return {name: _packed(values) for name, values in found.items()}
 
 

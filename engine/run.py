@@ -19,7 +19,7 @@ from engine.comm.buffers import Buffers
 from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
-from engine.contract import Loss, Sums, Task, scalar, weights_of
+from engine.contract import Loss, Sums, Task, scalar_on, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
 from engine.metrics import Meter, Outcome, Skipped, Straggler
@@ -203,17 +203,17 @@ class Run:
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
 
-        Of an empty pass these are zeros: all ranks must exchange as many numbers. (all ranks) The first loss of a run
-        also compares the names of the sums.
+        Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also compares the names of the
+        sums.
         """
         meter = self.meter
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             meter.names = check_loss(loss, meter.names, self.world.gather)
-        parts = [scalar(self.world.device, part) for part in (loss.total, loss.weight, *loss.sums.values())]
+        parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         if any(part.ndim for part in parts):
             check_loss(loss, meter.names, self.world.gather)
-        numbers = torch.stack([meter.no_vote, *parts])
+        numbers = torch.stack([meter.no_vote, *(scalar_on(self.world.device, part) for part in parts)])
         if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
