@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
+SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
 
 class Log(Silent):
@@ -50,7 +50,7 @@ class Log(Silent):
         self.bars = _has_room_for_bars()
         show_bars(self.bars)
         self.bar: Any = None
-        self.epochs = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
+        self.epoch_bar = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
         self.lines = Lines(folder / "metrics.jsonl", run)
         self.sinks: list[Any] = [self.lines, Board(folder / "logs", run)]
         if run.cfg.wandb.enable:
@@ -114,7 +114,7 @@ class Log(Silent):
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         p, monitor = run.progress, run.task.monitor
         self._tell("write", "eval", run, metrics)
-        shown = _shown(metrics) | ({} if monitor in SHORT else {monitor: f"{metrics[monitor]:.4f}"})
+        shown = _shown(metrics) | ({} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"})
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
@@ -172,7 +172,7 @@ class Log(Silent):
         return self._with_bar(run, items, name) if self.bars else items
 
     def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
-        self.epochs.update(run.progress.epoch - self.epochs.n)
+        self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
             yield from self.bar
@@ -183,8 +183,8 @@ class Log(Silent):
     def end_bars(self, run: Run) -> None:
         """Close the bar of epochs, which is full unless the run was stopped, before the last lines are printed."""
         if not run.stopped:
-            self.epochs.update(run.progress.epoch + 1 - self.epochs.n)
-        self.epochs.close()
+            self.epoch_bar.update(run.progress.epoch + 1 - self.epoch_bar.n)
+        self.epoch_bar.close()
 
 
 class Lines:
@@ -329,7 +329,7 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
     """Return the metrics that have a short name, formatted as in the guides."""
     return {
         short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
-        for name, short in SHORT.items()
+        for name, short in SHORT_NAMES.items()
         if name in metrics
     }
 

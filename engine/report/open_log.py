@@ -48,7 +48,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     record.profile = Profile(world, path) if profile else None
     if made:
-        label = log.SHORT.get(run.task.monitor, run.task.monitor)
+        label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))

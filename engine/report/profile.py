@@ -20,7 +20,8 @@ from engine.phases import phase
 T = TypeVar("T")
 
 PHASES = (
-    "data loading", "host to device", "augmentation", "forward", "backward", "gradient sync", "optimizer step", "logging",
+    "data loading", "host to device", "augmentation", "forward",
+    "backward", "gradient sync", "optimizer step", "logging",
 )  # fmt: skip
 """Phases of a training step, in their order. A run's other phases are not part of a step."""
 
