@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Train a task with native torch.distributed, in one process or as one of many. Reads from top to bottom.
+"""Train a task with native torch.distributed, in one process or as one of many. Read it from top to bottom.
 
     python train.py                                          real smartwatch data, one process
     python train.py video --epochs 5 --batch-size 16         another task, everyday flags
     torchrun --standalone --nproc_per_node=2 train.py har    two processes, the same steps
 
 The same global batch, however it is cut into processes and passes, takes the same step. Three rules keep that promise:
-a task returns sums, never means; sums meet over passes and ranks before anything is divided, once; and the order of the
-data is a pure function of (seed, epoch). `train_ddp.py` is the same training with DDP as its subject.
+a task returns sums, never means; sums are added up over passes and ranks, then divided once; the order of the data is a
+function of (seed, epoch) alone. `train_ddp.py` is the same training with DDP as its subject.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before any other CUDA call, or every rank opens a context on GPU 0
     speed.bind_cores(cfg, env, device)
-    backend = launch.pick_backend(cfg, env, device, always)  # nccl for what is on GPUs, gloo for the rest
+    backend = launch.pick_backend(cfg, env, device, always)  # nccl for tensors on GPUs, gloo for the others
     with launch.explained(env):
         dist.init_process_group(
             backend,
@@ -63,10 +63,10 @@ def setup_distributed(cfg: Any, always: bool = False) -> World:
 
 
 def build(args: config.Args, world: World, stop: Any = None, strict: bool = False, split: str = "") -> Run:
-    """(all ranks) Build all up to the first step; writes nothing. With `split` that part of the data is scored."""
+    """(all ranks) Prepare everything for the first step; write nothing. With `split`, prepare to score that split."""
     speed.set_backends(args.cfg)
     cfg, saved = checkpoint.find(args.cfg, world)
-    with survive.sync_errors(world):  # if one rank fails in here, all stop, with its message
+    with survive.sync_errors(world):  # if one rank fails in here, all stop with its message
         task = tasks.load(cfg.task)(cfg)
         task.resuming = saved.path is not None
         train_set, val_set = load_datasets(task, split, saved.metadata)
@@ -92,7 +92,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
         speed.compile_model(run)
     run.net = wrap_ddp(run, always=strict)
     preflight.compare_ranks(run)  # config, code, versions, data and weights: the same everywhere
-    preflight.sanity_check(run)  # a mistake in the evaluation shows now, not after an epoch
+    preflight.sanity_check(run)  # show a mistake in the evaluation now, not after an epoch
     run.plan = speed.finish(run)  # threads, allocator
     return run
 
@@ -121,28 +121,27 @@ def wrap_ddp(run: Run, always: bool) -> nn.Module:
 
 def train(run: Run) -> None:
     """(all ranks) Take steps until the run is finished or asked to stop."""
-    progress = run.progress
     take_step = speed.recorded(run, train_step)  # with cuda_graph=true a step is one launch
-    if progress.evaluation_due:  # it was stopped just before
+    if run.progress.evaluation_due:  # it was stopped just before
         evaluate(run)
     while not (run.finished or run.stopped):
-        run.loaders.train.set_epoch(progress.epoch, progress.position)  # resumes within an epoch
+        run.loaders.train.set_epoch(run.progress.epoch, run.progress.position)  # resumes within an epoch
         for passes in run.steps():
             due = take_step(run, passes)
             if due.outcomes:  # a step was skipped, or a rank was asked to stop
                 survive.check_outcomes(run, due.outcomes)  # ends a run that has diverged
             if due.log:
-                log_metrics(run)  # (all ranks) look for a slow one, (rank 0) a line
+                log_metrics(run)  # (all ranks) look for a straggler; (rank 0) write a line
             if due.check:
-                preflight.compare_weights(run)  # the ranks hold the same ones, and the same buffers
-            if progress.evaluation_due and not run.stopped:
+                preflight.compare_weights(run)  # the same on every rank, and so are the buffers
+            if run.progress.evaluation_due and not run.stopped:
                 evaluate(run, due.save)
             elif run.stopped or due.save:
-                save(run)
+                save(run, checkpoint.capture(run))
             if run.finished or run.stopped:
                 break
         else:
-            progress.next_epoch()
+            run.progress.next_epoch()
 
 
 def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
@@ -162,9 +161,9 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
         with run.forward(micro), no_sync:  # random numbers that depend on the samples, not on the rank
             with torch.autocast(world.device.type, run.precision.dtype, enabled=run.precision.enabled):
                 loss = run.task.loss(net, batch)
-            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; an empty pass's are zeros
+            totals += run.loss_vector(loss, micro)  # (votes, total, weight, *sums), float64; zeros if empty
             if micro.closes_step:
-                summed = dist.all_reduce(totals, async_op=True)  # the one beside DDP's own, under the backward pass
+                summed = dist.all_reduce(totals, async_op=True)  # runs during the backward pass, as DDP's own do
             scale = 0.0 if micro.empty else plan.loss_scale
             phase("backward", waits=micro.closes_step)
             run.scaler.scale(loss.total * scale).backward()
@@ -179,9 +178,9 @@ def train_step(run: Run, passes: Iterable[tuple[Any, Any]]) -> Due:
 
 
 def evaluate(run: Run, save_due: bool = False) -> None:
-    """(all ranks) Score every sample of the split once, and save; the metrics are the same on every rank. The bare
-    module runs, so ranks may have more or fewer batches, or none: nothing is padded, only sums are exchanged."""
-    state = checkpoint.capture(run)  # now: if the evaluation fails or is interrupted, the training so far is kept
+    """(all ranks) Score every sample of the split once, and save. The bare module runs, so ranks may have more or fewer
+    batches, or none: nothing is padded, only sums are exchanged, and every rank returns with the same metrics."""
+    state = checkpoint.capture(run)  # now: a failure or a stop in the evaluation must not lose the training so far
     with survive.keep(run, state):
         scored = evaluate_split(run, run.record.log.progress(run, run.loaders.val, "Validation"))
         if scored is None:  # asked to stop
@@ -193,15 +192,13 @@ def evaluate(run: Run, save_due: bool = False) -> None:
     state["progress"] = run.progress.as_dict()  # everything else is unchanged by an evaluation
     if better or save_due or run.finished:
         save(run, state, best=better)
-    run.meter.restart_clock()  # the speed of training is without that of evaluation
+    run.meter.restart_clock()  # samples per second are of the training alone
 
 
-def save(run: Run, state: dict[str, Any] | None = None, best: bool = False) -> None:
-    """(all ranks) Gather the state of the ranks; (rank 0) write it, in a thread, while training continues."""
-    if state is None:  # not falsy: on the other ranks it is empty
-        state = checkpoint.capture(run)  # buffers and, with optim.zero, shares of the moments
+def save(run: Run, state: dict[str, Any], best: bool = False) -> None:
+    """(all ranks) On rank 0 write `state`, in a thread, while training continues."""
     if run.world.main:
-        run.record.checkpoints.write(state, best)  # torch.save; counts once it is whole on the disk, with its SHA-256
+        run.record.checkpoints.write(state, best)  # torch.save; it counts once it is whole on the disk
 
 
 @survive.guarded  # any exception: one line, the first cause on any rank, an exit code
@@ -212,7 +209,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     world = setup_distributed(args.cfg, strict)  # also without torchrun: in a world of one collectives cost nothing
     describe.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
-    with survive.watch(world, stop, args.cfg):  # a heartbeat per rank: who failed, who hangs
+    with survive.watch(world, stop, args.cfg):  # a heartbeat per rank shows who failed and who hangs
         describe.check_wandb(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
@@ -222,8 +219,8 @@ def main(argv: list[str], strict: bool = False) -> int:
                 with open_log(run, args.profile):  # (rank 0) folder, terminal, metrics.jsonl, TensorBoard, checkpoints
                     train(run)
         stopped = run.stopped
-    del run  # DDP's hooks must die before their group does
-    launch.leave()  # (all ranks) wait for the others and destroy the group; after success only: it can hang else
+    del run  # DDP's hooks must be gone before their process group is destroyed
+    launch.leave()  # (all ranks) wait for all, destroy the group; only after success, because it could hang otherwise
     return survive.exit_code(stopped)
 
 

@@ -1,4 +1,4 @@
-"""What a task's methods may return: the one place that judges it, before anything is added up or saved."""
+"""Check what a task's methods return, before anything is added up or saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.errors import LockstepError, amount
 
 
 def check(method: str, found: Any, *about: Any) -> Any:
-    """Return what the task's `method` has returned. Raises LockstepError where it breaks a rule of `RULES`.
+    """Return `found`, which the task's `method` has returned. Raises LockstepError if it breaks a rule of RULES.
 
-    about  what else these rules need: the number of samples, the monitor
+    about  what else the rules need: the number of samples, the monitor
     """
     todo, *rules = RULES[method]
     for words, fault_of, *instead in rules:
@@ -34,7 +34,7 @@ def kind(found: Any) -> str:
     return "None" if found is None else f"a {type(found).__name__}" + (f" of {inner}" if inner else shape)
 
 
-# ---- faults: what was returned instead, empty where it is right -----------------------------------------------------
+# ---- faults: each function describes what is wrong, and returns "" if nothing is -------------------------------------
 
 
 def no(*kinds: type) -> Callable[..., str]:
@@ -46,7 +46,7 @@ def no_number(value: Any) -> str:
 
 
 def no_metric(value: Any) -> str:
-    """A metric is what `float` takes: also a number of NumPy, or a tensor of one element."""
+    """A metric is a value that `float` accepts, such as a number of NumPy or a tensor of one element."""
     if isinstance(value, Tensor):
         return "" if value.numel() == 1 else kind(value)
     try:
@@ -143,24 +143,24 @@ RULES: dict[str, tuple[Any, ...]] = {
         ("{}", lambda found, monitor: first_of(found, no_metric)),
     ),
 }
-"""By method: what to return instead, and the rules in their order: (words, what returns the fault that replaces {} in
-them, what else to do)."""
+"""By method: what to return instead, and the rules in order: (words, a function that returns the fault, which replaces
+{} in the words; perhaps what to do instead)."""
 
 
-# ---- and what is called ---------------------------------------------------------------------------------------------
+# ---- checks of several values or ranks ------------------------------------------------------------------------------
 
 
 def check_loss(loss: Any, names: list[str] | None, gather: Callable[[Any], list[Any]]) -> list[str]:
-    """Return the names of a loss's sums, which can be added to the others of its step. Raises LockstepError otherwise.
+    """Return the names of a loss's sums. Raises LockstepError if it cannot be added to the others of its step.
 
-    names   of the first loss of the run; None for this one, whose names (all ranks) are compared
-    gather  gives every rank's value
+    names   of the first loss of the run; None if this is the first, whose names are compared (all ranks)
+    gather  returns every rank's value
     """
     return same_names([*check("loss", loss).sums], names, gather, "sums")
 
 
 def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any], list[Any]], what: str) -> list[str]:
-    """Return the names of a loss's sums, or of its terms; see `check_loss`. Raises LockstepError where they change."""
+    """Return the names `found` of a loss's sums or terms. Raises LockstepError if they change; see `check_loss`."""
     first, *others = gather(found) if names is None else [names]
     for other in [*others, found]:
         if other != first:  # in a different order they would be summed with the wrong partners
@@ -173,15 +173,11 @@ def same_names(found: list[str], names: list[str] | None, gather: Callable[[Any]
     return found
 
 
-def check_terms(terms: Any) -> dict[str, Loss]:
-    return check("losses", terms)
-
-
 def check_count(sums: Sums, samples: int) -> None:
-    """(all ranks) Raise LockstepError unless the totals of `samples` samples count as many."""
-    if sums["count"].tolist() != samples:
+    """(all ranks) Raise LockstepError unless the totals count each sample once."""
+    if (count := sums["count"].tolist()) != samples:
         raise LockstepError(
-            f"the `count` of `score` is {sums['count'].tolist()} for {amount(samples, 'sample')}",
+            f"the `count` of `score` is {count} for {amount(samples, 'sample')}",
             "the task's `score`",
             "count each sample of the batch once; other numbers, such as tokens, under another name",
             everywhere=True,
@@ -189,17 +185,17 @@ def check_count(sums: Sums, samples: int) -> None:
 
 
 def collects(task: Task) -> bool:
-    """Return whether a task's metrics are made of values of each sample."""
+    """Return whether a task collects values of each sample for its metrics."""
     return type(task).collect is not Task.collect
 
 
 def reported(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the metrics as numbers that a checkpoint may hold: weights_only=True refuses to read NumPy's."""
+    """Return the task's metrics as Python floats: torch.load with weights_only=True refuses numbers of NumPy."""
     return {name: float(value) for name, value in check("report", task.report(sums), task.monitor).items()}
 
 
 def built(task: Task) -> nn.Module:
-    """Return the task's `model`."""
+    """Return the task's model."""
     return check("model", task.model())
 
 
@@ -213,12 +209,12 @@ NO_SAMPLES: tuple[tuple[Any, str], ...] = (
 
 
 def check_datasets(found: Any) -> tuple[Any, Any]:
-    """Return the pair of a task's `datasets`. Raises LockstepError unless both give any sample by its number."""
+    """Return the task's (train, val). Raises LockstepError unless both give any sample by its number."""
     train_set, val_set = check("datasets", found)
     for name, dataset in (("training", train_set), ("validation", train_set if val_set is None else val_set)):
         todo = next((todo for kinds, todo in NO_SAMPLES if isinstance(dataset, kinds)), "")
-        gives = any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__"))
-        if todo or not gives or not hasattr(dataset, "__len__"):
+        indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+        if todo or not indexed or not hasattr(dataset, "__len__"):
             what = f"the {name} set is a {type(dataset).__name__}, which gives no sample by its number"
             todo = todo or "give a dataset with __len__ and __getitem__; a list of dicts will do"
             raise LockstepError(what, "the task's `datasets`", todo)
@@ -226,11 +222,11 @@ def check_datasets(found: Any) -> tuple[Any, Any]:
 
 
 def check_scored(task: Task, split: str) -> None:
-    """Raise LockstepError where a task cannot be evaluated, in training (no split) or on a split that was asked for."""
+    """Raise LockstepError if a task cannot be evaluated, in training (no `split`) or on the `split` to score."""
     if missing := [name for name in ("score", "report") if getattr(type(task), name) is getattr(Task, name)]:
         todo = "give it these methods to score a split" if split else "or return (train, None) from `datasets`"
-        todo = f"see engine/contract.py; {todo}"
-        raise LockstepError(f"the Task of {task.cfg.task} lacks {', '.join(missing)}", "task", todo)
+        what = f"the Task of {task.cfg.task} lacks {', '.join(missing)}"
+        raise LockstepError(what, "task", f"see engine/contract.py; {todo}")
 
 
 HINTS = (
@@ -242,6 +238,6 @@ HINTS = (
 
 
 def hint(error: BaseException) -> str:
-    """Return what to do where a task looks up the loader's own numbers in the wrong place, or passes them on."""
+    """Suggest a fix if a task looks up the loader's metadata in the wrong place, or passes it on; else return ""."""
     words = f"{type(error).__name__}: {error}"
     return next((found.expand(todo) for form, todo in HINTS if (found := re.match(form, words, re.DOTALL))), "")

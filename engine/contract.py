@@ -1,7 +1,7 @@
 """The contract between a task and the engine. Everything else may change.
 
-A task is one file in `tasks/` with a class `Task`. It never learns that there is more than one process:
-it returns *sums*, and the engine adds them up over micro-batches and ranks before anything is divided.
+A task is one file in `tasks/` with a class `Task`. It need not know that there is more than one process: it returns
+*sums*, and the engine adds them up over micro-batches and ranks before anything is divided.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from engine.seeds import sample_seeds as sample_seeds
 from engine.seeds import uniform as uniform
 
 Batch = Any
-"""What a dataset gives, mostly tensors by name, whose leading axis is the batch. The loader adds its own numbers, a
-`BatchInfo`: to a dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
+"""A batch of a dataset, mostly tensors by name, whose leading axis is the batch. The loader adds a `BatchInfo`: to a
+dict as `batch["lockstep"]`, to anything else as the attribute `batch.lockstep`."""
 
 INFO_KEY = "lockstep"
-"""The one name in a batch that is the loader's."""
+"""The name of the loader's `BatchInfo` in a batch."""
 
 LOGGED = ("event", "step", "epoch", "samples", "time_s")
-"""Names of each line of metrics.jsonl, which no metric may have."""
+"""Names in each line of metrics.jsonl, which no metric may have."""
 
 
 @dataclass(slots=True)
 class BatchInfo:
-    """The loader's own numbers of a batch, on its device; to be read, not changed.
+    """The loader's metadata of a batch, on its device; read only.
 
-    index        (B,) int64: which samples of the dataset these are
-    position     (B,) int64: their places in the epoch's global order; in an evaluation the same as `index`
-    seed         (B,) int64: what random numbers are drawn from, see `uniform`: a function of (seed, epoch, position),
-                 in an evaluation of the index alone
-    mean_weight  (B,) float64, in training where the dataset has `weights`: their mean over the whole global batch, the
-                 same number everywhere; or None
+    index        (B,) int64: the samples' indices in the dataset
+    position     (B,) int64: their positions in the epoch's global order; in an evaluation the same as `index`
+    seed         (B,) int64: the seed of each sample's random numbers, see `uniform`: a function of (seed, epoch,
+                 position), in an evaluation of the index alone
+    mean_weight  (B,) float64, in training if the dataset has `weights`: their mean over the global batch, the same
+                 number for each sample; else None
     """
 
     index: Tensor
@@ -53,7 +53,7 @@ class BatchInfo:
 
 
 def inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch that is a dict without the loader's own numbers, as in `net(**inputs(batch))`."""
+    """Return a dict batch without its `BatchInfo`, as in `net(**inputs(batch))`."""
     return {name: value for name, value in batch.items() if name != INFO_KEY}
 
 
@@ -64,8 +64,8 @@ PerSample = Mapping[str, Tensor | Sequence[Any]]
 class Sums(dict[str, Tensor]):
     """Named totals that add up over batches and ranks: float64 or int64 tensors of a fixed shape.
 
-    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the host; on rank 0,
-               which alone calls `report` then
+    collected  what `Task.collect` has returned for all samples, in the order of the dataset, on the host of rank 0;
+               then rank 0 alone calls `report`
     """
 
     collected: Mapping[str, Any] = MappingProxyType({})
@@ -75,12 +75,12 @@ class Sums(dict[str, Tensor]):
 
 
 class Loss(NamedTuple):
-    """A loss before the division: the loss is `total / weight` over the whole global batch, whichever rank held a part.
+    """A loss before the division: the loss is `total / weight`, each summed over the global batch on all ranks.
 
     total   scalar with a graph: the sum of the samples' weighted losses
     weight  scalar: the sum of the weights (class weights, mask entries, or the number of samples)
-    sums    totals to watch in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over `count`; no graph
-    factor  of one term among several, see `Task.losses`
+    sums    totals to log in training, e.g. `{"accuracy": hits, "count": ...}`: shown as means over `count`; no graph
+    factor  of one of several terms, see `Task.losses`
     """
 
     total: Tensor
@@ -101,12 +101,12 @@ class Task:
     Settings  dataclass of dataclasses: the task's own config sections, with defaults, made with `config.option`
     defaults  dotted keys of the common config that this task starts from, e.g. {"epochs": 15, "optim.lr": 2e-3}
     aliases   everyday spellings of the task's own keys, e.g. {"mode": "model.mode"}
-    compat_aliases  another suite's spellings of any key, accepted but not listed in --help; {"their=0": "key=value"}
-                    where one value means something else here
+    compat_aliases  other suites' spellings of any key, accepted but not listed in --help; {"their=0": "key=value"}
+                    if one value has a different meaning here
     resumable_keys  own keys, or a section's name with a dot, that may change when a run is resumed
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
-    collect_limit_mb  the most that `collect` may return for all samples together
+    collect_limit_mb  the limit on what `collect` returns for all samples together
     """
 
     Settings: ClassVar[type] = Settings
@@ -123,16 +123,15 @@ class Task:
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """Return another suite's keys that are accepted and change nothing: {key: (the only value that it may have,
-        None for any; why)}."""
+        """Return other suites' keys that are accepted and ignored: {key: (the only valid value or None, why)}."""
         return {}
 
     def datasets(self) -> tuple[Any, Any]:
-        """Return (train, val); called once, before `model`. Without validation data val is None: nothing is evaluated
-        then, and the last checkpoint is the one that counts.
+        """Return (train, val); called once, before `model`. If val is None, nothing is evaluated, and the last
+        checkpoint is the result.
 
-        A dataset has `__len__`, and `__getitem__(i)`, which gives a sample, or `__getitems__(indices)`, which gives a
-        batch (fast: one gather) or a list of samples. To draw at random it takes seeds, too: `__getitem__(i, seed)`,
+        A dataset has `__len__`, and `__getitem__(i)`, which returns a sample, or `__getitems__(indices)`, which returns
+        a batch (fast: one gather) or a list of samples. To draw at random it takes seeds: `__getitem__(i, seed)`,
         `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights` and `prefetch(indices)`: see
         "Samples and batches of any form" in docs/your-own-data.md.
         """
@@ -143,72 +142,70 @@ class Task:
         raise NotImplementedError
 
     resuming: bool = False
-    """Set before `model` is called: whether a checkpoint's weights will replace the model's own, those that `saved`
-    does not leave out."""
+    """Set before `model` is called: whether a checkpoint's weights will replace those of the model that are `saved`."""
     started_from: str = ""
-    """Set by `model`: where its weights come from, unless they are random."""
+    """Set by `model`: the source of its weights, unless they are random."""
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return a training batch as `loss` gets it, augmented on its device, such as `batch | {"x": ...}`. Each sample
-        is changed by itself, at random by its seed in `batch["lockstep"].seed` and nothing else: of data that are held
-        (`cache`) many passes are prepared at once, a row of each tensor for a sample."""
+        """Return the training batch for `loss`, augmented on its device, such as `batch | {"x": ...}`. Change each
+        sample independently, at random only by its seed in `batch["lockstep"].seed`: from cached data (`cache`) several
+        passes are prepared in one call, with one row per sample in each tensor."""
         return batch
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
-        """Return the training loss: one forward of `net` (perhaps in DDP: call it exactly once).
-        Where each sample is compared with all others of the global batch, see `gather_batch`."""
+        """Return the training loss. Call `net`, which may be DDP, exactly once. To compare each sample with all others
+        of the global batch, see `gather_batch`."""
         total, weight, sums = join(self.losses(net, batch))
         return Loss(total, weight, Sums(sums))
 
     def losses(self, net: nn.Module, batch: Batch) -> dict[str, Loss]:
-        """In place of `loss`: return several terms by name, each with a weight of its own (boxes, masked pixels). The
-        loss is the sum of `factor * total / weight`, each divided over the whole global batch. Its price is a wait in
-        each step, or with several passes a second forward pass: see docs/your-own-data.md."""
+        """Override this instead of `loss` to return several terms by name, each with its own weight (boxes, masked
+        pixels). The loss is the sum of `factor * total / weight`, each divided over the global batch. This costs a wait
+        in each step, or with several passes a second forward pass: see docs/your-own-data.md."""
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return what this batch adds to the totals of an evaluation. Must hold `count`, the number of samples. Floats
-        are kept batch by batch until all ranks are through, so return totals, not a number for each sample."""
+        """Return what this batch adds to the totals of an evaluation, with `count`, the number of samples. Floats are
+        kept batch by batch until all ranks are through, so return totals, not a number for each sample."""
         raise NotImplementedError
 
     def collect(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return values of each sample of an evaluation batch for metrics that are no sums, such as AUC, mAP or
-        recall@k. Called right after `score` of the same batch, which may have kept its output in `self`. `report` finds
-        those of all samples in `sums.collected`, in the order of the dataset: a tensor (N, ...) or a list of N, at most
-        `collect_limit_mb`."""
+        """Return values of each sample of an evaluation batch for metrics that are not sums, such as AUC, mAP or
+        recall@k. Called right after `score` of the same batch, which may have kept its output in `self`. `report` reads
+        those of all samples from `sums.collected`, in the order of the dataset: a tensor (N, ...) or a list of N, at
+        most `collect_limit_mb`."""
         raise NotImplementedError
 
     def report(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics, from totals over the whole split. Must hold `loss` and what `monitor` names. With
+        """Return the metrics from totals over the whole split, with `loss` and the one that `monitor` names. With
         `collect`, only rank 0 calls it."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        """Return what tools/predict.py writes of each sample: predictions, and what says which sample it is."""
+        """Return what tools/predict.py writes for each sample: predictions, and what identifies the sample."""
         raise LockstepError("this task predicts nothing", "task", "give it a method `predict`")
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Return an optimizer (of several a `ChainedOptimizer`), or None for that of `optim.name`. Called once what
-        `optim.freeze` names is frozen; its groups hold all weights that are trained. The schedule sets the rate of a
-        group to that of the step times the group's own `lr` / `optim.lr`."""
+        """Return an optimizer (several in a `ChainedOptimizer`), or None for that of `optim.name`. Called after
+        `optim.freeze` is applied; its groups hold all trained weights. The schedule sets the rate of a group to that of
+        the step times the group's own `lr` / `optim.lr`."""
         return None
 
     def saved(self, name: str) -> bool:
-        """Return whether checkpoints hold this entry of the model's state dict. The others are not trained, and must
-        come from `model` again, the same, when a run is resumed or its checkpoint used: a digest is compared."""
+        """Return whether checkpoints hold this entry of the model's state dict. The others must not be trained, and
+        `model` must return the same values when a run is resumed or its checkpoint used: a digest is compared."""
         return True
 
     def metadata(self) -> dict[str, Any]:
-        """Return, after `datasets`, what else than weights and config is needed to use the model, such as class names:
-        plain values, texts, lists and dicts, which every checkpoint holds."""
+        """Return, after `datasets`, what the model needs in addition to weights and config, such as class names, as
+        numbers, texts, lists and dicts. Every checkpoint holds it."""
         return {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
-        """Called in place of `datasets`, with what `metadata` gave when the checkpoint was written: `model` and
-        inference work after it."""
+        """Called instead of `datasets`, with the `metadata` of the checkpoint: `model` and inference work after it."""
 
     def full_dataset(self) -> Any:
-        """Return, after `load_metadata`, all samples of the data that the config names, as one dataset to score."""
+        """Return, after `load_metadata`, all samples of the configured data as one dataset to score."""
         raise LockstepError("this task only knows its own two splits", "split all", "give it a method `full_dataset`")
 
     num_trials: int = 0
@@ -234,8 +231,8 @@ class Task:
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each takes the step of its own
-    groups. `param_groups` and `state` are theirs, the same objects, and a checkpoint holds them in this order."""
+    """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each updates its own groups.
+    `param_groups` and `state` hold the same objects as theirs, and a checkpoint holds them in this order."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         super().__init__([group for each in optimizers for group in each.param_groups], {})
@@ -269,18 +266,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
 
 under_way: tuple[Any, Any] | Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-"""The `Run` and `MicroBatch` of the forward pass that a training is in. None outside of its steps; a function, where
-parts of a batch stand for the ranks: what `gather_batch` returns then (see engine/preflight/adds_up.py)."""
+"""The `Run` and `MicroBatch` of the current pass of a training; None outside of its steps. In
+engine/preflight/adds_up.py, where parts of a batch stand for the ranks, a function that replaces `gather_batch`."""
 
 
 def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N, ...) the tensors of all samples of the global batch, in its order, and (B,) the rows of this batch's
-    own: for a loss that compares each sample with all others. Gradients go back to whoever computed a row.
+    """Return the tensors (N, ...) of all samples of the global batch, in its order, and the row numbers (B,) of this
+    batch in it: for a loss that compares each sample with all others. Gradients flow back to the rank of each row.
 
     tensor  (B, ...) floats or whole numbers: one for each sample of the batch of `Task.loss`
 
-    Outside of a training step, as in `score`, these are `tensor` itself and 0 to B - 1. Two all-reduces of (N, ...),
-    one of them in the backward pass. Raises LockstepError where a step has several forward passes: none sees all.
+    Outside of a training step, as in `score`, return `tensor` itself and 0 to B - 1. This costs two all-reduces of
+    (N, ...), one of them in the backward pass. Raises LockstepError if a step has several forward passes, none of which
+    has all samples.
     """
     if under_way is None:
         return tensor, torch.arange(len(tensor), device=tensor.device)
@@ -291,8 +289,8 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
         what = (
             f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"
         )
-        once = f"give one pass a step: no accumulation, batch_size={-(-plan.global_batch // plan.processes)}, "
-        todo = once + ("virtual_workers=0" if plan.workers else "or more processes")
+        last = "virtual_workers=0" if plan.workers else "or more processes"
+        todo = f"give one pass a step: no accumulation, batch_size={-(-plan.global_batch // plan.processes)}, {last}"
         raise LockstepError(what, "the task's `loss`", todo, everywhere=True)
     check_rows(tensor, len(micro.indices))
     first = run.progress.position
@@ -302,20 +300,20 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_rows(tensor: Tensor, samples: int) -> None:
-    """Raise LockstepError unless there is a row for each sample."""
+    """Raise LockstepError unless there is one row per sample."""
     if len(tensor) != samples:
         what = f"gather_batch was given {amount(len(tensor), 'row')} in a batch of {amount(samples, 'sample')}"
         raise LockstepError(what, "the task's `loss`", "give it one row for each sample")
 
 
 class _Gather(torch.autograd.Function):
-    """A sum over the ranks in which all but one give zeros for a row: exact, whatever the order."""
+    """A sum over the ranks, in which one rank gives a row and the others zeros: exact in any order."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, world: Any, rows: slice, count: int, empty: bool) -> Tensor:
         ctx.about = world, rows, empty
         whole = mine.new_zeros(count, *mine.shape[1:])
-        if not empty:  # its sample is another rank's
+        if not empty:  # the sample of an empty pass belongs to another rank
             whole[rows] = mine
         world.sum(whole)
         return whole
@@ -331,7 +329,7 @@ class _Gather(torch.autograd.Function):
 
 def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return (total, weight, sums) of the sum of `factor * total / weight` over `terms`, each divided by its weight in
-    the whole global batch; outside of a training step, in this one. A term without any weight there is zero."""
+    the global batch, or outside of a training step in this batch. A term without any weight is zero."""
     here = next(iter(terms.values())).total.device
     if not isinstance(under_way, tuple):
         weights, samples, size = weights_of(terms, here), 1, 1
@@ -353,11 +351,11 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 def weights_of(terms: Mapping[str, Any], device: torch.device) -> Tensor:
     """(terms,) float64: the weights of one batch."""
-    return torch.stack([_on(device, torch.as_tensor(term.weight).detach()) for term in terms.values()])
+    return torch.stack([scalar_on(device, torch.as_tensor(term.weight).detach()).double() for term in terms.values()])
 
 
-def _on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a scalar as float64. From the host by a fill, because a copy is a sync point."""
-    if number.device.type == "cpu":
-        return torch.full((), number.item(), dtype=torch.float64, device=device)
-    return number.to(device, torch.float64)
+def scalar_on(device: torch.device, number: Tensor) -> Tensor:
+    """Return a scalar tensor on `device`. From the host by a fill, because a copy is a sync point."""
+    if number.device.type == "cpu" != device.type:
+        return torch.full((), number.item(), dtype=number.dtype, device=device)
+    return number.to(device)

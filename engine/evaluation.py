@@ -1,4 +1,4 @@
-"""Score a split; the metrics of a log line."""
+"""Score a split; compute the metrics of a log line."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
 
 def log_metrics(run: Run) -> None:
-    """(all ranks) Bring the numbers since the last log point to the host, look for a straggler; (rank 0) log them."""
+    """(all ranks) Look for a straggler, and log the metrics since the last log point."""
     seconds = phase.take()
-    run.record.log.slow(run, run.meter.stragglers.find(seconds))
+    run.record.log.straggler(run, run.meter.stragglers.find(seconds))
     run.record.log.train(run, training_metrics(run, seconds))
 
 
 def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the metrics since the last log point, on every rank. All steps have been read by then.
+    """Return the metrics since the last log point, the same on every rank but for times, and clear the meter.
 
-    seconds  of the phases since then
+    seconds  since then, by phase
     """
     meter = run.meter
     elapsed = time.perf_counter() - meter.since
-    totals = meter.totals
-    for name, value in totals.items():
+    for name, value in meter.totals.items():
         run.progress.epoch_totals[name] = run.progress.epoch_totals.get(name, 0.0) + value
-    metrics = means(totals) | {
+    metrics = means(meter.totals) | {
         "lr": run.plan.lr(run.progress.step - 1),
         "grad_norm": meter.grad_norm,
         "skipped_steps": meter.skipped,
@@ -49,21 +48,20 @@ def training_metrics(run: Run, seconds: dict[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | None:
-    """(all ranks) Score every sample of the split once; the metrics are the same on every rank. Returns None if the run
-    is to stop before that is done.
+    """(all ranks) Score every sample of the split once; return (metrics, sums), or None if the run is to stop before
+    that is done.
 
-    The bare module runs, so ranks may have more or fewer batches, or none: only sums are exchanged. Batches are the
-    same on any number of ranks, and so are the metrics, to the last bit where every process computes alike. Buffers
-    that this changes are put back: the training goes on as if nothing had been scored, as it does once it is resumed.
+    Batches are the same on any number of ranks, and so are the metrics, to the last bit where every process computes
+    alike. Buffers are put back: the training continues as if nothing had been scored, as it does after a resume.
     """
     world, task = run.world, run.task
     scored, collected = Gathered("score"), Gathered("collect", task.collect_limit_mb)
     with run.evaluated_buffers.unchanged():
-        model, broken_off = run.evaluated_model.eval(), 0.0
+        model, incomplete = run.evaluated_model.eval(), False
         phase("loading validation data")
         for number, batch in enumerate(batches):
             if run.stop.reason:
-                broken_off = 1.0
+                incomplete = True
                 break
             phase("validation")
             seed_generators(world.device, "score", run.cfg.seed, world.rank + number * world.size)  # by the batch
@@ -76,8 +74,8 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         phase("validation")
         tried = _trials(run, model)
         if task.num_trials and run.stop.reason:  # they may be only some of the trials
-            broken_off = 1.0
-        vote = torch.tensor(broken_off)
+            incomplete = True
+        vote = torch.tensor(float(incomplete))
         world.sum(vote)
         if vote:
             run.agree_to_stop()
@@ -95,7 +93,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
 
 
 def _trials(run: Run, model: nn.Module) -> Gathered:
-    """Make this rank's share of the task's trials; only some of them where the run is to stop."""
+    """Make this rank's share of the task's trials, or only some of them if the run is to stop."""
     tried, task = Gathered("trials"), run.task
     for first in range(run.world.rank * TRIALS_AT_ONCE, task.num_trials, run.world.size * TRIALS_AT_ONCE):
         which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
@@ -104,14 +102,14 @@ def _trials(run: Run, model: nn.Module) -> Gathered:
         seed_generators(run.world.device, "trials", run.cfg.seed, first)
         with run.precision.autocast():
             found = task.trials(model, which, lambda: bool(run.stop.reason))
-        if run.stop.reason:  # then they may be anything
+        if run.stop.reason:  # `found` may be incomplete
             break
         tried.add(check("trials", found))
     return tried
 
 
 TRIALS_AT_ONCE = 10
-"""Trials of one call, on any number of ranks: batch composition changes rounding, and near-ties can flip a trial."""
+"""Trials of one call, the same on any number of ranks: the size of a batch changes rounding, which can flip a trial."""
 
 
 @torch.no_grad()

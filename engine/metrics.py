@@ -1,4 +1,4 @@
-"""Numbers of a run: sums over passes and ranks in training, over batches and ranks in evaluation; divided once."""
+"""Sums over passes and ranks in training, over batches and ranks in evaluation; stragglers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Outcome(NamedTuple):
 
 
 class Meter:
-    """Hold what happened since the last log point, and the clock of this process. From a GPU the numbers of a step are
-    read one step late, so that neither host nor device waits."""
+    """Add up the numbers of the steps since the last log point. From a GPU those of a step are read one step late, so
+    that neither host nor device waits."""
 
     def __init__(self, world: World, workers: int = 1):
         self.stragglers = Stragglers(world, workers)
         self.world, self.on_gpu = world, world.device.type == "cuda"
-        self.names: list[str] | None = None  # of the task's sums, once all ranks have told theirs
+        self.names: list[str] | None = None  # of the task's sums, once all ranks have compared theirs
         self.losses: list[tuple[Any, Tensor]] = []  # of this rank's passes of the step: a MicroBatch, its loss
         self.terms: Any = None  # a `run.Terms`, for a task with `losses`
         self.no_vote = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -76,13 +76,13 @@ class Meter:
             numbers, step, losses, event = self.pending.pop(0)
             if event:
                 with self.world.host_sync():
-                    event.synchronize()  # of the step before: long over, or the host is a whole step ahead
+                    event.synchronize()  # of the step before: over already, unless the host is a whole step ahead
             votes, *sums, skipped, self.grad_norm = numbers.tolist()
             for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
             self.skipped += skipped
             arrived.append(Outcome(step, losses, votes, skipped))
-            late = late and not votes  # the run stops here, or is saved
+            late = late and not votes  # a run that stops or saves here needs all of them now
         return arrived
 
     def state(self) -> dict[str, Any]:
@@ -95,19 +95,19 @@ class Meter:
 
 
 class GpuClock:
-    """Seconds that the GPU computes in forward and backward passes, which the host does not see: from events, read at
-    log points. The last pass of a step stands for the others."""
+    """Measure the seconds that the GPU computes in forward and backward passes, by events that are read at log points.
+    The last pass of a step stands for the others."""
 
     def __init__(self) -> None:
         self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.passes, self.synced, self.inside = 0, False, False
+        self.passes, self.synced, self.in_forward = 0, False, False
 
     def __call__(self, name: str) -> None:
-        if name == "forward" and not self.inside:  # a sum within a forward pass interrupts it
+        if name == "forward" and not self.in_forward:  # a sum within a forward pass enters "forward" again after it
             self.begin.record()
             self.passes += 1
         if name in ("forward", "backward"):
-            self.inside = name == "forward"
+            self.in_forward = name == "forward"
         elif name == "gradient sync":
             self.end.record()
             self.synced = True
@@ -122,7 +122,7 @@ class GpuClock:
 
 
 class Straggler(NamedTuple):
-    """A rank that all others wait for: its time over the others' median, and the phase that takes longer."""
+    """A rank that all others wait for: its time over the others' median, and the phase in which it is slow."""
 
     rank: int
     ratio: float
@@ -132,15 +132,15 @@ class Straggler(NamedTuple):
 class Stragglers:
     """Watch how long the ranks take.
 
-    workers  virtual workers of this rank: one rank may run more of them than the others do
-    times    (ranks, 2) seconds of data loading and of computing for one worker, since a rank was last judged
+    workers  virtual workers of this rank, which may be more than those of the others
+    times    (ranks, 2) seconds of data loading and of computing per worker, since the last judgement
     """
 
-    ENOUGH_S, RATIO = 3.0, 1.5  # seconds needed to judge, and how many times the others' median is too many
+    ENOUGH_S, RATIO = 3.0, 1.5  # seconds needed to judge, and the multiple of the others' median that is too slow
 
     def __init__(self, world: World, workers: int):
         self.world, self.workers = world, workers
-        self.times = torch.zeros(world.size, 2)  # on the host: not behind all that the device has to do
+        self.times = torch.zeros(world.size, 2)  # on the host, where a sum need not wait for the device's queue
         self.gpu_clock = GpuClock() if world.size > 1 and world.device.type == "cuda" else None
         if self.gpu_clock:
             phase.listeners.append(self.gpu_clock)
@@ -151,7 +151,7 @@ class Stragglers:
         world = self.world
         if world.size == 1:
             return None
-        # Until the last gradient is ready; after that a rank only waits, which hides who is slow.
+        # Up to the last gradient; after that a rank only waits for the others.
         computed = sum(seconds.get(name, 0.0) for name in ("augmentation", "forward", "backward"))
         if self.gpu_clock:
             with world.host_sync():
@@ -173,7 +173,10 @@ class Stragglers:
 
 
 def loading_s(seconds: dict[str, float]) -> float:
-    """Return the seconds, of those in all phases, that a rank waited for its batches."""
+    """Return the seconds that a rank waited for its batches.
+
+    seconds  by phase
+    """
     return seconds.get("data loading", 0.0) + seconds.get("host to device", 0.0)
 
 
@@ -182,18 +185,17 @@ class Skipped(NamedTuple):
 
     step: int
     samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
-    found: dict[int, str] | None  # what is not finite in which of them; None if they were not fetched again
+    found: dict[int, str] | None  # dataset index -> what is not finite in it; None if they were not fetched again
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:
-    """Turn training totals into means: the loss over its weight, all others over `count`; empty in, empty out."""
+    """Return the means of training totals: the loss over its weight, the others over `count`; empty in, empty out."""
     if not totals:
         return {}
+    loss, weight, count = totals["loss"], totals["weight"], totals.get("count")
     rest = {name: value for name, value in totals.items() if name not in ("loss", "weight", "count")}
-    count = totals.get("count", 0.0)
-    return {"loss": totals["loss"] / totals["weight"] if totals["weight"] else float("nan")} | {
-        name: value / count for name, value in rest.items() if count
-    }
+    shown = {name: value / count for name, value in rest.items()} if count else {}
+    return {"loss": loss / weight if weight else math.nan} | shown
 
 
 # ---- an evaluation --------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def means(totals: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Ragged:
-    """A tensor for each sample, of several lengths, end to end."""
+    """A tensor for each sample, of different lengths, concatenated."""
 
     whole: Tensor
     lengths: list[int]
@@ -223,14 +225,14 @@ Forms = dict[str, tuple[Any, ...]]
 class Gathered:
     """What a method of the task has returned for this rank's batches; its n-th part is number `rank + n * size` of all.
 
-    Of sums, whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until
+    Sums of whole numbers are added as they arrive. Sums of floats depend on the order, so each part's are kept until
     all ranks are through, and then added in the order of the parts, whichever rank had them.
-    Values of each sample stay on the host until all ranks are through, and then go to rank 0, one part of each rank at
-    a time, which is the order of the dataset. Until then rank 0 also holds what is left of its own.
+    Values of each sample stay on the host until all ranks are through. Then they go to rank 0, one part of each rank at
+    a time, which is the order of the dataset.
 
     source    the method, for errors
     limit_mb  of values on rank 0
-    forms     of a part, which all have in common
+    forms     common to all parts
     bytes     of the values of `samples` on this rank
     """
 
@@ -283,10 +285,10 @@ class Gathered:
         return totals
 
     def joined(self, world: World) -> dict[str, Any]:
-        """(all ranks) Return on rank 0 the values of all samples in their order: a tensor (N, ...) or a list of N. On
-        the others nothing."""
-        rounds, samples, count = self._agree(world)
-        self.check_bytes(count, everywhere=True)
+        """(all ranks) Return the values of all samples in their order: a tensor (N, ...) or a list of N by name. On
+        ranks other than 0 return nothing."""
+        rounds, samples, size = self._agree(world)
+        self.check_bytes(size, everywhere=True)
         done, values = 0, dict[str, Any]()
         for name, (kind, *shape) in self.forms.items() if world.main else ():
             values[name] = torch.empty(samples, *shape[1:], dtype=kind) if shape[:1] == ["N"] else []
@@ -301,10 +303,10 @@ class Gathered:
                 done += len(next(iter(part.values()), ()))
         return values
 
-    def check_bytes(self, count: float, everywhere: bool = False) -> None:
-        """Raise LockstepError where so many bytes are too many."""
-        if count > self.limit_mb * 1e6:
-            what = f"`{self.source}` returns {count / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
+    def check_bytes(self, size: float, everywhere: bool = False) -> None:
+        """Raise LockstepError if `size` is above the limit."""
+        if size > self.limit_mb * 1e6:
+            what = f"`{self.source}` returns {size / 1e6:.3g} MB, and rank 0 may hold {self.limit_mb:g}"
             todo = "return less of each sample, or give the task a higher `collect_limit_mb`"
             raise LockstepError(what, f"the task's `{self.source}`", todo, everywhere=everywhere)
 
@@ -315,13 +317,14 @@ class Gathered:
         self.parts.append(part)
 
     def _agree(self, world: World) -> tuple[int, int, int]:
-        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the first part, and no fewer
-        than any other: their number is returned, and the samples and bytes of all ranks."""
+        """(all ranks) Compare forms. A rank without parts takes those of rank 0, which has the first part. Return the
+        parts of rank 0, the most that a rank has, and the samples and bytes of all ranks."""
         everyone = world.gather((self.forms, len(self.parts), self.samples, self.bytes))
-        self.forms = everyone[0][0]
-        for forms, parts, *_ in everyone:
-            self._check_forms(forms if parts else self.forms, everywhere=True)
-        return everyone[0][1], sum(held[2] for held in everyone), sum(held[3] for held in everyone)
+        forms, parts, samples, size = zip(*everyone, strict=True)
+        self.forms = forms[0]
+        for mine, number in zip(forms, parts, strict=True):
+            self._check_forms(mine if number else self.forms, everywhere=True)
+        return parts[0], sum(samples), sum(size)
 
     def _check_forms(self, forms: Forms, everywhere: bool = False) -> None:
         if forms != self.forms:
@@ -341,13 +344,13 @@ def _words(item: tuple[str, tuple[Any, ...]]) -> str:
 
 
 def packed(found: Mapping[str, Any]) -> dict[str, Packed]:
-    """Return the values of a batch as they are kept."""
+    """Return the values of a batch as copies on the host."""
     return {name: _packed(values) for name, values in found.items()}
 
 
 def _packed(values: Any) -> Packed:
-    """Tensors are copied: a view would keep all it is a part of."""
-    if _all_tensors(values):
+    """Copy tensors: a view would keep the whole of its storage."""
+    if isinstance(values, (list, tuple)) and values and all(isinstance(each, Tensor) for each in values):
         if values[0].ndim:
             return Ragged(_on_host(torch.cat([*values])), [len(value) for value in values])
         values = torch.stack([*values])
@@ -358,10 +361,3 @@ def _on_host(values: Tensor) -> Tensor:
     """Return a copy; of bf16, which NumPy does not know, in float32."""
     dtype = torch.float32 if values.dtype == torch.bfloat16 else values.dtype
     return values.detach().to("cpu", dtype, copy=True)
-
-
-# ---- what a task may return -----------------------------------------------------------------------------------------
-
-
-def _all_tensors(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and len(values) > 0 and all(isinstance(v, Tensor) for v in values)

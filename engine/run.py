@@ -1,4 +1,4 @@
-"""One training: its parts, and its progress."""
+"""The parts of one training, its progress, and the books of a step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from engine import contract, optim, private
-from engine.checks import check_loss, check_terms, same_names
+from engine.checks import check, check_loss, same_names
 from engine.comm.buffers import Buffers
 from engine.comm.plain import Plain
 from engine.comm.virtual import VirtualWorkers
 from engine.comm.world import World
-from engine.contract import Loss, Sums, Task, weights_of
+from engine.contract import Loss, Sums, Task, scalar_on, weights_of
 from engine.errors import amount
 from engine.files.archive import Saved
 from engine.metrics import Meter, Outcome, Skipped, Straggler
@@ -37,13 +37,13 @@ class Progress:
     """The progress of a run. Plain numbers: every checkpoint holds them."""
 
     step: int = 0  # optimizer steps taken
-    epoch: int = 0  # the epoch that `position` is in, from 0
+    epoch: int = 0  # the epoch of `position`, from 0
     position: int = 0  # samples of this epoch consumed by all ranks together
     samples: int = 0  # samples consumed since the start
     best: float | None = None  # best value of the task's monitor
     stale: int = 0  # evaluations since the best one
-    evaluation_due: bool = False  # this step must be evaluated, and was not yet
-    skipped: int = 0  # steps that were not taken
+    evaluation_due: bool = False  # this step is to be evaluated
+    skipped: int = 0  # steps that were not taken, because the gradient was not finite
     skipped_in_a_row: int = 0
     epoch_totals: dict[str, float] = field(default_factory=dict)  # of the logged part of this epoch
 
@@ -63,10 +63,13 @@ class Progress:
 
 
 class Stop:
-    """Why this process wants to stop, empty while it does not. The ranks vote in the all-reduce of every step."""
+    """Whether to stop before the end. The ranks vote in the all-reduce of every step.
 
-    reason = ""
-    agreed = ""  # of the first rank that has one, once all ranks know that they stop
+    reason  why this process wants to stop; empty while it does not
+    agreed  the reason of the first rank that has one, once all ranks know that they stop
+    """
+
+    reason = agreed = ""
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -80,7 +83,7 @@ class Silent:
 
     def train(self, run: Run, metrics: dict[str, float]) -> None: ...
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None: ...
-    def slow(self, run: Run, slow: Straggler | None) -> None: ...
+    def straggler(self, run: Run, found: Straggler | None) -> None: ...
     def skipped(self, run: Run, skipped: Skipped) -> None: ...
     def changed(self, run: Run, changes: list[str]) -> None: ...
     def sync(self) -> None: ...
@@ -92,20 +95,22 @@ class Fresh(NamedTuple):
     """What a new process begins with, before it loads a checkpoint."""
 
     optimizer: torch.optim.Optimizer | None  # with the same parameters; None where it cannot be copied
-    forms: dict[str, str]  # of the model's entries
+    forms: dict[str, str]  # see `forms`
 
 
 def forms(task: Task, model: nn.Module) -> dict[str, str]:
-    """Return the type and the shape of what a checkpoint holds of the model, by name."""
-    held = {name: value for name, value in model.state_dict().items() if task.saved(name)}
-    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in tensors.items()}
+    """Return the type and the shape of each tensor of the model that a checkpoint holds, by name."""
+    return {
+        name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
+        for name, value in model.state_dict().items()
+        if task.saved(name) and isinstance(value, Tensor)
+    }
 
 
 class Due(NamedTuple):
     """What follows a step, the same on all ranks.
 
-    outcomes  of the steps whose numbers have arrived, where one of them was skipped or votes to stop
+    outcomes  of the steps whose numbers have arrived, if one of them was skipped or a rank votes to stop; else empty
     check     compare the ranks
     """
 
@@ -117,9 +122,9 @@ class Due(NamedTuple):
 
 @dataclass
 class Record:
-    """What is written of a run, and what a later run is compared with."""
+    """What is written of a run, and what a resumed run is compared with."""
 
-    log: Silent = field(default_factory=Silent)  # what a person reads
+    log: Silent = field(default_factory=Silent)  # what a person reads, see report/log.py
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
     profile: Any = None  # of --profile, see report/profile.py
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
@@ -131,7 +136,7 @@ class Record:
 
 @dataclass
 class Run:
-    """What one training is made of. The functions of train.py take this one noun."""
+    """The parts of one training, which the functions of train.py take as one value."""
 
     cfg: Any
     world: World
@@ -179,13 +184,13 @@ class Run:
         self.workers.begin_step()
 
     def seed_pass(self, micro: Any) -> None:
-        """Seed all generators by the position of the pass's first sample in the epoch: its random numbers depend on the
-        seed and the cut alone, and no state of a generator has to be kept."""
+        """Seed all generators by the position of the pass's first sample in the epoch: the random numbers depend on the
+        seed and the cut alone, and checkpoints need no state of a generator."""
         seed_generators(self.world.device, "train", self.cfg.seed, self.progress.epoch, micro.positions.start)
 
     @contextmanager
     def forward(self, micro: Any) -> Iterator[None]:
-        """One pass, forward and backward: its phase, its seeds, and what `gather_batch` may see of the step."""
+        """One pass, forward and backward: set its phase, its seeds, and the step that `gather_batch` reads."""
         phase("forward")
         self.seed_pass(micro)
         self.workers.begin_pass(micro, in_ddp=isinstance(self.net, DistributedDataParallel))
@@ -198,17 +203,17 @@ class Run:
     def loss_vector(self, loss: Loss, micro: Any) -> Tensor:
         """Return a pass's part of the step's sums: (votes, total, weight, *sums), float64, no graph.
 
-        Those of an empty pass are zeros, because the other ranks' sums need as many numbers. (all ranks) The first loss
-        of a run also compares the names of the sums.
+        Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also compares the names of the
+        sums.
         """
-        meter, here = self.meter, self.world.device
+        meter = self.meter
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             meter.names = check_loss(loss, meter.names, self.world.gather)
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         if any(part.ndim for part in parts):
             check_loss(loss, meter.names, self.world.gather)
-        numbers = torch.stack([meter.no_vote, *[part if part.device == here else _on(here, part) for part in parts]])
+        numbers = torch.stack([meter.no_vote, *(scalar_on(self.world.device, part) for part in parts)])
         if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
@@ -218,8 +223,8 @@ class Run:
         return self.workers.as_row(numbers, micro)
 
     def votes(self, consumed: int) -> float:
-        """Return this rank's votes on what follows the step that ends at this place of the epoch: 1 to stop, and by the
-        clock of rank 0 a half to save."""
+        """Return this rank's votes on what follows the step that ends at position `consumed`: 1 to stop, plus 0.5 to
+        save, which only rank 0 does, by its clock."""
         save = False
         if (writer := self.record.checkpoints) is not None:
             ends = consumed >= self.plan.epoch_samples and not self.cfg.save_every
@@ -227,7 +232,7 @@ class Run:
         return bool(self.stop.reason) + 0.5 * save
 
     def end_step(self, totals: Tensor, grad_norm: Tensor, skipped: Tensor, consumed: int) -> Due:
-        """Book a step: its buffers, the average of weights, totals and progress. Return what follows it.
+        """End a step: update buffers, the average of weights, totals and progress. Return what follows.
 
         totals     (3 + sums,) of all ranks, as in `loss_vector`
         grad_norm  before clipping
@@ -251,16 +256,16 @@ class Run:
         else:
             progress.evaluation_due = finished or (step % cfg.eval_every == 0 if cfg.eval_every else pauses)
         log = pauses or progress.evaluation_due or step % self.plan.log_every == 0
-        first = step == 1 or self.record.fresh is not None  # also after a resume, and where the first steps are skipped
+        first = step == 1 or self.record.fresh is not None  # also after a resume, even if its first steps are skipped
         check = first or (cfg.check_every > 0 and step % cfg.check_every == 0)
         self.workers.check = check  # in the coming step
         outcomes = meter.add(torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first)
         save = save or any(outcome.votes % 1 for outcome in outcomes)
         phase("logging")
-        matter = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
-        return Due(outcomes if matter else [], log, check, save)
+        matters = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
+        return Due(outcomes if matters else [], log, check, save)
 
-    # ---- where it stands ----
+    # ---- its state ----
 
     @property
     def finished(self) -> bool:
@@ -286,24 +291,17 @@ class Run:
 
     def steps(self) -> Iterable[Any]:
         """(all ranks) Return the loader's passes of each step that is left of the epoch."""
-        self.net.train()  # on all ranks alike, whatever a task has set in a part of its model
+        self.net.train()  # every module, whatever a task has set in a part of its model
         steps = self.record.log.progress(self, self.loaders.train, "Training")
         steps = self.record.profile.follow(steps) if self.record.profile else steps
         return map(self.meter.terms.weigh, steps) if self.meter.terms else steps
 
 
-def _on(device: torch.device, number: Tensor) -> Tensor:
-    """Return a scalar from any device on this one. From the host by a fill, because a copy is a sync point."""
-    if number.device.type == "cpu" != device.type:
-        return torch.full((), number.item(), dtype=number.dtype, device=device)
-    return number.to(device)
-
-
 class Terms:
     """Add up the weights of the terms of a step, over its passes and the ranks.
 
-    names  of the terms, once all ranks have told theirs
-    known  (terms,) the weights of the step under way, where it has several passes
+    names  of the terms, once all ranks have compared theirs
+    known  (terms,) the weights of the current step, if it has several passes
     """
 
     def __init__(self, run: Run):
@@ -316,10 +314,9 @@ class Terms:
         return self._over_all(self._of_pass(terms, micro)) if self.known is None else self.known
 
     def weigh(self, passes: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
-        """(all ranks) Return the passes of a step once the weights of their terms have been added up: each makes one
-        forward pass more, with the random numbers and the buffers that it will have again, and with a graph: without
-        one torch may compute in another order of memory, in which dropout meets other elements. All batches of the step
-        are held meanwhile."""
+        """(all ranks) Add up the weights of all passes of a step, then return the passes; their batches are held until
+        then. This costs one more forward pass each, with the same seeds and buffers as the real pass; with a graph,
+        because without one torch may change the memory layout and so dropout's mask."""
         run, held, rows = self.run, list[tuple[Any, Any]](), torch.zeros(())
         if run.plan.accumulation == 1:
             return passes
@@ -331,20 +328,19 @@ class Terms:
                 run.workers.buffers.restore()
             run.seed_pass(micro)
             with run.net.no_sync() if in_ddp else nullcontext(), run.precision.autocast():
-                rows = rows + self._of_pass(check_terms(run.task.losses(run.net, batch)), micro)
+                rows = rows + self._of_pass(check("losses", run.task.losses(run.net, batch)), micro)
             held.append((batch, micro))
         run.workers.buffers.restore()
         self.known = self._over_all(rows)
         return held
 
     def _of_pass(self, terms: Mapping[str, Loss], micro: Any) -> Tensor:
-        """(terms,) the weights of a pass, or with virtual workers a row for each worker; an empty pass's are zeros."""
+        """(terms,) the weights of a pass, zeros if it is empty; with virtual workers a row for each worker."""
         run = self.run
         if self.names != [*terms]:
             self.names = same_names([*terms], self.names, run.world.gather, "terms")
         weights = weights_of(terms, run.world.device)
-        weights = torch.zeros_like(weights) if micro.empty else weights
-        return run.workers.as_row(weights, micro)
+        return run.workers.as_row(torch.zeros_like(weights) if micro.empty else weights, micro)
 
     def _over_all(self, rows: Tensor) -> Tensor:
         self.run.world.sum(rows)
@@ -352,7 +348,7 @@ class Terms:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return what, beside config, code and data, decides the last bits of a run."""
+    """Return what decides the last bits of a run in addition to config, code and data."""
     on_gpu = run.world.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(run.world.device) if on_gpu else private.cpu_model(),

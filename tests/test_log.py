@@ -200,7 +200,7 @@ def test_a_slow_rank_is_named_once_and_again_when_it_changes(tmp_path, capsys):
         loading,
         Straggler(2, 4.0, "computing"),
     ):
-        found.slow(job, slow)
+        found.straggler(job, slow)
     found.close()
     assert re.sub(r"\d\.\d", "N", capsys.readouterr().out).splitlines() == [
         f"warning: rank {rank} takes N times as long as the others, in {phase}"

@@ -321,6 +321,13 @@ def test_a_weight_of_the_host_is_no_copy_to_the_device(steps, weight):
     assert not [func for func in reads.seen if func is torch.ops.aten._to_copy.default]
 
 
+def test_a_loss_is_divided_by_its_weight_and_what_is_watched_by_the_count():
+    totals = {"loss": 6.0, "weight": 3.0, "count": 4.0, "accuracy": 2.0}
+    assert means(totals) == {"loss": 2.0, "accuracy": 0.5}
+    assert means({"loss": 6.0, "weight": 3.0, "accuracy": 2.0}) == {"loss": 2.0} and means({}) == {}
+    assert math.isnan(means(totals | {"weight": 0.0})["loss"])
+
+
 @pytest.mark.parametrize(
     "words", [[FAULTY, "fault.kind=nan loss", "fault.step=3"], [BUFFERS, "own.nan_at=2"]], ids=["loss", "input"]
 )

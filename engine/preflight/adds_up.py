@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine import contract
-from engine.checks import check_loss, check_terms
+from engine import checks, contract
 from engine.comm.buffers import Buffers
 from engine.contract import Batch, LockstepError, Task
 from engine.data.batches import PLAIN, info_of
@@ -53,10 +52,10 @@ def of_loss(task: Task, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the sums of a training loss, or of each of its terms, by the names that messages give them."""
     if type(task).losses is Task.losses:
         loss = task.loss(model, batch)
-        check_loss(loss, None, lambda names: [names])
+        checks.check("loss", loss)
         return {"the loss": loss.total, "the weight": loss.weight} | {f"`{name}`": n for name, n in loss.sums.items()}
     found: dict[str, Any] = {}
-    for name, term in check_terms(task.losses(model, batch)).items():
+    for name, term in checks.check("losses", task.losses(model, batch)).items():
         found |= {f"the loss {name!r}": term.total, f"the weight of {name!r}": term.weight}
         found |= {f"`{watched}`": number for watched, number in term.sums.items()}
     return found

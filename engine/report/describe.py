@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last: who trains, the plan, what DDP will do, the result."""
+"""What a run prints before its first step and after its last: processes, the plan, what DDP will do, the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.run import Run, environment
 
 
 def announce(world: World, cfg: Any, always: bool) -> None:
-    """(rank 0) Log which processes these are. From here on only rank 0 logs."""
+    """(rank 0) Print the number of processes and their devices. From here on only rank 0 prints."""
     set_up(world.main)
     env, restarts = launch.environment(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0":
@@ -39,16 +39,16 @@ def announce(world: World, cfg: Any, always: bool) -> None:
     if meeting.network:
         console.info(f"Network: {meeting.network}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another interface")
     console.info(f"Using device: {world.device}")
-    if launch.restart().times:
-        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in launch.restart().settings.items()))
+    if (restart := launch.restart()).times:
+        console.info("Started again with " + " ".join(f"{k}={v}" for k, v in restart.settings.items()))
 
 
 def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precision: Precision) -> str:
-    """Return the arithmetic of a run for a person, a line each."""
+    """Return the arithmetic of a run as lines of text."""
     everything = list(model.parameters())
     trained = [p for p in everything if p.requires_grad]
-    numbers, trained_numbers = (sum(p.numel() for p in held) for held in (everything, trained))
-    weight_bytes, trained_bytes = (sum(p.numel() * p.element_size() for p in held) for held in (everything, trained))
+    numbers, trained_numbers = (sum(p.numel() for p in params) for params in (everything, trained))
+    weight_bytes, trained_bytes = (sum(p.nbytes for p in params) for params in (everything, trained))
     parts = [("weights", weight_bytes), ("gradients", trained_bytes)]
     if plan.moments is not None:
         shares = f" (largest of {world.size} shares)" if cfg.optim.zero and world.size > 1 else ""
@@ -59,27 +59,27 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
     if plan.peak_lr != cfg.optim.lr:
         base = f"{cfg.schedule.lr_scaling}, tuned at batch {cfg.schedule.base_batch_size}"
         lr += f" x {plan.peak_lr / cfg.optim.lr:g} ({base}) = {plan.peak_lr:g}"
-    spread = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
-    decays = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
-    besides = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
+    replicas = f" ({len(plan.devices)} GPUs of DataParallel)" if len(plan.devices) > 1 else ""
+    decay = f" (constant up to step {plan.decay_begin})" if cfg.schedule.kind == "wsd" else ""
+    more = "activations besides" if plan.moments is not None else "activations and the optimizer's state besides"
     last = (plan.num_samples - plan.dropped) % plan.global_batch or plan.global_batch
     epochs = plan.total_steps / plan.steps_per_epoch
     length = f"{plan.total_steps} = {epochs:{'.0f' if epochs >= 1000 else '.4g'}} epochs"
     if cfg.steps > plan.total_steps:
         length += f" (epochs={cfg.epochs} ends before steps={cfg.steps}; epochs=0 lifts it)"
     rows = [
-        ("global batch", f"{plan.micro_batch} per process{spread} x {amount(plan.processes, 'process')} x "
+        ("global batch", f"{plan.micro_batch} per process{replicas} x {amount(plan.processes, 'process')} x "
                          f"{plan.accumulation} accumulation = {plan.global_batch}"),
         ("steps per epoch", f"{plan.steps_per_epoch} of {plan.num_samples} samples, the last of {last}; "
                             f"{plan.dropped} samples dropped"),
         ("optimizer steps", length),
         ("learning rate", f"{lr}, {plan.warmup_steps} warm-up steps, then {cfg.schedule.kind} over {plan.horizon}"
-                          f"{decays}"),
+                          f"{decay}"),
         ("parameters", f"{numbers:,}" + (f", {trained_numbers:,} trained" if trained_numbers < numbers else "")),
         ("precision", f"{'fp32' if precision.name == 'off' else precision.name} ({precision.note})"),
         ("device", ", ".join([f"{world.device}", *plan.speed])),
         ("memory", " + ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts)
-                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {besides}"),
+                   + f" = {sum(size for _, size in parts) / 1e6:.1f} MB per process, {more}"),
     ]  # fmt: skip
     half_on_gpu = world.device.type == "cuda" and precision.name != "off" and plan.compile == "off"
     if half_on_gpu and any(isinstance(module, nn.GroupNorm) for module in model.modules()):
@@ -99,20 +99,20 @@ def plan_table(plan: Plan, cfg: Config, world: World, model: nn.Module, precisio
 
 
 def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
-    """Return how samples, passes and sums are dealt to virtual workers, for a person."""
+    """Return the lines about virtual workers: their samples, processes and sums."""
     workers, processes = plan.workers, plan.processes
     largest = -(-plan.global_batch // workers)
-    runs = sorted({len(block(workers, rank, processes)) for rank in range(processes)})
+    counts = " or ".join(map(str, sorted({len(block(workers, rank, processes)) for rank in range(processes)})))
     everyones = [spans(workers, rank, processes) for rank in range(processes)]
     nodes, most = max(len(left) for left, _ in everyones), max(most for _, most in everyones)
-    there = (processes - 1) / processes * gradient_bytes / 1e6
+    one_way = (processes - 1) / processes * gradient_bytes / 1e6
     sent = "nothing to send"
     if processes > 1:
-        sent = f"{(nodes + 1) * there:.2g} MB per process and step out and back (an all-reduce: {2 * there:.2g})"
+        sent = f"{(nodes + 1) * one_way:.2g} MB per process and step out and back (an all-reduce: {2 * one_way:.2g})"
     return [
         ("global batch", f"{plan.global_batch}, dealt to {workers} virtual workers: up to {largest} samples each, in "
                          f"{amount(plan.passes, 'pass')} of up to {plan.micro_batch}"),
-        ("virtual workers", f"{' or '.join(map(str, runs))} of {workers} per process x {amount(processes, 'process')}; "
+        ("virtual workers", f"{counts} of {workers} per process x {amount(processes, 'process')}; "
                             f"the same bits on 1 to {workers} processes"),
         ("tree of sums", f"{most} of {gradient_bytes / 1e6:.1f} MB waiting in a process at most; {sent}"),
     ]  # fmt: skip
@@ -121,11 +121,12 @@ def _describe_workers(plan: Plan, gradient_bytes: int) -> list[tuple[str, str]]:
 def ddp_line(net: Any, cfg: Any, in_tree: bool) -> str:
     """Return what DDP will do in each step, from its own records."""
     hook = "tree of virtual workers" if in_tree else "sum" if cfg.comm_hook == "none" else cfg.comm_hook
-    about = private.ddp_record(net)
-    count = len(buckets(about["total_parameter_size_bytes"], cfg.bucket_cap_mb))
+    record = private.ddp_record(net)
+    size = record["total_parameter_size_bytes"]
+    count = amount(len(buckets(size, cfg.bucket_cap_mb)), "bucket")
     return (
-        f"DDP: {about['backend_name']}, {about['num_parameter_tensors']} tensors, "
-        f"{about['total_parameter_size_bytes'] / 1e6:.3g} MB a step in about {amount(count, 'bucket')} of at most "
+        f"DDP: {record['backend_name']}, {record['num_parameter_tensors']} tensors, "
+        f"{size / 1e6:.3g} MB a step in about {count} of at most "
         f"{cfg.bucket_cap_mb:g} MiB (the first step: one), hook: {hook}"
     )
 
@@ -137,18 +138,20 @@ def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
 
 
 def check_wandb(cfg: Any, world: World) -> None:
-    """(all ranks) Raise LockstepError, before anything is loaded, where wandb is asked for and cannot be used."""
+    """(all ranks) Before anything is loaded, raise LockstepError if wandb is enabled and cannot be used."""
     if cfg.wandb.enable:
         on_rank0(world, lambda: wandb.require(cfg))
 
 
 def training(run: Run, strict: bool) -> None:
-    """(rank 0) Print the plan of a training, and warn of what is likely a mistake in it."""
+    """(rank 0) Print the plan of a training, and warn of likely mistakes in it."""
     print_plan(run)
     plan = run.plan
     if plan.global_batch > plan.num_samples:
-        have = f"a step may take {plan.global_batch} samples, and there are {plan.num_samples}"
-        console.warning(f"{have}: an epoch is one smaller step (batch_size): give a smaller one for more steps\n")
+        console.warning(
+            f"a step may take {plan.global_batch} samples, and there are {plan.num_samples}: an epoch is one smaller "
+            "step (batch_size): give a smaller one for more steps\n"
+        )
     if plan.warmup_steps > plan.horizon:
         console.warning(
             f"the warm-up of {plan.warmup_steps} steps is longer than the schedule of {plan.horizon} (schedule): give "
@@ -161,7 +164,7 @@ def training(run: Run, strict: bool) -> None:
 
 
 def print_plan(run: Run, steps: bool = True) -> None:
-    """(rank 0) Print the arithmetic of a run, of its model alone without `steps`, and where its weights come from."""
+    """(rank 0) Print where the weights come from, and the plan; without `steps` only what is about the model."""
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
@@ -170,23 +173,22 @@ def print_plan(run: Run, steps: bool = True) -> None:
 
 
 def resumed(run: Run) -> None:
-    """(rank 0) Print where a resumed run continues, and what will not be as it was."""
-    p, horizon, then = run.progress, run.record.resumed.horizon, run.record.resumed.environment
-    console.info(f"Resuming {run.record.resumed.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
-    if horizon != run.plan.horizon:
-        change = f"{run.plan.horizon} steps instead of {horizon}"
-        console.info(f"  note: the schedule now spans {change}; schedule.horizon={horizon} keeps it as it was")
-    if run.plan.workers:  # an old checkpoint lacks some names
-        now = {name: value for name, value in environment(run).items() if then.get(name, value) != value}
-        if now:
-            moved = ", ".join(f"{name} {then[name]} -> {value}" for name, value in now.items())
-            console.info(f"  note: no longer the same bits, but the same run up to rounding: {moved}")
+    """(rank 0) Print where a resumed run continues, and what has changed."""
+    p, saved = run.progress, run.record.resumed
+    console.info(f"Resuming {saved.path}: step {p.step}, epoch {p.epoch + 1}, sample {p.position}")
+    if saved.horizon != run.plan.horizon:
+        change = f"{run.plan.horizon} steps instead of {saved.horizon}"
+        console.info(f"  note: the schedule now spans {change}; schedule.horizon={saved.horizon} keeps it as it was")
+    then, now = saved.environment, environment(run)
+    moved = [f"{name} {then[name]} -> {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
+    if moved and run.plan.workers:  # else the bits may change anyway; an old checkpoint lacks some names
+        console.info(f"  note: no longer the same bits, but the same run up to rounding: {', '.join(moved)}")
 
 
 def ended(run: Run, path: Path) -> str:
-    """(rank 0) Return how a run ended, and where its files are."""
+    """(rank 0) Return the last lines of a run: how it ended, and where its files are."""
     p, checkpoints = run.progress, run.record.checkpoints.checkpoints
-    held = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
+    weights = ((name, value) for name, value in run.model.state_dict().items() if name not in run.record.left_out)
     if run.stopped:
         result = f"Stopped after step {p.step} of {run.plan.total_steps}: {run.stopped}"
         rows = {"checkpoint": checkpoints.last, "resume with": status.current.resume_command}
@@ -196,5 +198,5 @@ def ended(run: Run, path: Path) -> str:
         result = f"Done: {p.step} steps{skipped}, {p.samples} samples{best}"
         board = f"tensorboard --logdir {path / 'logs'}"
         rows = {"checkpoints": path / LAST, "TensorBoard": board, "metrics": path / "metrics.jsonl"}
-    rows["weights"] = f"sha256 {digests.of_tensors(held)[:16]}"
+    rows["weights"] = f"sha256 {digests.of_tensors(weights)[:16]}"
     return "\n".join([f"\n{result}", *(f"  {name:<12} {value}" for name, value in rows.items())])

@@ -1,7 +1,4 @@
-"""The run's log: sentences for the terminal, events for metrics.jsonl, TensorBoard and wandb.
-
-Only rank 0 writes; the others hold a `Silent`.
-"""
+"""The run's log: sentences for the terminal, events for metrics.jsonl, TensorBoard and wandb. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -38,22 +35,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SHORT = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
+SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
 
 class Log(Silent):
     """Rank 0's log: each event goes to every sink, and as a sentence or a progress bar to the terminal."""
 
     def __init__(self, folder: Path, run: Run):
-        self.folder, self.start, self.began = folder, run.progress.step, time.perf_counter()
-        self.lost: set[str] = set()  # what cannot be written, and has been warned of
-        self.bad: set[str] = set()  # numbers of samples that hold what is not finite
-        self.slowest: tuple[int, str] | None = None  # the last rank that was named as slow, and its phase
+        self.folder, self.first_step, self.began = folder, run.progress.step, time.perf_counter()
+        self.lost: set[str] = set()  # names of sinks that cannot be written; each is warned of once
+        self.bad: set[str] = set()  # indices of samples that are not finite
+        self.slowest: tuple[int, str] | None = None  # rank and phase of the last straggler that was named
         self.contention = cores.CpuContention()
         self.bars = _has_room_for_bars()
         show_bars(self.bars)
         self.bar: Any = None
-        self.epochs = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
+        self.epoch_bar = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
         self.lines = Lines(folder / "metrics.jsonl", run)
         self.sinks: list[Any] = [self.lines, Board(folder / "logs", run)]
         if run.cfg.wandb.enable:
@@ -65,8 +62,10 @@ class Log(Silent):
     def _tell(self, method: str, *about: Any) -> None:
         """Call `method` of every sink that has it; the training continues where that fails."""
         for sink in self.sinks:
+            if not hasattr(sink, method):
+                continue
             try:
-                getattr(sink, method, _nothing)(*about)
+                getattr(sink, method)(*about)
             except Exception as error:  # TensorBoard passes on whatever its own thread raised
                 self._warn_once(sink.name, error)
 
@@ -76,14 +75,14 @@ class Log(Silent):
             terminal.write_stderr(f"warning: {name} cannot be written ({self.folder}): {error}: training continues\n")
 
     def _thread_failed(self, about: Any) -> None:
-        """Handle the failure of TensorBoard's own thread, which would end with a traceback."""
+        """Warn of a failure in TensorBoard's own thread, instead of a traceback."""
         if type(about.thread).__module__.startswith("tensorboard"):
             self._warn_once(Board.name, about.exc_value)
         else:
             self.excepthook(about)
 
     def sync(self) -> None:
-        """Flush the log to the disk before a checkpoint: a resumed run takes it to be complete up to there."""
+        """Flush the log to the disk before a checkpoint: a resumed run relies on a log that is complete up to it."""
         self._tell("sync")
 
     def close(self) -> None:
@@ -101,7 +100,7 @@ class Log(Silent):
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
         else:
             words = "  ".join(f"{k} {v}" for k, v in shown.items())
-            left_s = (plan.total_steps - p.step) * (time.perf_counter() - self.began) / (p.step - self.start)
+            left_s = (plan.total_steps - p.step) * (time.perf_counter() - self.began) / (p.step - self.first_step)
             console.info(
                 f"{time.strftime('%H:%M:%S')}  step {p.step}/{plan.total_steps}  epoch {p.epoch + 1}/{plan.epochs}  "
                 f"{words}  lr {metrics['lr']:.2e}  grad_norm {metrics['grad_norm']:.3f}  "
@@ -115,17 +114,17 @@ class Log(Silent):
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         p, monitor = run.progress, run.task.monitor
         self._tell("write", "eval", run, metrics)
-        shown = _shown(metrics) | ({} if monitor in SHORT else {monitor: f"{metrics[monitor]:.4f}"})
+        shown = _shown(metrics) | ({} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"})
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
         self._check_terminal(run)
         self._tell("pictures", p.step, pictures(run, next(iter(run.loaders.val)), sums))
 
-    def slow(self, run: Run, slow: Straggler | None) -> None:
-        if slow and (found := (slow.rank, slow.phase)) != self.slowest:  # once, and again when it changes
-            self.slowest = found
-            console.warning(f"rank {slow.rank} takes {slow.ratio:.1f} times as long as the others, in {slow.phase}")
+    def straggler(self, run: Run, found: Straggler | None) -> None:
+        if found and (found.rank, found.phase) != self.slowest:  # once, and again when it changes
+            self.slowest = found.rank, found.phase
+            console.warning(f"rank {found.rank} takes {found.ratio:.1f} times as long as the others, in {found.phase}")
 
     def skipped(self, run: Run, skipped: Skipped) -> None:
         ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
@@ -144,7 +143,7 @@ class Log(Silent):
         console.warning(f"step {skipped.step} skipped: {why}")
 
     def changed(self, run: Run, changes: list[str]) -> None:
-        """Log what --force has changed of a run that is resumed."""
+        """Log the settings of a resumed run that --force has changed."""
         for change in changes:
             self._tell("write", "changed", run, {"change": change})
             console.info(f"  {change} from step {run.progress.step} on")
@@ -153,7 +152,7 @@ class Log(Silent):
         self._tell("hparams", run)
 
     def _check_terminal(self, run: Run) -> None:
-        """Log why there is no output if the terminal is gone; that doesn't end the training."""
+        """Log once that the terminal is gone, which doesn't end the training."""
         if terminal.lost_streams and "the terminal" not in self.lost:
             self.lost.add("the terminal")
             warning = f"{terminal.lost_streams[0]}: training continues"
@@ -169,11 +168,11 @@ class Log(Silent):
         return tqdm(disable=not self.bars, dynamic_ncols=True, mininterval=0.5, **about)
 
     def progress(self, run: Run, items: Iterable[T], name: str) -> Iterable[T]:
-        """Return `items`; on a terminal they move a bar of their own."""
+        """Return `items`; on a terminal they move a progress bar."""
         return self._with_bar(run, items, name) if self.bars else items
 
     def _with_bar(self, run: Run, items: Iterable[T], name: str) -> Iterator[T]:
-        self.epochs.update(run.progress.epoch - self.epochs.n)
+        self.epoch_bar.update(run.progress.epoch - self.epoch_bar.n)
         outer, self.bar = self.bar, self._bar(iterable=items, desc=name, leave=False)
         try:
             yield from self.bar
@@ -182,16 +181,16 @@ class Log(Silent):
             self.bar = outer
 
     def end_bars(self, run: Run) -> None:
-        """Close the bar, which is full unless the run was stopped: later lines stand below it."""
+        """Close the bar of epochs, which is full unless the run was stopped, before the last lines are printed."""
         if not run.stopped:
-            self.epochs.update(run.progress.epoch + 1 - self.epochs.n)
-        self.epochs.close()
+            self.epoch_bar.update(run.progress.epoch + 1 - self.epoch_bar.n)
+        self.epoch_bar.close()
 
 
 class Lines:
     """metrics.jsonl: a line for each event. A resumed run's `time_s` continues that of its earlier processes.
 
-    repeated  the training's numbers of the step that the run resumes from, where that is evaluated again; else None
+    repeated  the training's metrics of the step that the run resumes from, if that is evaluated again; else None
     """
 
     name = "metrics.jsonl"
@@ -201,13 +200,13 @@ class Lines:
         earlier_s, self.repeated = _truncate_log(path, run.progress.step, run.progress.evaluation_due)
         self.zero = time.perf_counter() - earlier_s
         self.file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self.torn = False  # the last line may be half there
+        self.torn = False  # the last line may be incomplete
 
     def write(self, event: str, run: Run, values: dict[str, Any]) -> None:
         p = run.progress
         time_s = round(time.perf_counter() - self.zero, 3)
         line = dict(zip(LOGGED, (event, p.step, p.epoch, p.samples, time_s), strict=True))
-        # JSON has no NaN: what is not a number is null.
+        # JSON has no NaN and no infinity: they become null.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         torn, self.torn = self.torn, True
         self.file.write("\n" * torn + json.dumps(line | clean) + "\n")
@@ -224,7 +223,7 @@ class Board:
     """TensorBoard: the numbers of training and evaluation, pictures, and the HPARAMS tab."""
 
     name = "TensorBoard"
-    groups = {"train": "train", "eval": "val"}  # of the events that are shown
+    groups = {"train": "train", "eval": "val"}  # the events that are shown, and the first part of their tags
 
     def __init__(self, folder: Path, run: Run):
         folder.mkdir(exist_ok=True)
@@ -234,7 +233,7 @@ class Board:
 
     @functools.cached_property
     def writer(self) -> Any:
-        """Return TensorBoard's writer, made at the first log point: only torch's import takes longer than its."""
+        """Return TensorBoard's writer, made at the first log point because its import is slow."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
@@ -245,23 +244,27 @@ class Board:
     def write(self, event: str, run: Run, values: dict[str, Any]) -> None:
         if event not in self.groups:
             return
-        writer = self.writer.file_writer  # first, because what follows is loaded with it
+        writer = self.writer.file_writer  # first: it loads the module below
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if event == "train" and time.perf_counter() > self.memory_read_at + 1.0:  # not each time: it takes 0.2 ms
+        if (
+            event == "train" and time.perf_counter() > self.memory_read_at + 1.0
+        ):  # once a second at most: it takes 0.2 ms
             self.memory_read_at = time.perf_counter()
             values = values | {"memory_mb": _memory_mb(run.world.device)}
         numbers = {_tag(self.groups[event], k): v for k, v in values.items() if isinstance(v, (int, float))}
         scalars = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        writer.add_summary(Summary(value=scalars), run.progress.step)  # one event: SummaryWriter would write one each
+        writer.add_summary(
+            Summary(value=scalars), run.progress.step
+        )  # one event for all: SummaryWriter writes one each
 
     def repeat(self, run: Run, values: dict[str, Any]) -> None:
-        """Purge also the step that the run resumes from, all of it, and write the training's numbers of it again."""
+        """Purge also the step that the run resumes from, and write the training's metrics of it again."""
         self.purge_step -= 1
         self.write("train", run, values)
 
     def pictures(self, step: int, found: dict[str, np.ndarray]) -> None:
-        """Write clips (T, H, W[, 3]) as GIFs, because `add_video` needs moviepy and drops them silently without."""
+        """Write pictures as PNG, clips (T, H, W[, 3]) as GIF: `add_video` needs moviepy, or drops them silently."""
         writer = self.writer.file_writer
         from PIL import Image
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -276,13 +279,13 @@ class Board:
             writer.add_summary(Summary(value=[Summary.Value(tag=f"val/{name}", image=image)]), step)
 
     def hparams(self, run: Run) -> None:
-        """Write the config and the final metrics for the HPARAMS tab; in the same folder, not in a sub-run."""
+        """Write the config and the final metrics for the HPARAMS tab, in the same folder instead of a sub-run."""
         from torch.utils.tensorboard.summary import hparams
 
         flat = config.flatten(config.to_dict(run.cfg))
         flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
         metrics = run.record.metrics
-        results = {_tag("val", name): metrics[name] for name in (run.task.monitor, "loss")}  # the tab looks tags up
+        results = {_tag("val", name): metrics[name] for name in (run.task.monitor, "loss")}  # the tab finds them by tag
         for summary in hparams(flat, results):
             self.writer.file_writer.add_summary(summary)
 
@@ -293,11 +296,8 @@ class Board:
         self.writer.close()
 
 
-def _nothing(*about: Any) -> None: ...
-
-
 def start(folder: Path, run: Run) -> Log:
-    """(rank 0) Open the log, or raise an error that says why not."""
+    """(rank 0) Open the log. Raises LockstepError if it cannot be opened."""
     try:
         return Log(folder, run)
     except LockstepError:
@@ -308,15 +308,15 @@ def start(folder: Path, run: Run) -> Log:
 
 
 def _has_room_for_bars() -> bool:
-    """Whether stderr is a terminal; one that says it has no columns shows neither a bar nor the log's lines."""
+    """Return whether stderr is a terminal with columns: one with none shows neither a bar nor the log's lines."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:  # no file behind it, such as a notebook's: it is what it says
+    except OSError:  # it has no file, such as a notebook's: believe its `isatty`
         return True
 
 
 def _tag(group: str, name: str) -> str:
-    """Return a TensorBoard tag. Text before the first slash groups: `val/f1/walk` per class would bury `val/loss`."""
+    """Return a TensorBoard tag. It groups by the first slash, and `val/f1/walk` of each class would bury `val/loss`."""
     kind, slash, rest = name.partition("/")
     return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 
@@ -326,10 +326,10 @@ def _few(samples: list[Any]) -> str:
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    """Return the metrics that have a short name in the guides, in the guides' formats."""
+    """Return the metrics that have a short name, formatted as in the guides."""
     return {
         short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
-        for name, short in SHORT.items()
+        for name, short in SHORT_NAMES.items()
         if name in metrics
     }
 
@@ -342,13 +342,13 @@ def _memory_mb(device: torch.device) -> float:
 
 
 def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, dict[str, Any] | None]:
-    """Drop the lines beyond step `start`, illegible ones, and the evaluation of that step if it is to be repeated.
-    Returns (time_s of the last line kept, the training's numbers of that step if its evaluation was dropped)."""
+    """Drop the lines beyond step `start`, unreadable ones, and the evaluation of that step if it is to be repeated.
+    Return (time_s of the last line kept, the training's metrics of that step if its evaluation was dropped)."""
     kept, time_s, unreadable = [], 0.0, 0
     trained: dict[str, Any] = {}
     dropped = False
-    there = path.read_bytes() if path.exists() else b""
-    *lines, torn = there.split(b"\n")  # the last one is empty, unless a write was interrupted
+    content = path.read_bytes() if path.exists() else b""
+    *lines, torn = content.split(b"\n")  # the last one is empty, unless a write was interrupted
     for line in filter(None, [*lines, torn]):
         try:
             record = json.loads(line)
@@ -365,7 +365,7 @@ def _truncate_log(path: Path, start: int, evaluation_due: bool) -> tuple[float, 
     if unreadable:
         what = f"{amount(unreadable, 'line')} of {path} cannot be read and are dropped"
         terminal.write_stderr(f"warning: {what}: training continues\n")
-    # Even where there is none: the append would follow a link that was planted here.
+    # Even if there was no file: an append would follow a link that was planted here.
     atomic.write_atomically(path, lambda file: file.write(b"".join(kept)))
     numbers = {name: value for name, value in trained.items() if name not in LOGGED}
     return time_s, numbers if dropped else None

@@ -21,7 +21,7 @@ from engine.survive.signals import StopRequest
 
 
 def already_complete(run: Run) -> bool:
-    """Return whether there is nothing to train; (rank 0) print so, and how to train further."""
+    """Return whether the training is complete already; (rank 0) if so, print how to continue it."""
     p = run.progress
     if not run.finished or p.evaluation_due:
         return False
@@ -35,8 +35,8 @@ def already_complete(run: Run) -> bool:
 
 @contextmanager
 def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
-    """(all ranks) Make the run's folder and open its log and checkpoints; (rank 0) write there. At the end wait for the
-    last checkpoint and print how the run ended. From here on a signal requests a stop in good order."""
+    """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At the end wait for the
+    last checkpoint and print how the run ended. From here on a signal requests a graceful stop."""
     world, progress = run.world, run.progress
     made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.record.resumed.path))
     path = world.broadcast(made[0] if made else Path())
@@ -48,14 +48,14 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     record.profile = Profile(world, path) if profile else None
     if made:
-        label = log.SHORT.get(run.task.monitor, run.task.monitor)
+        label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))
         status.current.write("running")
-    if run.record.resumed.path:
+    if record.resumed.path:
         describe.resumed(run)
-        record.log.changed(run, [*run.record.resumed.changes.values()])
+        record.log.changed(run, [*record.resumed.changes.values()])
     try:
         console.info("Starting training...\n")
         yield record.log

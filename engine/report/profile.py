@@ -20,12 +20,12 @@ from engine.phases import phase
 T = TypeVar("T")
 
 PHASES = (
-    *("data loading", "host to device", "augmentation", "forward"),
-    *("backward", "gradient sync", "optimizer step", "logging"),
-)
+    "data loading", "host to device", "augmentation", "forward",
+    "backward", "gradient sync", "optimizer step", "logging",
+)  # fmt: skip
 """Phases of a training step, in their order. A run's other phases are not part of a step."""
 
-BESIDE = ("loading validation data", "validation")
+BETWEEN_STEPS = ("loading validation data", "validation")
 """Phases that may come between two steps of a run."""
 
 WARM_UP, TIMED, TRACED = 10, 30, 3
@@ -33,29 +33,29 @@ WARM_UP, TIMED, TRACED = 10, 30, 3
 
 
 class Spent(NamedTuple):
-    """Seconds of a phase on the host, and on the GPU's own timeline, where idling counts for the phase it is in."""
+    """Seconds of a phase on the host, and on the GPU's own timeline, which includes idle time within the phase."""
 
     host: float
     device: float
 
 
 class PerformanceProfiler:
-    """Splits the steps of a loop into phases, without waiting for the GPU at any of them; docs/tools.md shows how.
+    """Split the steps of a loop into phases, without a wait for the GPU; docs/tools.md shows how.
 
-    A mark costs a microsecond, on a GPU ten: an event that is read at the end. Time between the phases of a step
-    is "other".
+    A mark costs a microsecond, or ten on a GPU, where it records an event that is read at the end. Time between the
+    phases of a step is "other".
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.num_steps = 0
-        self._now: tuple[str, float] | None = None  # the phase, and the time of its begin
+        self._now: tuple[str, float] | None = None  # the current phase, and the time of its begin
         self._events: list[tuple[str, Any]] = []
         self._host: dict[str, float] = defaultdict(float)
         self._device: dict[str, float] = defaultdict(float)
 
     def mark(self, phase: str) -> None:
-        """Begin `phase` here; an empty one ends the last without beginning another."""
+        """End the current phase and begin `phase`; "" begins none."""
         now = time.perf_counter()
         if self._now:
             before, began = self._now
@@ -79,7 +79,7 @@ class PerformanceProfiler:
             self.mark(before)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """Pass `batches` through: a step begins with the wait for one, and ends where the next is asked for."""
+        """Yield `batches`: a step begins with the wait for one, and ends when the next is requested."""
         self.mark("data loading")
         for batch in batches:
             self.mark("other")
@@ -89,7 +89,7 @@ class PerformanceProfiler:
         self.mark("")
 
     def spent(self) -> dict[str, Spent]:
-        """Return the seconds of each phase, of all steps together; waits for the GPU."""
+        """Return the seconds of each phase, summed over all steps; waits for the GPU."""
         self._read()
         return {phase: Spent(host, self._device.get(phase, 0.0)) for phase, host in self._host.items()}
 
@@ -107,10 +107,10 @@ class PerformanceProfiler:
 
 
 def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: Iterable[str] = ()) -> str:
-    """Return the means of a step in ms: of the first rank, and where there are several from the lowest to the highest.
-    The share is of the GPU's time where there is one.
+    """Return a table of the mean ms per step: of the first rank, and of several ranks also the lowest and the highest.
+    The share is of the GPU's time if there is one.
 
-    rows  the phases to show, even where they took no time; by default those that there are
+    rows  the phases to show, even if they took no time; by default those that were recorded
     """
     names = [*rows] or [*dict.fromkeys(name for spent in ranks for name in spent)]
 
@@ -132,36 +132,39 @@ def describe(ranks: list[dict[str, Spent]], num_steps: int, on_gpu: bool, rows: 
 
 
 def changes(known: Iterable[str], heed: Callable[[str], Any]) -> Callable[[str], None]:
-    """Return a listener of `phase` that calls `heed` at each change to another of the `known` phases; the others are
-    nested in those and do not end them."""
+    """Return a listener of `phase` that calls `heed` when one of the `known` phases follows a different one; the others
+    are nested in those and do not end them."""
     phases, last = {*known}, ""
 
-    def hear(name: str) -> None:
+    def listener(name: str) -> None:
         nonlocal last
         if name in phases and name != last:
             last = name
             heed(name)
 
-    return hear
+    return listener
 
 
 class Profile:
-    """(all ranks) `--profile`: after a few steps time so many on all ranks, then trace some on rank 0."""
+    """(all ranks) `--profile`: skip WARM_UP steps, time TIMED steps on all ranks, then trace TRACED steps on rank 0."""
 
     def __init__(self, world: World, folder: Path):
         self.world, self.path = world, folder / "trace.json"
-        self.taken = 0
+        self.taken = 0  # steps
         self.profiler = PerformanceProfiler(world.device)
         self.on_gpu = world.device.type == "cuda"
-        self.rows = [*PHASES, *(["waiting for the device"] if self.on_gpu else [])]  # the host's, where it runs ahead
+        self.rows = [
+            *PHASES,
+            *(["waiting for the device"] if self.on_gpu else []),
+        ]  # the host's phase, when it is ahead
         self.listener: Any = None
         self.tracer: Any = None
-        self.range = contextlib.ExitStack()  # of the trace, named after the phase
+        self.range = contextlib.ExitStack()  # the current phase in the trace
 
     def follow(self, steps: Iterable[T]) -> Iterator[T]:
-        """Pass a training's steps through."""
+        """Yield a training's steps."""
         for step in steps:
-            self.taken += 1  # now: after the last one nobody asks for more
+            self.taken += 1  # before the step: after the last one nobody requests another
             yield step
             if self.taken == WARM_UP:
                 self._listen(self.profiler.mark)
@@ -172,7 +175,7 @@ class Profile:
                 self._end_trace()
 
     def finish(self) -> None:
-        """Finish at the end of the run, however short it was."""
+        """Report or end the trace, whichever is under way when the run ends."""
         timed = self.taken - WARM_UP
         if timed <= 0:
             console.info(f"  note: --profile lets {WARM_UP} steps pass, and this run had {self.taken}")
@@ -184,7 +187,7 @@ class Profile:
     def _listen(self, heed: Callable[[str], Any] | None) -> None:
         if self.listener:
             phase.listeners.remove(self.listener)
-        self.listener = changes([*self.rows, *BESIDE], heed) if heed else None
+        self.listener = changes([*self.rows, *BETWEEN_STEPS], heed) if heed else None
         if self.listener:
             phase.listeners.append(self.listener)
 
@@ -199,7 +202,7 @@ class Profile:
         if self.world.main:
             from torch.profiler import ProfilerActivity, profile
 
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would log when it begins and ends
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it begins and ends
             self.tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])])
             self.tracer.start()
             self._listen(self._name)

@@ -17,7 +17,7 @@ NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require(cfg: Any) -> None:
-    """Refuse, before anything is loaded, if the package is missing or nobody has logged in. Sends nothing."""
+    """Raise LockstepError if the package is missing or has no login. Sends nothing."""
     if not find_spec("wandb"):
         raise LockstepError("the package wandb is not installed", "wandb.enable", "pip install wandb")
     if cfg.wandb.mode != "auto":
@@ -29,9 +29,9 @@ def require(cfg: Any) -> None:
     try:
         try:
             known = wandb.login(prompt=False, verify=False)
-        except TypeError:  # an older version, which would ask
+        except TypeError:  # an older version, which would prompt
             known = bool(wandb.api.api_key)
-    except Exception as error:  # a key that cannot be valid
+    except Exception as error:  # an invalid key
         raise LockstepError(f"wandb: {_reason(error)}", "wandb.enable", NO_LOGIN) from None
     if not known:
         raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_LOGIN)
