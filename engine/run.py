@@ -206,14 +206,15 @@ class Run:
         Of an empty pass all are zeros but the votes. (all ranks) The first loss of a run also compares the names of the
         sums.
         """
-        meter = self.meter
+        meter, here = self.meter, self.world.device
         usual = isinstance(loss, Loss) and [*loss.sums] == meter.names and loss.weight is not None
         if not usual or loss.factor != 1.0 or not getattr(loss.total, "requires_grad", False):
             meter.names = check_loss(loss, meter.names, self.world.gather)
         parts = [torch.as_tensor(part).detach() for part in (loss.total, loss.weight, *loss.sums.values())]
         if any(part.ndim for part in parts):
             check_loss(loss, meter.names, self.world.gather)
-        numbers = torch.stack([meter.no_vote, *(scalar_on(self.world.device, part) for part in parts)])
+        parts = [part if part.device == here else scalar_on(here, part) for part in parts]
+        numbers = torch.stack([meter.no_vote, *parts])
         if micro.empty:
             numbers = torch.zeros_like(numbers)
         else:
