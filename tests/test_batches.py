@@ -483,7 +483,7 @@ def test_resumed_amid_an_epoch_on_other_processes_to_the_same_bits(launch, tmp_p
     with_workers = json.dumps([[*ours[0], "num_workers=1"]])
     launch.torchrun(2, BITS, with_workers, "SIGTERM:1:2:seed_pass")
     assert 0 < load(tmp_path / "ours")["progress"]["step"] < 4
-    assert launch.torchrun(3, BITS, json.dumps(ours), "SIGKILL:0:7:numbers").code
+    assert launch.torchrun(3, BITS, json.dumps(ours), "SIGKILL:0:7:loss_vector").code
     assert 0 < load(tmp_path / "ours")["progress"]["step"] < 9
     succeed(launch.python(BITS, with_workers))
     succeed(launch.python(BITS, json.dumps(straight)))
@@ -542,7 +542,7 @@ def test_a_text_is_learned_on_any_processes_and_after_a_kill(launch, tmp_path):
     succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'one'}"))
     two = [[*words, "batch_size=4", "num_workers=1", f"save_dir={tmp_path / 'two'}"]]
     launch.may_stay += ["lockstep_", "torch_"]  # of the loader process of a rank that is killed
-    assert launch.torchrun(2, BITS, json.dumps(two), "SIGKILL:1:8:numbers").code
+    assert launch.torchrun(2, BITS, json.dumps(two), "SIGKILL:1:8:loss_vector").code
     assert 0 < load(tmp_path / "two")["progress"]["step"] < 12
     succeed(launch.torchrun(2, "train.py", *two[0]))
     one, again = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")

@@ -185,8 +185,9 @@ class VirtualWorkers(Plain):
         self.others = others
         if floats := [(buffer.flatten(), kept.flatten()) for _, buffer, kept in pairs if buffer.is_floating_point()]:
             after, before = (torch.cat(values).double() for values in zip(*floats, strict=True))
-            same = (after == before) | self.idle  # infinities stay as they are
-            push(self.changes, Node(self.worker, self.worker + 1, [torch.where(same, 0.0, after - before)]))
+            change = torch.where(after == before, 0.0, after - before)  # infinities stay as they are
+            change = torch.zeros_like(change) if self.idle else change
+            push(self.changes, Node(self.worker, self.worker + 1, [change]))
 
     # ---- gradients ----
 

@@ -248,7 +248,10 @@ def test_a_table_of_annotations_that_is_none(tmp_path, capsys, monkeypatch, text
 
 def test_one_video_or_one_class_is_warned_of(tmp_path, capsys, monkeypatch):
     def cut(path, plan, trials, table):
-        return [(trial, 0, np.zeros((plan.frames, plan.size, plan.size), np.uint8)) for trial in trials]
+        return [
+            (trial, 0, np.zeros((plan.cutting.frames, plan.cutting.size, plan.cutting.size), np.uint8))
+            for trial in trials
+        ]
 
     monkeypatch.setattr(prepare_clips, "import_av", lambda: SimpleNamespace())
     monkeypatch.setattr(prepare_clips, "cut", cut)
