@@ -586,3 +586,16 @@ def test_a_model_drawn_from_numpy_and_random_is_the_same_each_time(launch, tmp_p
     (tmp_path / "own.py").write_text(DRAWN)
     outputs = [succeed(launch.python("train.py", str(tmp_path / "own.py"), "steps=1")).out for _ in range(2)]
     assert len({line for out in outputs for line in out.splitlines() if "sha256" in line}) == 1
+
+
+@pytest.mark.parametrize("words", [[], ["virtual_workers=2"]], ids=["plain", "virtual workers"])
+def test_only_a_run_that_promises_its_bits_notes_that_they_change(monkeypatch, steps, words):
+    """Resumed by another version of torch; both note a schedule of another length."""
+    run, said = steps(*words)[0], []
+    then = {"path": Path("state.pt"), "horizon": 7, "environment": {"torch": "1.0"}}
+    run.record.resumed = run.record.resumed._replace(**then)
+    monkeypatch.setattr(errors.console, "info", said.append)
+    describe.resumed(run)
+    notes = [line for line in said if line.startswith("  note: ")]
+    assert "the schedule now spans" in notes[0] and "instead of 7" in notes[0]
+    assert [f"torch 1.0 -> {torch.__version__}" in note for note in notes[1:]] == [True] * len(words)
