@@ -98,6 +98,7 @@ SUMS = (
     "return Sums(loss=..., count=torch.tensor(len(batch)), ...): tensors, each added up over the samples",
     ("{}", no(dict)),
     ("{}", lambda sums: first_of(sums, no(Tensor))),
+    ("a complex number as {!r}", lambda sums: next((name for name in sums if sums[name].is_complex()), "")),
 )
 VALUES = (
     "return {name: a tensor (B, ...), or a list of B}, of the same names, types and shapes for every batch",

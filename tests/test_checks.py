@@ -65,6 +65,7 @@ BROKEN = [
     ("collect", {"a": ["x"] * 4, "m": ["x"]}, (4,), "1 row for 4 samples as 'm'"),
     ("collect", {"m": [torch.ones(1, 2), torch.ones(5)]}, (2,), "tensors that differ in more than their length"),
     ("predict", {"m": torch.ones(3)}, (4,), "3 rows for 4 samples as 'm' (the task's `predict`)"),
+    ("score", {"count": torch.tensor(1), "z": torch.tensor(1j)}, (), "a complex number as 'z' (the task's `score`)"),
     ("report", None, ("auc",), "None (the task's `report`): return one number by each name"),
     ("report", {"auc": 1.0}, ("auc",), "no 'loss'"),
     ("report", {"loss": 1.0}, ("auc",), "no 'auc'"),
