@@ -127,6 +127,7 @@ class Record:
     log: Silent = field(default_factory=Silent)  # what a person reads, see report/log.py
     checkpoints: Any = None  # (rank 0) see files/checkpoints.py
     profile: Any = None  # of --profile, see report/profile.py
+    step: Any = None  # of record=N, see report/step_record.py
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     resumed: Saved = Saved()  # the checkpoint that it was resumed from, without its tensors
     fingerprint: str = ""  # of the data
@@ -263,6 +264,8 @@ class Run:
         outcomes = meter.add(torch.cat([totals, torch.stack([skipped, grad_norm])]), step, log or save or first)
         save = save or any(outcome.votes % 1 for outcome in outcomes)
         phase("logging")
+        if self.record.step:
+            self.record.step.end(totals)
         matters = any(outcome.skipped or outcome.votes >= 1 for outcome in outcomes) or progress.skipped_in_a_row
         return Due(outcomes if matters else [], log, check, save)
 
@@ -295,7 +298,8 @@ class Run:
         self.net.train()  # every module, whatever a task has set in a part of its model
         steps = self.record.log.progress(self, self.loaders.train, "Training")
         steps = self.record.profile.follow(steps) if self.record.profile else steps
-        return map(self.meter.terms.weigh, steps) if self.meter.terms else steps
+        steps = map(self.meter.terms.weigh, steps) if self.meter.terms else steps
+        return map(self.record.step.follow, steps) if self.record.step else steps
 
 
 class Terms:

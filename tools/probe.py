@@ -8,7 +8,6 @@ There is no folder, no checkpoint and no evaluation. Rank 0 writes OUT.json.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +30,6 @@ import torch.distributed as dist
 
 import train
 from engine import config, launch, speed
-from engine.comm.scratch import end_with_parent
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.evaluation import training_metrics
@@ -43,10 +40,10 @@ from engine.report import describe
 from engine.report.profile import PHASES, PerformanceProfiler, changes
 from engine.run import Due, Run
 from engine.speed.cores import CpuContention, threads_at_most
-from engine.survive import agent, restart
 from engine.survive import door as survive
+from engine.survive import restart
 from engine.survive.signals import StopRequest
-from tools.running import guarded, in_world
+from tools.running import guarded, in_world, python, started
 
 WARM_UP, FEWEST, MOST, BLOCKS = 5, 2, 1000, 4
 """Steps before the measurement, the fewest and most of a timed block, and the number of blocks."""
@@ -195,33 +192,12 @@ def probe(words: list[str], settings: dict[str, Any], processes: int, seconds: f
 
     Raises OutOfMemory if memory ran out in any of them, and LockstepError for every other failure.
     """
-    if launch.environment().launched:
-        todo = "start it with plain python, and say how many in --processes"
-        raise LockstepError("torchrun started this, which starts processes itself", "environment", todo)
     with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
         out, log = Path(scratch) / "out.json", Path(scratch) / "log"
-        torchrun = [agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-        command = [sys.executable, *torchrun, __file__, str(out), f"{seconds:g}", *words]
+        command = [*python(processes), __file__, str(out), f"{seconds:g}", *words]
         env = os.environ | {launch.RESTART: json.dumps({"settings": settings})} | threads_at_most(threads)
-        with open(log, "wb") as file:
-            child = subprocess.Popen(
-                command,
-                env=env,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),
-            )
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)
-            try:
-                child.wait()
-            except KeyboardInterrupt:
-                raise LockstepError("interrupted", exit_code=128 + signal.SIGINT) from None
-            finally:  # nothing may stay in the background
-                signal.signal(signal.SIGINT, before)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGTERM)
-                    child.wait()
+        with started(command, env, log) as child:
+            child.wait()
         if child.returncode == 0 and out.exists():
             return json.loads(out.read_text())
         text = log.read_text(errors="replace")

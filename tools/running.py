@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import tasks
 import train
 from engine import config, launch
+from engine.comm.scratch import end_with_parent
 from engine.comm.world import World
 from engine.errors import LockstepError
 from engine.report import describe
-from engine.survive import command, terminal
+from engine.survive import agent, command, terminal
 from engine.survive import door as survive
 from engine.survive.signals import StopRequest
 
@@ -52,3 +61,90 @@ def alone(what: str, where: str) -> None:
     """Raise LockstepError where a launcher has started several processes of a tool for one."""
     if launch.environment().size > 1:
         raise LockstepError(what, where, "start it without torchrun", everywhere=True)
+
+
+# ---- trainings in processes of their own ----------------------------------------------------------------------------
+
+
+def python(processes: int) -> list[str]:
+    """Return the command before a script and its arguments, which starts it in so many processes."""
+    return [
+        sys.executable,
+        *([agent.__file__, "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []),
+    ]
+
+
+@contextlib.contextmanager
+def started(command: list[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a session of its own, its output in the file `log`; it ends with the block at the latest."""
+    if launch.environment().launched:
+        todo = "start it with plain python, and say how many in --processes"
+        raise LockstepError("torchrun started this, which starts processes itself", "environment", todo)
+    how: Any = {"start_new_session": True, "preexec_fn": partial(end_with_parent, signal.SIGTERM)}
+    with open(log, "wb") as file:
+        child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield child
+        except KeyboardInterrupt:
+            raise LockstepError("interrupted", exit_code=128 + signal.SIGINT) from None
+        finally:  # nothing may stay in the background
+            signal.signal(signal.SIGINT, before)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+                child.wait()
+
+
+class Trained(NamedTuple):
+    """How a training has ended: exit code, and what it printed."""
+
+    code: int
+    text: str
+
+    @property
+    def problem(self) -> str:
+        """Its error, or its last line, or the exit code."""
+        errors = [line.removeprefix("error: ") for line in self.text.splitlines() if line.startswith("error: ")]
+        return [*errors, *self.text.strip().splitlines()[-1:], f"exit code {self.code}"][0]
+
+
+def train_in(
+    folder: Path,
+    words: list[str],
+    processes: int = 1,
+    kill_at: int = 0,
+    tell: Callable[[int], object] = lambda step: None,
+) -> Trained:
+    """Run train.py with these arguments in `processes` processes, with `save_dir=folder`, and wait for its end.
+
+    kill_at  once the log has this step, send SIGKILL to the launcher and to rank 0; 0: never
+    tell     called with the last step in the log, a few times a second
+
+    A process computes in one thread, because the number of threads changes the last digits, unless OMP_NUM_THREADS is
+    set.
+    """
+    script = str(Path(train.__file__).resolve())
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
+        log = Path(scratch) / "log"
+        with started([*python(processes), script, *words, f"save_dir={folder}"], env, log) as child:
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.2)
+                step = last_step(folder)
+                tell(step)
+                if 0 < kill_at <= step and child.poll() is None:
+                    with contextlib.suppress(OSError, ValueError, KeyError):
+                        os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGKILL)
+                    os.killpg(child.pid, signal.SIGKILL)
+        return Trained(child.returncode, log.read_text(errors="replace"))
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step in a run's log, 0 without one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            *_, last, _ = file.read().split(b"\n")  # the rest after the last newline is no whole line
+        return int(json.loads(last)["step"])
+    return 0

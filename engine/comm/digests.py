@@ -1,7 +1,8 @@
-"""Checksums by which two ranks, or two runs, are compared."""
+"""Digests and checksums by which two ranks, or two runs, are compared."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Iterable
@@ -11,29 +12,90 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.seeds import GAMMA
+from engine.seeds import GAMMA, mix
 
 ROOT = Path(__file__).resolve().parents[2]
-PIECE = 1 << 22
-"""Numbers summed at once; the products take twice their memory, or four times."""
+BLOCK, BLOCKS = 1021, 1024
+"""Words of a block: an odd number, so that a tensor whose signs are all flipped is seen; and blocks summed at once."""
 
 
-def sum_of_bits(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit checksum that also depends on the order of the numbers. It is computed on the tensors' device, in
-    two kernels for each tensor; one number is copied to the host, a sync point."""
-    sums: list[Tensor] = []
-    weights = torch.ones(0)
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return 16 hex digits that depend on each bit of the tensors and on its place. It takes a few passes over the
+    tensors on their device; 4 kB are copied to the host, a sync point."""
+    return as_text(sum_of_bits(tensors))
+
+
+def as_text(sums: Tensor) -> str:
+    """(BLOCKS,) of `sum_of_bits`, perhaps added up over shards -> 16 hex digits."""
+    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+@torch.no_grad()
+def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
+    """Return (BLOCKS,) int32 on the tensors' device. The tensors are read as one row of 32-bit words (a number of 8 or
+    16 bits is a word, too). Word i times a fixed odd weight is added to number `i // BLOCK % BLOCKS`.
+
+    Additions of integers that wrap are associative. So the sums of shards, each with the place `start` of its first
+    word, add up to those of the whole, however it is cut. A word that differs alone is always seen. Several are missed
+    if they cancel out in each block: of random ones with a chance below 2**-32. A flipped sign adds 2**31 whatever its
+    weight, so an even number of them in one block is missed.
+    """
+    sums: Tensor | None = None
+    waiting, begin, at = list[Tensor](), start, start
+
+    def flush() -> None:
+        nonlocal sums, waiting, begin
+        piece, first = divmod(begin, BLOCK * BLOCKS)
+        left, right = first % BLOCK, -at % BLOCK
+        zeros = waiting[0].new_zeros(left + right)
+        words = torch.cat([zeros[:left], *waiting, zeros[left:]]).view(torch.int32)
+        first, end = first - left, first - left + len(words)
+        words.mul_(_weights(words.device, 1 << (end - 1).bit_length())[first:end])
+        sums = words.new_zeros(BLOCKS) if sums is None else sums
+        odd = (pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31)  # as int32
+        sums[first // BLOCK : end // BLOCK].add_(words.view(-1, BLOCK).sum(1, dtype=torch.int32), alpha=odd)
+        waiting, begin = [], at
+
     for tensor in tensors:
-        size = tensor.element_size()
-        whole = torch.int32 if size % 4 == 0 else torch.int16 if size == 2 else torch.uint8
-        for piece in tensor.detach().contiguous().view(-1).view(whole).split(PIECE):
-            if len(weights) < len(piece):
-                weights = (
-                    2 * torch.arange(len(piece), device=tensor.device) + 1
-                )  # odd: a difference times it is never zero
-            sums.append((piece * weights[: len(piece)]).sum())
-    powers = [(pow(GAMMA, n, 1 << 64) ^ 1 << 63) - (1 << 63) for n in range(len(sums))]  # as int64; odd, too
-    return int((torch.stack(sums).cpu() * torch.tensor(powers)).sum()) if sums else 0
+        words = _words(tensor)
+        if waiting and waiting[0].dtype != words.dtype:
+            flush()
+        while (room := BLOCK * BLOCKS - at % (BLOCK * BLOCKS)) <= len(words):
+            waiting.append(words[:room])
+            words, at = words[room:], at + room
+            flush()
+        waiting.append(words)
+        at += len(words)
+    if at > begin:
+        flush()
+    return torch.zeros(BLOCKS, dtype=torch.int32) if sums is None else sums
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return a tensor's bits as words of 32, in the order of its numbers, whatever their layout in memory."""
+    size, flat = tensor.element_size(), tensor.reshape(-1)
+    if size == 4:
+        return flat
+    if size % 4 == 0:
+        return flat.view(torch.int32)
+    return flat.view(torch.int16 if size == 2 else torch.uint8).int()
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: torch.device, length: int) -> Tensor:
+    """(length,) odd int32 without a pattern."""
+    return ((hashed(torch.arange(length)) >> 32).int() | 1).to(device)
+
+
+def hashed(places: Tensor) -> Tensor:
+    """Return int64 random numbers, the same for a place everywhere."""
+    return mix((places + 1) * GAMMA)
+
+
+def of_rows(rows: Tensor) -> Tensor:
+    """(R, F) -> (R,) int64: a digest of each row."""
+    words = _words(rows).view(torch.int32).view(len(rows), -1)
+    return (words * _weights(words.device, 1 << (words.shape[1] - 1).bit_length())[: words.shape[1]]).sum(1)
 
 
 def checksum(model: nn.Module) -> str:

@@ -54,7 +54,7 @@ def inspect_run_folder(cfg: Any) -> tuple[Path | None, list[str]]:
     return found, warnings
 
 
-def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Checkpoints]:
+def make_folder(cfg: Any, world: World, resumed: Path | None, code: str) -> tuple[Path, Checkpoints]:
     """(rank 0) Create `save_dir`, or a new folder under checkpoints/, own it for the life of this process, and write
     config.yaml and environment.json."""
     folder = Path(cfg.save_dir)
@@ -67,7 +67,7 @@ def make_folder(cfg: Any, world: World, resumed: Path | None) -> tuple[Path, Che
         for torn in folder.glob(".*.tmp"):  # left by a process that was killed in the middle of a write
             torn.unlink()
         write_atomically(folder / "config.yaml", lambda file: file.write(config.to_yaml(cfg).encode()))
-        write_json(folder / "environment.json", environment(world))
+        write_json(folder / "environment.json", environment(world) | {"code": code})
     except OSError as error:
         what = f"the run's folder cannot be written: {error.strerror}"
         raise LockstepError(what, str(folder), "give another save_dir") from None

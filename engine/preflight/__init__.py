@@ -69,7 +69,7 @@ def compare_ranks(run: Run) -> None:
 
 
 def compare_weights(run: Run) -> None:
-    """(all ranks) Compare the parameters, and the buffers that are not of norms: from a GPU only a checksum is copied.
+    """(all ranks) Compare the parameters, and the buffers that are not of norms, by a digest.
     After the first step, compare what a new process would restore, too."""
     resumable.check(run)
     _compare_weights(run)
@@ -79,9 +79,7 @@ def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run.world, run.workers.buffers)
-    on_gpu = run.world.device.type == "cuda"
-    mine = digests.sum_of_bits(run.model.parameters()) if on_gpu else digests.checksum(run.model)
-    if len(set(run.world.gather(mine))) > 1:
+    if len(set(run.world.gather(digests.digest(run.model.parameters())))) > 1:
         of_each = digests.each(run.model.named_parameters())
         _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 

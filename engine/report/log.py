@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from engine import config
+from engine.comm import digests
 from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount, console, show_bars
 from engine.evaluation import pictures
@@ -93,8 +94,11 @@ class Log(Silent):
     # ---- events ----
 
     def train(self, run: Run, metrics: dict[str, float]) -> None:
-        p, plan = run.progress, run.plan
-        self._tell("write", "train", run, metrics)
+        p, plan, digest = run.progress, run.plan, dict[str, str]()
+        if run.cfg.digest:
+            with run.world.host_sync():
+                digest["digest"] = digests.digest(run.model.parameters())
+        self._tell("write", "train", run, metrics | digest)
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)

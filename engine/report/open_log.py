@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine import config
-from engine.comm import sealed
+from engine.comm import digests, sealed
 from engine.comm.world import on_rank0, sync_errors
 from engine.errors import console
 from engine.files import run_folder, status
 from engine.files.checkpoints import CheckpointWriter
 from engine.report import describe, log
 from engine.report.profile import Profile
+from engine.report.step_record import StepRecord
 from engine.run import Run, Silent
 from engine.survive.signals import StopRequest
 
@@ -38,15 +39,17 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
     """(all ranks) Make the run's folder and open its log and checkpoints, which rank 0 writes. At the end wait for the
     last checkpoint and print how the run ended. From here on a signal requests a graceful stop."""
     world, progress = run.world, run.progress
-    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, run.record.resumed.path))
+    resumed = run.record.resumed.path
+    made = on_rank0(world, lambda: run_folder.make_folder(run.cfg, world, resumed, digests.code(run.task)))
     path = world.broadcast(made[0] if made else Path())
     words = config.resume_arguments(sys.argv[1:], run.task, str(path))
-    status.current.begin(path, progress.step, run.record.resumed.path, words)
+    status.current.begin(path, progress.step, resumed, words)
     if isinstance(run.stop, StopRequest):
         run.stop.install_handlers()  # before the next collective: whoever sees rank 0 start may signal any rank
     record = run.record
     record.log = on_rank0(world, lambda: log.start(path, run)) or Silent()
     record.profile = Profile(world, path) if profile else None
+    record.step = StepRecord(run, path) if run.cfg.record else None
     if made:
         label = log.SHORT_NAMES.get(run.task.monitor, run.task.monitor)
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
