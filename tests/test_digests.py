@@ -1,6 +1,7 @@
-"""By what ranks are told apart: a sum of bits on GPUs, digests on the host where it differs."""
+"""By what ranks and runs are told apart: a digest of the bits, whatever the cut, and SHA-256 where it differs."""
 
 import copy
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import tasks
 from engine import preflight
 from engine.comm import digests
-from engine.comm.digests import sum_of_bits
+from engine.comm.digests import as_text, digest, sum_of_bits
 from engine.errors import LockstepError
 
 
@@ -22,25 +23,60 @@ def test_every_bit_and_every_place_counts(dtype):
     bits = torch.randint(0, 256, (77 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     flat = (bits % 2).bool() if dtype == torch.bool else bits.view(dtype)
     tensors = [flat, flat[:7].clone(), torch.tensor(3.0)]
-    right = sum_of_bits(tensors)
-    assert sum_of_bits([flat.view(7, 11).t().contiguous().t(), *tensors[1:]]) == right, "whatever its order"
+    right = digest(tensors)
+    assert digest([flat.view(7, 11).t().contiguous().t(), *tensors[1:]]) == right, "whatever its order"
     for tensor in tensors:
         bits = tensor.view(-1).view(torch.uint8)
         for bit in range(0, 8 * len(bits) if dtype != torch.bool else 1, 29):
             bits[bit // 8] ^= 1 << bit % 8
-            assert sum_of_bits(tensors) != right
+            assert digest(tensors) != right
             bits[bit // 8] ^= 1 << bit % 8
-    assert sum_of_bits([tensors[1], tensors[0], tensors[2]]) != right, "two tensors have changed places"
+    assert digest([tensors[1], tensors[0], tensors[2]]) != right, "two tensors have changed places"
     other = next(n for n in range(1, 77) if flat[n] != flat[0])
     flat[[0, other]] = flat[[other, 0]]
-    assert sum_of_bits(tensors) != right, "two numbers have changed places"
+    assert digest(tensors) != right, "two numbers have changed places"
 
 
 def test_numbers_of_several_pieces_that_change_places_count(monkeypatch):
-    monkeypatch.setattr(digests, "PIECE", 8)
-    long = torch.zeros(19)
+    monkeypatch.setattr(digests, "BLOCK", 3)
+    monkeypatch.setattr(digests, "BLOCKS", 4)
+    long = torch.zeros(43)
     long[0] = 1.0
-    assert len({sum_of_bits([long.roll(place)]) for place in range(19)}) == 19
+    assert len({digest([long.roll(place)]) for place in range(43)}) == 43
+
+
+@pytest.mark.parametrize("block", [(3, 4), (1024, 1024)])
+def test_shards_add_up_to_the_whole(monkeypatch, block):
+    """In any cut, each shard read from its place on; and numbers of 1, 2, 4 and 8 bytes in a row."""
+    monkeypatch.setattr(digests, "BLOCK", block[0])
+    monkeypatch.setattr(digests, "BLOCKS", block[1])
+    dice = torch.Generator().manual_seed(0)
+    whole = torch.randn(60 if block[0] == 3 else 1_100_000, generator=dice)
+    for _ in range(20 if block[0] == 3 else 2):
+        cuts = [0, *sorted(torch.randint(0, len(whole) + 1, (4,), generator=dice).tolist()), len(whole)]
+        shards = [sum_of_bits([whole[a:b]], start=a) for a, b in pairwise(cuts) if b > a]
+        assert as_text(sum(shards)) == digest([whole])
+    kinds = [whole[:7], whole[:7].bfloat16(), whole[:7].double(), whole[:7] > 0, whole[:0], whole[:9]]
+    at, shards = 0, []
+    for each, words in zip(kinds, (7, 7, 14, 7, 0, 9), strict=True):
+        shards.append(sum_of_bits([each], start=at))
+        at += words
+    assert as_text(sum(shards)) == digest(kinds)
+
+
+@pytest.mark.parametrize("length", [2, 64, 1024, 4096, 65536])
+def test_flipped_signs_count_however_many(length):
+    """2**31 times any odd weight is the same, so two of them vanish from any sum modulo 2**32."""
+    flat = torch.randn(length, generator=torch.Generator().manual_seed(0))
+    half = torch.cat([-flat[: length // 2], flat[length // 2 :]])
+    zeros = torch.zeros(length)
+    some = torch.cat([-zeros[: length // 2], zeros[length // 2 :]])
+    assert len({digest([each]) for each in (flat, -flat, half, zeros, -zeros, some)}) == 6
+
+
+@pytest.mark.slow
+def test_a_model_that_fsdp2_has_cut_has_the_same_digest(launch):
+    succeed(launch.torchrun(3, str(ROOT / "tests" / "ranks" / "sharded.py")))
 
 
 def test_a_checksum_is_of_names_shapes_types_and_bytes():
@@ -86,7 +122,8 @@ def test_weights_are_compared_by_a_sum_and_what_differs_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     same = copy.deepcopy(model)
-    assert [type(value) for value in ranks(model, same)][:2] == [int, int], "of buffers and of parameters: numbers"
+    of_buffers, of_parameters, *_ = ranks(model, same)
+    assert of_buffers == digest([]) and of_parameters == digest(same.parameters())
     with torch.no_grad():
         same[1].bias.view(torch.int32)[0] ^= 1
     with pytest.raises(LockstepError, match=r"rank 1 differs from rank 0 in parameter .*: other instead of"):
@@ -99,7 +136,7 @@ def test_on_a_gpu_few_kernels_make_a_sum_and_one_number_comes_back(launch):
         "import torch; from engine.comm import digests\n"
         "host = [torch.randn(30, 30), torch.randn(7)]; tensors = [each.to('cuda:0') for each in host]\n"
         "fake_gpu.waits.clear(); fake_gpu.kernels.clear()\n"
-        "total = digests.sum_of_bits(tensors)\n"
+        "total = digests.digest(tensors)\n"
         "print('SAME', total == digests.sum_of_bits(host), len(fake_gpu.waits), fake_gpu.kernels[0].total())\n"
     )
     said = succeed(launch.python("-c", script)).out

@@ -15,30 +15,34 @@ from torch import Tensor, nn
 from engine.seeds import GAMMA, mix
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK, BLOCKS = 1021, 1024
-"""Words of a block: an odd number, so that a tensor whose signs are all flipped is seen; and blocks summed at once."""
+BLOCK = BLOCKS = 1024
+"""Words of a block, and blocks summed at once."""
+
+FLOOR = -0x10001
+"""Odd, so that any number of zeros that became -0.0 adds up to something; near 0, where few p of both signs lie."""
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return 16 hex digits that depend on each bit of the tensors and on its place. It takes a few passes over the
-    tensors on their device; 4 kB are copied to the host, a sync point."""
+    tensors on their device; 8 kB are copied to the host, a sync point."""
     return as_text(sum_of_bits(tensors))
 
 
 def as_text(sums: Tensor) -> str:
-    """(BLOCKS,) of `sum_of_bits`, perhaps added up over shards -> 16 hex digits."""
+    """(2, BLOCKS) of `sum_of_bits`, perhaps added up over shards -> 16 hex digits."""
     return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
-    """Return (BLOCKS,) int32 on the tensors' device. The tensors are read as one row of 32-bit words (a number of 8 or
-    16 bits is a word, too). Word i times a fixed odd weight is added to number `i // BLOCK % BLOCKS`.
+    """Return (2, BLOCKS) int32 on the tensors' device. The tensors are read as one row of 32-bit words (a number of 8
+    or 16 bits is a word, too). With a fixed odd weight for each place, p is a word times its weight; p is added to
+    number `place // BLOCK % BLOCKS` of the first row, max(p, FLOOR) to that of the second.
 
     Additions of integers that wrap are associative. So the sums of shards, each with the place `start` of its first
-    word, add up to those of the whole, however it is cut. A word that differs alone is always seen. Several are missed
-    if they cancel out in each block: of random ones with a chance below 2**-32. A flipped sign adds 2**31 whatever its
-    weight, so an even number of them in one block is missed.
+    word, add up to those of the whole, however it is cut. A word that differs alone is always seen; several are missed
+    only if they cancel out in each block, a chance of 2**-32. The second row is for signs: in the first, a flipped one
+    adds 2**31 whatever its weight, and two of them nothing.
     """
     sums: Tensor | None = None
     waiting, begin, at = list[Tensor](), start, start
@@ -51,9 +55,10 @@ def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
         words = torch.cat([zeros[:left], *waiting, zeros[left:]]).view(torch.int32)
         first, end = first - left, first - left + len(words)
         words.mul_(_weights(words.device, 1 << (end - 1).bit_length())[first:end])
-        sums = words.new_zeros(BLOCKS) if sums is None else sums
-        odd = (pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31)  # as int32
-        sums[first // BLOCK : end // BLOCK].add_(words.view(-1, BLOCK).sum(1, dtype=torch.int32), alpha=odd)
+        blocks = words.view(-1, BLOCK)
+        pair = torch.stack([blocks.sum(1, dtype=torch.int32), blocks.clamp_(min=FLOOR).sum(1, dtype=torch.int32)])
+        sums = words.new_zeros(2, BLOCKS) if sums is None else sums
+        sums[:, first // BLOCK : end // BLOCK].add_(pair, alpha=(pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31))
         waiting, begin = [], at
 
     for tensor in tensors:
@@ -68,7 +73,7 @@ def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
         at += len(words)
     if at > begin:
         flush()
-    return torch.zeros(BLOCKS, dtype=torch.int32) if sums is None else sums
+    return torch.zeros(2, BLOCKS, dtype=torch.int32) if sums is None else sums
 
 
 def _words(tensor: Tensor) -> Tensor:
