@@ -34,7 +34,7 @@ FREE_KEYS = (
     "save_dir resume num_workers eval_batch_size log_every eval_every save_every epochs steps device multi_gpu gpu_ids "
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
-    "save_minutes digest record optim.zero schedule.horizon random_samples init_from check_resume check_sums "
+    "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from check_resume check_sums "
     "ddp. wandb."
 ).split()
 """Keys and sections (`ddp.`) that may differ from the checkpoint's config, with `Task.resumable_keys`. global_batch and
@@ -114,7 +114,7 @@ def capture(run: Run) -> dict[str, Any]:
         "horizon": run.plan.horizon,
         "precision": run.precision.name,
         "data": run.record.fingerprint,
-        "digest": digests.digest(run.model.parameters()) if run.cfg.digest else "",
+        "digest": digests.digest(run.model.parameters()) if run.cfg.digest_every else "",
         "known": run.task.metadata(),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),

@@ -36,8 +36,8 @@ def as_text(sums: Tensor) -> str:
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
     """Return (2, BLOCKS) int32 on the tensors' device. The tensors are read as one row of 32-bit words (a number of 8
-    or 16 bits is a word, too). With a fixed odd weight for each place, p is a word times its weight; p is added to
-    number `place // BLOCK % BLOCKS` of the first row, max(p, FLOOR) to that of the second.
+    or 16 bits is a word, too). With a fixed odd weight for each place in a block, p is a word times its
+    weight; p is added to number `place // BLOCK % BLOCKS` of the first row, max(p, FLOOR) to that of the second.
 
     Additions of integers that wrap are associative. So the sums of shards, each with the place `start` of its first
     word, add up to those of the whole, however it is cut. A word that differs alone is always seen; several are missed
@@ -53,12 +53,12 @@ def sum_of_bits(tensors: Iterable[Tensor], start: int = 0) -> Tensor:
         left, right = first % BLOCK, -at % BLOCK
         zeros = waiting[0].new_zeros(left + right)
         words = torch.cat([zeros[:left], *waiting, zeros[left:]]).view(torch.int32)
-        first, end = first - left, first - left + len(words)
-        words.mul_(_weights(words.device, 1 << (end - 1).bit_length())[first:end])
-        blocks = words.view(-1, BLOCK)
+        blocks = words.view(-1, BLOCK).mul_(_weights(words.device, BLOCK))
         pair = torch.stack([blocks.sum(1, dtype=torch.int32), blocks.clamp_(min=FLOOR).sum(1, dtype=torch.int32)])
         sums = words.new_zeros(2, BLOCKS) if sums is None else sums
-        sums[:, first // BLOCK : end // BLOCK].add_(pair, alpha=(pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31))
+        first //= BLOCK
+        odd = (pow(GAMMA, piece, 1 << 32) ^ 1 << 31) - (1 << 31)  # as int32
+        sums[:, first : first + len(blocks)].add_(pair, alpha=odd)
         waiting, begin = [], at
 
     for tensor in tensors:

@@ -95,7 +95,8 @@ class Log(Silent):
 
     def train(self, run: Run, metrics: dict[str, float]) -> None:
         p, plan, digest = run.progress, run.plan, dict[str, str]()
-        if run.cfg.digest:
+        every = run.cfg.digest_every
+        if every and p.step % every < plan.log_every:
             with run.world.host_sync():
                 digest["digest"] = digests.digest(run.model.parameters())
         self._tell("write", "train", run, metrics | digest)
