@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, succeed
+from runs import records
 from torch import nn
 
 import tasks
@@ -72,6 +73,24 @@ def test_flipped_signs_count_however_many(length):
     zeros = torch.zeros(length)
     some = torch.cat([-zeros[: length // 2], zeros[length // 2 :]])
     assert len({digest([each]) for each in (flat, -flat, half, zeros, -zeros, some)}) == 6
+
+
+def test_the_log_and_the_checkpoints_hold_that_of_the_weights_after_the_step(launch, tmp_path):
+    """In the log at the first log point from each multiple of digest_every on: here 3, 6, and so on, and 11 at the end
+    of the epoch."""
+    words = ["train.py", TOY, "global_batch=6", "steps=13", "log_every=3", "save_every=1", "keep_checkpoints=20"]
+    succeed(launch.python(*words, "digest_every=5", f"save_dir={tmp_path / 'run'}"))
+    found = {line["step"]: line.get("digest") for line in records(tmp_path / "run", "train")}
+    assert [*found] == [3, 6, 9, 11, 12, 13]
+    assert [step for step, digest in found.items() if digest] == [6, 11, 12]
+    states = [torch.load(path, weights_only=True) for path in (tmp_path / "run").glob("*[0-9].pt")]
+    assert sorted(state["progress"]["step"] for state in states) == [*range(1, 14)]
+    for state in states:
+        logged = found.get(state["progress"]["step"])
+        assert state["digest"] == digest(state["model"].values()) == (logged or state["digest"])
+    succeed(launch.python(*words, "digest_every=0", f"save_dir={tmp_path / 'without'}"))
+    assert not any("digest" in line for line in records(tmp_path / "without", "train"))
+    assert torch.load(tmp_path / "without" / "last.pt", weights_only=True)["digest"] == ""
 
 
 @pytest.mark.slow

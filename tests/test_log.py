@@ -127,7 +127,7 @@ def test_the_folder_tells_what_was_run(runs):
 def opened(folder, board=False, **more):
     """A log whose only sink is metrics.jsonl, with `board` TensorBoard, too; and the run that it is of."""
     world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
-    job = SimpleNamespace(cfg=config.Config(), plan=plan, world=world, progress=Progress(**more))
+    job = SimpleNamespace(cfg=config.Config(digest_every=0), plan=plan, world=world, progress=Progress(**more))
     found = log.Log(folder, job)
     found.sinks, found.bars = found.sinks if board else [found.lines], False
     return found, job
