@@ -252,7 +252,8 @@ def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
     for kind in KINDS:
         of_kind = [name for each, name in names if each == kind]
         if kind == "gradient":
-            of_kind = sorted(of_kind[::-1], key=lambda name: -_ended(name, ended))
+            order = {name: (-_ended(name, ended), -place) for place, name in enumerate(of_kind)}
+            of_kind.sort(key=order.__getitem__)
         yield from ((kind, name) for name in of_kind)
 
 

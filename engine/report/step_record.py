@@ -1,6 +1,6 @@
 """`record=N`: a small file with what step N has computed, by which two machines are compared; see tools/compare.py.
 
-The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of the modules, and `entries`: the
+The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of modules, and `entries`: the
 tensors of the step in their order. Of each pass these are the batch's leaves, every module's output in forward order,
 and the loss; then the gradients as the optimizer got them (divided, clipped), and the weights and buffers after the
 step. An entry has `rows` rows from `first` on in the arrays: one for each sample if its leading axis is that of the
