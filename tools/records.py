@@ -289,7 +289,7 @@ def _other_form(a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray)
     if kind == "batch" and (differs := ours != others).any():
         n = int(differs.argmax())
         where = a.arrays["positions"][at[0][n]]
-        return f"other samples: at position {where} of the epoch number {ours[n]} in A, {others[n]} in B", differs
+        return f"other samples: at position {where} of the epoch is sample {ours[n]} in A, {others[n]} in B", differs
     differs = a.arrays["digests"][at[0]] != b.arrays["digests"][to[0]]
     finite = [np.isfinite(each.arrays["norms"][rows[0]]) for each, rows in ((a, at), (b, to))]
     if (broken := differs & ~(finite[0] & finite[1])).any():
