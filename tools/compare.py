@@ -45,9 +45,9 @@ from tools.evaluate import TRUST, aligned, of_run
 from tools.running import train_in
 
 NO_NUMBERS = (
-    "save_dir num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s digest "
-    "max_skipped_steps check_every check_resume check_sums keep_checkpoints loader_timeout_s oom allocator record "
-    "random_samples resume init_from wandb. ddp.timeout_s ddp.init_timeout_s ddp.bind_cores"
+    "save_dir num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s "
+    "digest_every max_skipped_steps check_every check_resume check_sums keep_checkpoints loader_timeout_s oom "
+    "allocator record random_samples resume init_from wandb. ddp.timeout_s ddp.init_timeout_s ddp.bind_cores"
 ).split()
 """Keys and sections (`wandb.`) that change no step. What `resume` and `init_from` name is compared by itself."""
 
@@ -296,15 +296,15 @@ class Number(NamedTuple):
 
 
 def numbers(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Compare two logs: the points that both have, the first that differs (0: none), the last before it, and what
-    differs at the first, each with its relative difference."""
-    common = sorted(a.keys() & b.keys())
-    last = 0
-    for each in common:
-        if differs := _differing(a, b, each):
-            return {"points": len(common), "first": each, "last equal": last, "differing": [[*d] for d in differs]}
-        last = each
-    return {"points": len(common), "first": 0, "last equal": last, "differing": []}
+    """Compare two logs. Return the log points that both have, how many of them have digests of the weights; the first
+    that differs (0: none), what differs there, each with its relative difference; and the last that is surely equal:
+    with the same digest, if there are any."""
+    common, found = sorted(a.keys() & b.keys()), list[Number]()
+    digests = [each for each in common if a[each].get("digest") and b[each].get("digest")]
+    first = next((each for each in common if (found := _differing(a, b, each))), 0)
+    sure = [each for each in digests or common if each < first or not first]
+    size = {"points": len(common), "digests": len(digests), "first": first, "last equal": max(sure, default=0)}
+    return size | {"differing": [[*each] for each in found]}
 
 
 def growth(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[list[Any]]:
@@ -534,7 +534,7 @@ def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: b
 
 NO_MORE = {
     "log_every": 1,
-    "digest": True,
+    "digest_every": 1,
     "compile": "off",
     "cuda_graph": False,
     "save_every": 0,
@@ -573,10 +573,12 @@ def sentence(found: dict[str, Any]) -> str:
     """Return the verdict in one sentence."""
     logged, of_step = found["numbers"], found["step"]
     if found["same"]:
-        where = [amount(logged["points"], "log point")] if logged["points"] else []
-        where += [f"the checkpoints of step {found['tensors']['step']}"] if "step" in found["tensors"] else []
-        where += [f"the records of step {of_step['step']}"] if of_step.get("compared") else []
-        return f"The same bits: {', '.join(where)}."
+        equal = [amount(logged["points"], "log point")] if logged["points"] else []
+        equal += [f"the checkpoints of step {found['tensors']['step']}"] if "step" in found["tensors"] else []
+        equal += [f"the records of step {of_step['step']}"] if of_step.get("compared") else []
+        if not logged["digests"] and len(equal) == 1 and logged["points"]:
+            return f"The same numbers at {equal[0]}; no digest of the weights is in both logs."
+        return f"The same bits: {', '.join(equal)}."
     if of_step.get("sentence"):
         how = ", by rounding" if of_step["rounding alone"] and not of_step["same passes"] else ""
         here = of_step["step"] if not logged["first"] or of_step["step"] <= logged["first"] else 0
@@ -606,7 +608,7 @@ def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
     told += [("log", text) for text in _about_log(found)]
     told += [(f"step {found['tensors']['step']}", text) for text in found["tensors"].get("lines", [])]
     if "missing" in found["tensors"]:
-        told.append(("weights", "the checkpoints are of steps {} and {}".format(*found["tensors"]["missing"])))
+        told.append(("weights", "the checkpoints are of other steps: {} and {}".format(*found["tensors"]["missing"])))
     told += [("replay", text) for text in found["step"].get("notes", [])]
     told += [("replay", f"not possible: {found['step']['impossible']}")] if "impossible" in found["step"] else []
     width = max(len(name) for name, _ in told)
@@ -623,7 +625,8 @@ def _about_log(found: dict[str, Any]) -> list[str]:
     for what, key in (("log points", "numbers"), ("evaluations", "scores")):
         of = found[key]
         if not of["first"]:
-            texts += [f"the same bits at {of['points']} {what}"] if of["points"] else []
+            also = f", and the same digests at {of['digests']}" if of["digests"] else ""
+            texts += [f"the same numbers at {of['points']} {what}{also}"] if of["points"] else []
             continue
         sizes = [f"{name} by {relative:.1e}" for name, relative in of["differing"] if name != "digest"]
         only = "only the digest of the weights" if not sizes else ", ".join(sizes)
