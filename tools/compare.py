@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import sys
@@ -90,7 +91,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    return survive.guarded(lambda argv: _main(parser.parse_args(argv)))(argv)
+    asked = parser.parse_args(argv)
+    return survive.guarded(lambda argv: _main(asked))(argv)
 
 
 def _main(asked: argparse.Namespace) -> int:
@@ -669,8 +671,9 @@ def draw(path: Path, growth: list[list[Any]]) -> None:
     axes.semilogy(equal, [bottom] * len(equal), linestyle="", marker="|", color="gray", label="equal in bits")
     axes.set(xlabel="step", ylabel="relative difference")
     axes.legend()
+    figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
     try:
-        write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:]))
+        write_atomically(path, lambda file: file.write(drawn.getvalue()))
     except OSError as error:
         raise LockstepError(f"the picture was not written: {error.strerror}", str(path), "give another path") from None
 
