@@ -75,15 +75,7 @@ class TrainSampler(DistributedSampler[Any]):
     the sums of a step make that exact.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        plan: Plan,
-        rank: int,
-        seed: int,
-        labels: np.ndarray | None = None,
-        exclude: Sequence[str] = (),
-    ):
+    def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: Any = None, exclude: Sequence[str] = ()):
         super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
         self.plan = plan
         self.weights = per_sample(dataset, "weights")
@@ -129,8 +121,8 @@ class TrainSampler(DistributedSampler[Any]):
                 first = start + worker + done * workers
                 empty = first >= stop
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
-                if empty:
-                    positions = slice(start, start + 1) if stop > start else slice(spare, spare + 1)
+                at = start if stop > start else spare
+                positions = slice(at, at + 1) if empty else positions
                 yield MicroBatch(
                     indices=order[positions].tolist(),
                     positions=positions,
@@ -296,8 +288,7 @@ class TrainLoader(_Loader):
             return self._prepared(*self._unprepared(slice(begin, end)))
 
     def _unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
-        """Return the arguments of `_prepared` for the samples at these positions of the epoch, not counting the excluded
-        ones: no trial may see them, either."""
+        """Return the arguments of `_prepared` for these samples of the epoch's order, without the excluded ones."""
         sampler, (order, places) = self.sampler, self.sampler.arranged()
         at = np.flatnonzero(~sampler.excluded[order])[positions]
         seeds = sampler.seeds_at(places[at]) if sampler.seeded else None

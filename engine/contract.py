@@ -250,11 +250,10 @@ def per_sample(dataset: Any, name: str) -> np.ndarray | None:
 
 
 def kept(dataset: Any, exclude: Sequence[str]) -> np.ndarray:
-    """Return (N,) bool: the samples that are not in `exclude`, which names some of the dataset's `sources`, or samples as
-    `sample:12`, in a dataset without sources also as 12. Raises LockstepError for one that is not there."""
+    """Return (N,) bool: the samples that are not in `exclude`, which names sources, or samples as `sample:12`, in a
+    dataset without `sources` as 12, too. Raises LockstepError for one that is not there."""
     left = np.ones(len(dataset), dtype=bool)
-    sources = per_sample(dataset, "sources") if exclude else None
-    names = None if sources is None else sources.astype(str)
+    names = None if (sources := per_sample(dataset, "sources") if exclude else None) is None else sources.astype(str)
     for item in exclude:
         number = item.removeprefix("sample:")
         if names is not None and (found := names == item).any():
@@ -264,8 +263,8 @@ def kept(dataset: Any, exclude: Sequence[str]) -> np.ndarray:
         else:
             known = [] if names is None else [*dict.fromkeys(names.tolist())]
             near = difflib.get_close_matches(item, known, n=3) or known[:8]
-            todo = f"give a source of the training data, such as {', '.join(near)}, or " if near else "give "
-            todo += f"the number of a sample, sample:0 to sample:{len(left) - 1}"
+            todo = f"give a source to train on, such as {', '.join(near)}, or " if near else "give "
+            todo += f"a sample, sample:0 to sample:{len(left) - 1}"
             raise LockstepError(f"there is no {item!r} to leave out", "exclude", todo)
     if exclude and not left.any():
         raise LockstepError("no sample is left to train on", "exclude", "name fewer")

@@ -17,7 +17,8 @@ processes. Hashes are SHA-256, n8 is 8 bytes, unsigned, big-endian:
     use      00 | sample (32 bytes) | n8 epoch | n8 position
     node     01 | left | right; the left half of n uses has the largest power of two below n
     sample   for each tensor or value in it, by the order of their names: n8 length, name, n8 length, content
-    content  of a tensor its shape and type as text, such as "(1, 6, 128) torch.float32", and its elements' bytes
+    content  of a tensor its shape and type as text, such as "(1, 6, 128) torch.float32", and its elements' bytes; of
+             texts and numbers in a list Python's repr
 
 A sample is what the dataset gives as a batch of one, before `prepare`; where it draws at random, with the seed that an
 evaluation gives that sample.
@@ -168,7 +169,7 @@ def _not_one_order(path: Path, why: str) -> LockstepError:
 def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
     """Return the steps up to the checkpoint that moved no weight, by the log. Raises LockstepError if --force has
     changed the order before it."""
-    skipped = []
+    skipped, changes = list[int](), list[str]()
     log = path.parent / "metrics.jsonl"
     for line in log.read_text("utf-8", "replace").splitlines() if log.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
@@ -176,8 +177,9 @@ def _skipped_steps(path: Path, progress: dict[str, Any]) -> list[int]:
             if event["event"] == "skipped" and event["skipped_step"] <= progress["step"]:
                 skipped.append(int(event["skipped_step"]))
             elif event["event"] == "changed" and event["step"] < progress["step"]:
-                if any(part.startswith(CHANGED) for part in event["change"].split("; ")):
-                    raise _not_one_order(path, event["change"])
+                changes += event["change"].split("; ")
+    if other := next((change for change in changes if change.startswith(CHANGED)), ""):
+        raise _not_one_order(path, other)
     return skipped
 
 

@@ -123,8 +123,7 @@ class VirtualWorkers(Plain):
         self.others: dict[str, Tensor] = {}
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
         self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
-        self.worker, self.idle = -1, False  # of the passes under way; -1 before the step's first
-        self.samples = 0  # of the step under way
+        self.worker, self.idle, self.samples = -1, False, 0  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
 

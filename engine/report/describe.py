@@ -181,9 +181,9 @@ def _excluded(sampler: Any) -> list[str]:
         return []
     sources = per_sample(sampler.dataset, "sources")
     names = [] if sources is None else [*Counter(sources[sampler.excluded].tolist()).items()]
-    of = ", ".join(f"{name} ({number})" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
-    text = f"{count} of {amount(len(sampler.excluded), 'sample')}" + (f", of {of}" if of else "")
-    return [f"  {'excluded':<16} {text}; the others keep their steps and random numbers"]
+    of = "".join(f", {number} of {name}" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
+    total = amount(len(sampler.excluded), "sample")
+    return [f"  {'excluded':<16} {count} of {total}{of}; the others keep their steps and random numbers"]
 
 
 def resumed(run: Run) -> None:
