@@ -353,7 +353,7 @@ def _lines(found: dict[str, Any], asked: argparse.Namespace) -> list[str]:
         lines[-1] += f"; {found['excluded']} of them excluded"
     if skipped:
         known = ", ".join(map(str, found["skipped_steps"])) or "the log does not say which"
-        lines.append(f"  {amount(skipped, 'step')} moved no weight: {known}; their samples count as seen")
+        lines.append(f"  {amount(skipped, 'step')} moved no weight: {known}; samples of such steps count as seen")
     if found["init_from"]:
         lines.append(f"  the weights began as those of {found['init_from']}: what these had seen is not counted")
     for title in ("sources", "classes"):
