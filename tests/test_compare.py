@@ -223,7 +223,9 @@ def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
         place.run("two norm", *words, virtual=False, processes=2),
         "--trust",
     )
-    assert first_lines(text)[0].startswith("They part at step 1: forward: layers.1 (BatchNorm1d), "), text
+    found = first_lines(text)
+    assert found[0].startswith("They part at step 1: forward: layers.1 (BatchNorm1d), "), text
+    assert found[1].startswith("why  ") and "BatchNorm1d computes with the samples of its pass" in found[1], text
     bits = [*words, "drop_last=true"]
     say(place.run("bits", *bits), place.run("two bits", *bits, processes=2), code=0)
 
@@ -231,7 +233,7 @@ def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
 def test_records_are_compared_with_each_other_and_with_a_run(place, say):
     one, other = (place.run(name, f"record={n}", *words) for name, n, *words in (("r", 3), ("s", 3, "optim.lr=0.02")))
     text = say(one / "record_step_3.npz", other / "record_step_3.npz")
-    assert "forward: layers.0 (Linear), " in text and "its weights may differ before the step" in text
+    assert "forward: layers.0 (Linear), " in text and "the weights may differ before the step" in text
     assert "The same bits: the records of step 3." in say(one / "record_step_3.npz", one, code=0)
     assert "The same bits: the records of step 3." in say(
         one / "record_step_3.npz", place.folder / "a", "--trust", code=0

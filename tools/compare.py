@@ -46,7 +46,7 @@ from tools.evaluate import TRUST, aligned, of_run
 from tools.running import train_in
 
 NO_NUMBERS = (
-    "save_dir num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s "
+    "num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s "
     "digest_every max_skipped_steps check_every check_resume check_sums keep_checkpoints loader_timeout_s oom "
     "allocator record random_samples resume init_from wandb. ddp.timeout_s ddp.init_timeout_s ddp.bind_cores"
 ).split()
@@ -250,7 +250,7 @@ def around(a: Side, b: Side) -> dict[str, Differences | None]:
     free = (*NO_NUMBERS, *(NO_BITS if virtual else ()))
     free += tuple(key for key, name in RESOLVED.items() if a.environment.get(name) == b.environment.get(name, "?"))
     free += ("steps", "epochs", "schedule.horizon") if a.horizon == b.horizon > 0 else ()
-    keys = [key for key in a.config | b.config if a.config.get(key) != b.config.get(key)]
+    keys = [key for key in a.config | b.config if a.config.get(key) != b.config.get(key) and key != "save_dir"]
     settings = {key: (a.config.get(key, "absent"), b.config.get(key, "absent"), not _is_in(key, free)) for key in keys}
     for name, sizes in (
         ("samples of a step", (a.global_batch, b.global_batch)),
@@ -371,7 +371,7 @@ def _parts(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
             most = max(named, key=lambda name: named[name].relative)
             chosen = dict.fromkeys([next(iter(named)), most])
             told = ", ".join(f"{name} {named[name].size}" for name in chosen)
-            texts.append(f"{part}: {len(named)} of {amount(len(differ), 'tensor')} differ: {told}")
+            texts.append(f"{part}: {len(named)} of {len(differ)} differ: {told}")
     return {"compared": total, "differ": different, "lines": texts}
 
 
@@ -458,23 +458,37 @@ def _verdict(a: records.Record, b: records.Record, logged: dict[str, Any]) -> di
     found, number = records.compare(a, b), a.about["step"]
     first = found.differences[0] if found.differences else None
     text = found.sentence
-    began_equal = 0 < number - 1 == logged["last equal"]
-    has_weights = first and any(
-        e["name"].startswith(f"{first.name}.") for e in a.about["entries"] if e["kind"] == "weight"
-    )
     if first and first.kind == "weight" and a.about["lr"] != b.about["lr"]:
         text = f"{text}; the learning rate is {a.about['lr']:.6g} in A, {b.about['lr']:.6g} in B"
-    if first and first.kind == "forward" and has_weights and not first.rounding and not first.why and not began_equal:
-        text = f"{text}; its weights may differ before the step"
+    forward = [entry["name"] for entry in a.about["entries"] if entry["kind"] == "forward"]
+    began_equal = 0 < number - 1 == logged["last equal"]
+    if (
+        first
+        and first.kind == "forward"
+        and first.name == forward[0]
+        and not (first.rounding or first.why or began_equal)
+    ):
+        text = f"{text}; the weights may differ before the step"
     return {
         "step": number,
         "sentence": text,
         "same passes": found.same_cut,
+        "why": _why(found),
         "rounding alone": bool(first) and not found.beyond,
         "compared": found.compared,
         "unmatched": found.unmatched,
         "differences": [{"text": str(each), **each._asdict()} for each in found.differences],
     }
+
+
+def _why(found: records.Found) -> str:
+    """Return what a module does that depends on the cut, if one does and the cuts differ."""
+    module = found.beyond.module if found.beyond and not found.same_cut else ""
+    sees = {"Dropout": "draws for the samples of its pass", "BatchNorm": "computes with the samples of its pass"}
+    does = next((text for kind, text in sees.items() if kind in module), "")
+    return (
+        f"{module} {does}, and the passes differ; virtual_workers make them the same on any processes" if does else ""
+    )
 
 
 def _again(a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool, trust: bool) -> dict[str, Any]:
@@ -601,8 +615,9 @@ def sentence(found: dict[str, Any]) -> str:
 def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
     """Return the differences as text: the verdict, what differs around the numbers, the numbers."""
     told: list[tuple[str, str]] = [("A", str(a.path)), ("B", str(b.path)), ("", found["sentence"])]
+    told += [("why", text)] if (text := found["step"].get("why")) else []
     for section, differences in found["differs"].items():
-        told += [(section, f"{key}: {x} in A, {y} in B{_meaning(key)}") for key, (x, y) in differences.items()]
+        told += [(section, f"{key}: {x} in A, {y} in B{MEANINGS.get(key, '')}") for key, (x, y) in differences.items()]
     for section, differences in found["no matter"].items():
         keys = ", ".join(f"{key} ({x}, {y})" for key, (x, y) in differences.items())
         told.append((section, f"cannot change the numbers: {keys}"))
@@ -617,9 +632,11 @@ def lines(a: Side, b: Side, found: dict[str, Any]) -> list[str]:
     return [*(f"{name:<{width}}  {text}" if name else f"\n{text}\n" for name, text in told), *_table(found["growth"])]
 
 
-def _meaning(key: str) -> str:
-    without = "without virtual_workers sums are rounded in another order, and BatchNorm and dropout see other samples"
-    return f" ({without})" if key == "processes" else ""
+MEANINGS = {
+    "processes": " (without virtual_workers sums are rounded otherwise, BatchNorm and dropout see other samples)",
+    "samples of a step": " (another training: give both the same global_batch)",
+}
+"""What a difference means that is no key of a config."""
 
 
 def _about_log(found: dict[str, Any]) -> list[str]:
@@ -631,6 +648,7 @@ def _about_log(found: dict[str, Any]) -> list[str]:
             texts += [f"the same numbers at {of['points']} {what}{also}"] if of["points"] else []
             continue
         sizes = [f"{name} by {relative:.1e}" for name, relative in of["differing"] if name != "digest"]
+        sizes = [*sizes[:4], f"{len(sizes) - 4} more"] if len(sizes) > 5 else sizes
         only = "only the digest of the weights" if not sizes else ", ".join(sizes)
         last = f"; step {of['last equal']} is equal" if of["last equal"] else ""
         texts.append(f"step {of['first']} is the first of {of['points']} {what} that differs: {only}{last}")
@@ -668,7 +686,8 @@ def draw(path: Path, growth: list[list[Any]]) -> None:
     bottom = min([size for size in sizes if size], default=1e-8) / 10
     axes.semilogy(steps, [size or math.nan for size in sizes], marker=".", label="largest of a logged number")
     equal = [each for each, size in zip(steps, sizes, strict=True) if not size]
-    axes.semilogy(equal, [bottom] * len(equal), linestyle="", marker="|", color="gray", label="equal in bits")
+    if equal:
+        axes.semilogy(equal, [bottom] * len(equal), linestyle="", marker="|", color="gray", label="equal in bits")
     axes.set(xlabel="step", ylabel="relative difference")
     axes.legend()
     figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
