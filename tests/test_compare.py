@@ -211,6 +211,19 @@ def test_another_machine_is_named_even_if_the_bits_are_the_same(place, say):
     assert "The same bits: 3 log points, the checkpoints of step 10." in text
 
 
+def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place, say):
+    """On a CPU with bf16 auto would choose bf16; where A has run, it chose float32."""
+    then = place.folder / "then"
+    shutil.copytree(place.folder / "a", then, symlinks=True)
+    text = (then / "config.yaml").read_text()
+    (then / "config.yaml").write_text(text.replace("amp: 'off'", "amp: auto"))
+    assert "amp: auto" in (then / "config.yaml").read_text()
+    found = say(then, place.run("rate", *PLANTED["rate"][0]), "--trust")
+    assert (
+        first_lines(found)[0].startswith(PLANTED["rate"][1]) and "cannot change the numbers: amp (auto, off)" in found
+    )
+
+
 @pytest.mark.slow
 def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
     plain = place.run("one", virtual=False)
@@ -293,6 +306,17 @@ def test_the_relative_difference_is_the_true_one_to_a_factor_of_two(tmp_path):
         truth = float((x[rows].double() - y[rows].double()).norm() / x[rows].double().norm())
         assert truth / 2 < found.relative < truth * 2, n
         assert found.samples == (0, 2) and found.of == 3
+
+
+def test_bits_decide_also_where_norms_and_values_are_the_same(tmp_path):
+    x = torch.zeros(2, 6)
+    x[0, 1], x[1, 1] = 2.0, 2.0
+    y = x.clone()
+    y[0], y[1, 0] = x[0].roll(1), -0.0
+    for row, words in ((0, "forward: f, 1.[0-9]e.00 of its norm"), (1, "forward: f, other bits of the same values")):
+        entries = ([("forward", "f", [0, 0], [0], each[row : row + 1])] for each in (x, y))
+        found = records.first_difference(*(written(tmp_path / "r.npz", each) for each in entries))
+        assert re.match(words, found), found
 
 
 def one_step(path, cut, broken=(), rounding=0.0, seed=0):
