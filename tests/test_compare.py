@@ -246,7 +246,7 @@ def test_other_cuts_are_told_apart_rounding_from_batch_norm(place, say):
 def test_records_are_compared_with_each_other_and_with_a_run(place, say):
     one, other = (place.run(name, f"record={n}", *words) for name, n, *words in (("r", 3), ("s", 3, "optim.lr=0.02")))
     text = say(one / "record_step_3.npz", other / "record_step_3.npz")
-    assert "forward: layers.0 (Linear), " in text and "the weights may differ before the step" in text
+    assert "Step 3 differs: forward: layers.0 (Linear), " in text and "the weights may differ before the step" in text
     assert "The same bits: the records of step 3." in say(one / "record_step_3.npz", one, code=0)
     assert "The same bits: the records of step 3." in say(
         one / "record_step_3.npz", place.folder / "a", "--trust", code=0
@@ -262,9 +262,14 @@ def test_records_are_compared_with_each_other_and_with_a_run(place, say):
 
 def test_what_cannot_be_compared_is_said_in_one_line(place, say, tmp_path):
     (tmp_path / "x.npz").write_bytes(b"PK")
+    for name, file, text in (("list", "environment.json", "[1]"), ("log", "metrics.jsonl", "x\n{}\n")):
+        shutil.copytree(place.folder / "a", tmp_path / name, symlinks=True)
+        (tmp_path / name / file).write_text(text)
     for words, text in (
         ([tmp_path, tmp_path], "no run in A"),
         ([tmp_path / "gone", place.folder / "a"], "A is not there"),
+        ([tmp_path / "list", place.folder / "a"], "the run cannot be read"),
+        ([tmp_path / "log", place.folder / "a"], "a line of the log is damaged"),
         ([tmp_path / "x.npz", place.folder / "a"], "the record cannot be read"),
         ([place.folder / "a", place.folder / "x.npy"], "the checkpoint cannot be read"),
         ([place.folder / "a", place.folder / "a", "--step", "-1"], "steps count from 1"),

@@ -157,8 +157,8 @@ def opened(name: str, path: Path) -> Side:
         return found._replace(data=about.get("data", ""), record=record)
     state = archive.read(path)
     known = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads((path.parent / "environment.json").read_text())
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = dict(json.loads((path.parent / "environment.json").read_text()))
     return _of_checkpoint(name, path, state, known)._replace(checkpoints={state["progress"]["step"]: path})
 
 
@@ -180,17 +180,17 @@ def _of_folder(name: str, folder: Path) -> Side:
         raise LockstepError(f"no run in {name}", str(folder), "give the folder of a run")
     check_files(folder)
     try:
-        known = json.loads((folder / "environment.json").read_text())
+        known = dict(json.loads((folder / "environment.json").read_text()))
         cfg = yaml.safe_load((folder / "config.yaml").read_text())
         config.flatten(cfg)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise LockstepError(f"the run cannot be read ({archive.reason(error)})", str(folder), "give another") from None
     entries = {entry.step: folder / entry.file for entry in Checkpoints(folder).entries}
     entries = {step: path for step, path in entries.items() if path.is_file()}
     state = archive.read(entries[max(entries)]) if entries else None
     env = {
         "torch": (known.get("packages") or {}).get("torch") or "",
-        "device": " ".join(known.get("devices", [])[:1]),
+        "device": " ".join(known.get("devices", [])[:1]).removeprefix("cpu"),  # a checkpoint has the CPU's model
         "threads": str(known.get("threads", "")),
     }
     like = state or {"environment": env, "global_batch": 0, "horizon": 0, "data": ""}
@@ -477,7 +477,10 @@ def _verdict(a: records.Record, b: records.Record, logged: dict[str, Any]) -> di
         "rounding alone": bool(first) and not found.beyond,
         "compared": found.compared,
         "unmatched": found.unmatched,
-        "differences": [{"text": str(each), **each._asdict()} for each in found.differences],
+        "differences": [
+            {"text": str(each), **each._asdict(), "relative": each.relative if math.isfinite(each.relative) else None}
+            for each in found.differences
+        ],
     }
 
 
@@ -512,7 +515,7 @@ def _again(a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool,
                 number = first
                 ran = [_taken(each, before, number, number, place / f"{each.name}2", trust) for each in (a, b)]
         began = logged | {"last equal": number - 1} if not exactly and number > 1 else logged
-        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began) | {"notes": notes}
+        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began) | {"notes": notes, "first": not exactly}
 
 
 def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: bool) -> Side:
@@ -597,9 +600,9 @@ def sentence(found: dict[str, Any]) -> str:
         return f"The same bits: {', '.join(equal)}."
     if of_step.get("sentence"):
         how = ", by rounding" if of_step["rounding alone"] and not of_step["same passes"] else ""
-        here = of_step["step"] if not logged["first"] or of_step["step"] <= logged["first"] else 0
-        where = f"They part at step {here}{how}" if here else f"Step {of_step['step']} differs{how}"
-        return f"{where}: {of_step['sentence']}"
+        first = of_step["step"] == 1 or of_step.get("first")
+        where = f"They part at step {of_step['step']}" if first else f"Step {of_step['step']} differs"
+        return f"{where}{how}: {of_step['sentence']}"
     if of_step.get("vanished"):
         return f"They part at step {logged['first']}, but {of_step['vanished']}"
     if logged["first"]:
