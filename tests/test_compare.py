@@ -130,7 +130,9 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(
+    "planted", [pytest.param(name, marks=[pytest.mark.slow] * (name != "rate")) for name in PLANTED]
+)
 def test_what_is_planted_in_a_config_is_named_first(place, say, planted):
     words, verdict, line = PLANTED[planted]
     found = first_lines(say(place.folder / "a", place.run(planted, *words), "--trust"))
@@ -153,6 +155,7 @@ def test_a_changed_sample_is_named_at_the_step_that_takes_it(place, say):
     assert "alike" in text and "data" in text.split("alike")[1].splitlines()[0], "the fingerprint has not seen it"
 
 
+@pytest.mark.slow
 def test_another_line_of_code_is_named_and_where_it_acts(place, say):
     found = first_lines(say(place.folder / "a", place.run("code", task="other.py"), "--trust"))
     assert found[0].startswith("They part at step 1: forward: layers.2 (Softsign)") or "layers.2 (Tanh)" in found[0]
@@ -160,6 +163,7 @@ def test_another_line_of_code_is_named_and_where_it_acts(place, say):
     assert any(line.startswith("code") and "source files" in line for line in found), found
 
 
+@pytest.mark.slow
 def test_code_that_is_no_longer_there_is_found_by_taking_the_step_again(place, say):
     """As after another commit: the file of both has one path, and its contents have changed between the runs."""
     path = place.folder / "moved.py"
@@ -211,6 +215,7 @@ def test_another_machine_is_named_even_if_the_bits_are_the_same(place, say):
     assert "The same bits: 3 log points, the checkpoints of step 10." in text
 
 
+@pytest.mark.slow
 def test_a_step_is_taken_again_in_the_precision_that_auto_has_chosen_then(place, say):
     """On a CPU with bf16 auto would choose bf16; where A has run, it chose float32."""
     then = place.folder / "then"

@@ -515,7 +515,10 @@ def _again(a: Side, b: Side, logged: dict[str, Any], wanted: int, exactly: bool,
                 number = first
                 ran = [_taken(each, before, number, number, place / f"{each.name}2", trust) for each in (a, b)]
         began = logged | {"last equal": number - 1} if not exactly and number > 1 else logged
-        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began) | {"notes": notes, "first": not exactly}
+        return _verdict(_recorded(ran[0], number), _recorded(ran[1], number), began) | {
+            "notes": notes,
+            "first": not exactly,
+        }
 
 
 def _taken(side: Side, before: int, to: int, record: int, folder: Path, trust: bool) -> Side:
