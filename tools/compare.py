@@ -647,17 +647,17 @@ MEANINGS = {
 
 def _about_log(found: dict[str, Any]) -> list[str]:
     texts = list[str]()
-    for what, key in (("log points", "numbers"), ("evaluations", "scores")):
+    for what, key in (("log point", "numbers"), ("evaluation", "scores")):
         of = found[key]
         if not of["first"]:
             also = f", and the same digests at {of['digests']}" if of["digests"] else ""
-            texts += [f"the same numbers at {of['points']} {what}{also}"] if of["points"] else []
+            texts += [f"the same numbers at {amount(of['points'], what)}{also}"] if of["points"] else []
             continue
         sizes = [f"{name} by {relative:.1e}" for name, relative in of["differing"] if name != "digest"]
         sizes = [*sizes[:4], f"{len(sizes) - 4} more"] if len(sizes) > 5 else sizes
         only = "only the digest of the weights" if not sizes else ", ".join(sizes)
         last = f"; step {of['last equal']} is equal" if of["last equal"] else ""
-        texts.append(f"step {of['first']} is the first of {of['points']} {what} that differs: {only}{last}")
+        texts.append(f"step {of['first']} is the first of {amount(of['points'], what)} that differs: {only}{last}")
     return texts
 
 
