@@ -23,7 +23,6 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
 from engine import config
+from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, headline
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
@@ -56,7 +56,9 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="folder of a run, or a checkpoint")
     add("--out", type=Path, help="the page (default: report.html, or a free number)")
-    add("--split", choices=("val", "train", "all"), default="val", help="what to score; all: or others, by dataset.root")
+    add(
+        "--split", choices=("val", "train", "all"), default="val", help="what to score; all: or others, by dataset.root"
+    )
     add("--worst", type=whole_number(0), default=12, metavar="N", help="samples to show of those with the highest loss")
     add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
     add("--json", action="store_true", help="print the numbers of the page as one JSON object on stdout")
@@ -242,13 +244,15 @@ def _name_apart(runs: list[Run]) -> None:
 def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, finalize=plain)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, finalize=plain
+    )
     environment.filters |= {"num": shown, "share": figures.share}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     facts = [_facts(run) for run in runs]
     text = template.render(
         title=", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else ""),
-        runs=[_about(run, number, asked) for number, run in enumerate(runs)],
+        runs=[_about(run, n, asked) for n, run in enumerate(runs)],
         facts=[(name, [each.get(name, "") for each in facts]) for name in dict.fromkeys(itertools.chain(*facts))],
         panels=_panels(runs),
         differing=_differing(runs),
@@ -269,8 +273,12 @@ def shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a text without the control characters that HTML does not allow; anything else as it is."""
-    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
+    """Return a text without control characters, which HTML does not allow or which turn the direction of what follows;
+    anything else as it is."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if type(value) is str else value
+
+
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def _seconds(value: float) -> str:
@@ -290,20 +298,28 @@ def _facts(run: Run) -> dict[str, str]:
     if state == "running" and not run.owned:
         state = "running, on another machine or killed"
     reason = run.status.get("reason")
-    found = {"task": str(run.settings.get("task", "har")), "state": state + (f": {reason}" if reason else "")}
+    task = str(run.settings.get("task", "unknown"))
+    found = {
+        "task": Path(task).name if task.endswith(".py") else task,
+        "state": state + (f": {reason}" if reason else ""),
+    }
     if best:
-        found[f"best {run.monitor}"] = f"{shown(number(best[run.monitor]))} at step {best['step']}"
+        found["best"] = f"{run.monitor} {shown(number(best[run.monitor]))} at step {best['step']}"
     elif losses := run.of("train"):
-        found["last training loss"] = shown(number(losses[-1].get("loss")))
+        found["best"] = f"not evaluated; last training loss {shown(number(losses[-1].get('loss')))}"
     found |= {"steps": shown(last.get("step")), "samples": shown(last.get("samples"))}
     found["time"] = _seconds(max((number(line.get("time_s")) for line in run.log), default=math.nan))
-    devices = env.get("devices") if isinstance(env.get("devices"), list) else []
-    on = ", ".join(f"{devices.count(name)} × {name}" if devices.count(name) > 1 else str(name) for name in dict.fromkeys(map(str, devices)))
-    found["machine"] = f"{amount(env['processes'], 'process')} on {on or '?'}" if isinstance(env.get("processes"), int) else "unknown"
-    packages = env.get("packages") if isinstance(env.get("packages"), dict) else {}
+    devices = [str(name) for name in env["devices"]] if isinstance(env.get("devices"), list) else []
+    on = ", ".join(
+        f"{devices.count(name)} × {name}" if devices.count(name) > 1 else name for name in dict.fromkeys(devices)
+    )
+    found["machine"] = (
+        f"{amount(env['processes'], 'process')} on {on or '?'}" if isinstance(env.get("processes"), int) else "unknown"
+    )
+    packages = env["packages"] if isinstance(env.get("packages"), dict) else {}
     found["torch"] = str(packages.get("torch") or "unknown")
     commit = str(env.get("git_commit") or "unknown")[:12]
-    found["commit"] = commit + (" with changes that are not committed" if env.get("git_dirty") else "")
+    found["commit"] = commit + (", with changes" if env.get("git_dirty") else "")
     return found
 
 
@@ -326,12 +342,26 @@ def _panels(runs: list[Run]) -> list[dict[str, Any]]:
                     given.append(figures.Curve(n, kind, x, y))
             steps = [number(line.get("skipped_step")) for line in run.of("skipped")]
             if name == "loss" and steps:
-                given.append(figures.Curve(n, "mark", np.array([step for step in steps if math.isfinite(step)]), np.array([])))
+                given.append(
+                    figures.Curve(n, "mark", np.array([step for step in steps if math.isfinite(step)]), np.array([]))
+                )
         kinds = {curve.kind for curve in given}
         if kinds - {"mark"}:
-            both = "training thin, validation with points" if {"train", "val"} <= kinds else "validation" if "val" in kinds else "training"
+            both = (
+                "training thin, validation with points"
+                if {"train", "val"} <= kinds
+                else "validation"
+                if "val" in kinds
+                else "training"
+            )
             note = both + ("; dotted lines: skipped steps" if "mark" in kinds else "")
-            panels.append({"title": last.get(name, name), "image": figures.curves(given), "note": note})
+            panels.append(
+                {
+                    "title": last.get(name, name),
+                    "image": figures.curves(given, name in ("loss", "grad_norm")),
+                    "note": note,
+                }
+            )
     return panels
 
 
@@ -345,7 +375,9 @@ def _differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Return what the template shows of one run."""
     scores = run.scores
-    changed = [(key, value, run.defaults[key]) for key, value in run.settings.items() if run.defaults.get(key, value) != value]
+    changed = [
+        (key, value, run.defaults[key]) for key, value in run.settings.items() if run.defaults.get(key, value) != value
+    ]
     return {
         "number": n,
         "colour": figures.colour(n),
@@ -358,7 +390,7 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
         "per_class": scores.per_class() if scores else [],
         "per_source": _per_source(run),
         "ethograms": _ethograms(scores),
-        "worst": [_worst(scores, sample) for sample in scores.worst] if scores and not scores.episodes else [],
+        "worst": _worst(scores) if scores and not scores.episodes else [],
         "episodes": [_episode(each) for each in scores.episodes] if scores else [],
         "events": _events(run),
         "time": _time(run),
@@ -370,16 +402,16 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _metrics(run: Run, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each metric without those of a class: as recorded at the checkpoint's step, and as scored now."""
+    """Return a row for each metric: as recorded at the checkpoint's step, as scored now, and whether it is one of many
+    of a kind, such as those of a class."""
     recorded: dict[str, Any] = {}
     if run.checkpoint and asked.split == "val":
         recorded = next((line for line in reversed(run.of("eval")) if line["step"] == run.checkpoint.step), {})
     elif not run.checkpoint and run.of("eval"):
         recorded = run.of("eval")[-1]
     now = run.scores.metrics if run.scores else {}
-    names = [name for name in {**now, **recorded} if "/" not in name or name.startswith("baseline/")]
-    names = [name for name in names if name not in ("event", "step", "epoch", "samples", "time_s", "digest")]
-    return [{"name": name, "recorded": number(recorded.get(name)), "now": number(now.get(name))} for name in names]
+    names = [name for name in {**now, **recorded} if name not in (*LOGGED, "digest")]
+    return [{"name": name, "recorded": recorded.get(name), "now": now.get(name), "part": "/" in name} for name in names]
 
 
 def _confusion(scores: Scores | None) -> dict[str, Any]:
@@ -410,7 +442,10 @@ def _per_source(run: Run) -> dict[str, Any]:
         value = sign * number(found[name].get(by))
         return value if math.isfinite(value) else -math.inf
 
-    rows = [(name, found[name].get("count"), [number(found[name].get(column)) for column in columns]) for name in sorted(found, key=rank)]
+    rows = [
+        (name, found[name].get("count"), [number(found[name].get(column)) for column in columns])
+        for name in sorted(found, key=rank)
+    ]
     return {"columns": columns, "rows": rows, "by": by}
 
 
@@ -429,47 +464,80 @@ def _ethograms(scores: Scores | None) -> dict[str, Any]:
     for name in names[:MOST_STRIPS]:
         true, guess = scores.true[members[name]], scores.guess[members[name]]
         right = float((true == guess).mean())
-        strips.append({"name": name, "count": len(true), "right": right, "true": figures.bands(true), "guess": figures.bands(guess)})
+        strips.append(
+            {
+                "name": name,
+                "count": len(true),
+                "right": right,
+                "true": figures.bands(true),
+                "guess": figures.bands(guess),
+            }
+        )
     count = len(scores.classes)
     colours = [figures.class_colour(c, count) for c in range(count)]
-    return {"strips": strips, "more": len(names) - len(strips), "colours": colours, "classes": scores.classes} if strips else {}
+    return (
+        {"strips": strips, "more": len(names) - len(strips), "colours": colours, "classes": scores.classes}
+        if strips
+        else {}
+    )
 
 
-def _worst(scores: Scores, sample: Sample) -> dict[str, Any]:
-    """Return how one of the worst samples is shown: a picture of it, what it is, and what was predicted."""
-    def name(c: int) -> str:
-        return scores.classes[c] if 0 <= c < len(scores.classes) else ""
-
-    found: dict[str, Any] = {"index": sample.index, "loss": sample.loss, "source": sample.source, "kind": "", "image": "", "still": ""}
-    found |= {"true": name(sample.true), "guess": name(sample.guess), "wrong": sample.true != sample.guess, "channels": [], "scaled": False}
-    both = [each for each in pairs(sample)]
-    parts = sorted(sample.parts, key=lambda name: name != "x")  # the usual name of the input first
-    seen = next(filter(None, (figures.seen(sample.parts[part]) for part in parts if part not in both)), None)
-    if both:
-        found |= {"kind": "beside", "image": figures.beside(*_by_steps(sample, both[0]))}
-    elif seen:
-        found["kind"] = seen[0]
-        if seen[0] == "signal":
-            found["image"], found["scaled"] = figures.signal(seen[1])
-            lanes = len(np.atleast_2d(seen[1]))
-            names = scores.channels if len(scores.channels) == lanes else [str(n) for n in range(lanes)]
-            if 1 < lanes <= figures.MOST_LANES:
-                found["channels"] = [(each, figures.colour(n)) for n, each in enumerate(names)]
-        elif seen[0] == "film":
-            found["image"], found["still"] = figures.film(seen[1])
+def _worst(scores: Scores) -> list[dict[str, Any]]:
+    """Return how each of the worst samples is shown: a picture of it, what it is, and what was predicted."""
+    seen = [_seen(sample) for sample in scores.worst]
+    windows = [array for kind, array in seen if kind == "signal"]
+    alike = len({np.atleast_2d(window).shape[0] for window in windows}) == 1
+    scale = figures.ranges(windows) if alike else None
+    found = []
+    for sample, (kind, array) in zip(scores.worst, seen, strict=True):
+        about = {"index": sample.index, "loss": sample.loss, "source": sample.source, "kind": kind, "still": ""}
+        about |= {"true": _class(scores, sample.true), "guess": _class(scores, sample.guess)}
+        about |= {"wrong": sample.true != sample.guess, "scaled": kind == "signal" and scale is not None}
+        about["channels"] = _channels(scores, array) if kind == "signal" else []
+        if kind == "film":
+            about["image"], about["still"] = figures.film(array)
+        elif kind == "signal":
+            about["image"] = figures.signal(array, scale)
+        elif kind == "picture":
+            about["image"] = figures.picture(array)
         else:
-            found["image"] = figures.picture(seen[1])
-    classes = {f"p_{each}" for each in scores.classes}
-    chances = sorted(((number(value), key[2:]) for key, value in sample.predicted.items() if key in classes), reverse=True)
-    found["chances"] = [(key, value) for value, key in chances[:3]]
-    rest = {key: value for key, value in sample.predicted.items() if key not in classes and not (key == "label" and found["guess"])}
-    found["table"] = [(key, _brief(value)) for key, value in [*rest.items()][:12]]
+            about["image"] = figures.beside(*_by_steps(sample, pairs(sample)[0])) if kind else ""
+        shares = {f"p_{each}": each for each in scores.classes}
+        likely = [(shares[key], number(value)) for key, value in sample.predicted.items() if key in shares]
+        about["likely"] = sorted(likely, key=lambda pair: -pair[1])[:3]
+        rest = {key: value for key, value in sample.predicted.items() if key not in shares}
+        if about["guess"]:
+            rest.pop("label", None)
+        rest = rest if kind else {f"{key} (recorded)": value for key, value in sample.parts.items()} | rest
+        about["table"] = [(key, _brief(value)) for key, value in [*rest.items()][:12]]
+        found.append(about)
     return found
+
+
+def _seen(sample: Sample) -> tuple[str, Any]:
+    """Return what a sample shows: `beside` if an array of it is predicted, else the first of its arrays that can be
+    drawn, `x` before the others; ("", None) if there is none."""
+    if pairs(sample):
+        return "beside", None
+    names = sorted(sample.parts, key=lambda name: name != "x")
+    return next(filter(None, (figures.seen(sample.parts[name]) for name in names)), ("", None))
+
+
+def _class(scores: Scores, number: int) -> str:
+    return scores.classes[number] if 0 <= number < len(scores.classes) else ""
+
+
+def _channels(scores: Scores, window: np.ndarray) -> list[tuple[str, str]]:
+    """Return (name, colour) of each channel that is drawn as a line."""
+    lanes = len(np.atleast_2d(window))
+    names = scores.channels if len(scores.channels) == lanes else [str(n) for n in range(lanes)]
+    return [(name, figures.colour(n)) for n, name in enumerate(names)] if 1 < lanes <= figures.MOST_LANES else []
 
 
 def _by_steps(sample: Sample, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return recorded and predicted values as (steps, dims)."""
-    return tuple(np.atleast_1d(each).reshape(len(each), -1) for each in (sample.parts[name], sample.predicted[name]))  # type: ignore[return-value]
+    recorded, predicted = sample.parts[name], sample.predicted[name]
+    return recorded.reshape(len(recorded), -1), predicted.reshape(len(predicted), -1)
 
 
 def _brief(value: Any) -> str:
@@ -478,7 +546,9 @@ def _brief(value: Any) -> str:
         flat = value.ravel()
         if len(flat) <= 8:
             return ", ".join(shown(each) for each in flat.tolist())
-        return f"{' × '.join(map(str, value.shape))} numbers from {shown(float(flat.min()))} to {shown(float(flat.max()))}"
+        return (
+            f"{' × '.join(map(str, value.shape))} numbers from {shown(float(flat.min()))} to {shown(float(flat.max()))}"
+        )
     text = shown(value)
     return text if len(text) <= 300 else text[:299] + "…"
 
@@ -505,11 +575,11 @@ def _events(run: Run) -> list[tuple[int, str]]:
     for line in run.log:
         event = line["event"]
         if event == "skipped":
-            found = line.get("found") if isinstance(line.get("found"), dict) else {}
+            found = line["found"] if isinstance(line.get("found"), dict) else {}
             why = "; ".join(f"sample {index} has {what}" for index, what in [*found.items()][:5]) or "not finite"
             rows.append((line["step"], f"step {line.get('skipped_step')} skipped: {why}"))
         elif event not in ("train", "eval"):
-            told = {key: value for key, value in line.items() if key not in ("event", "step", "epoch", "samples", "time_s")}
+            told = {key: value for key, value in line.items() if key not in LOGGED}
             rows.append((line["step"], f"{event}: " + ", ".join(map(str, told.values()))))
     return rows
 
@@ -524,7 +594,10 @@ def _time(run: Run) -> list[tuple[str, str]]:
     if len(epochs):
         spread = f" ({_seconds(epochs.min())} to {_seconds(epochs.max())})" if len(epochs) > 1 else ""
         rows.append((f"an epoch, median of {len(epochs)}", _seconds(float(np.median(epochs))) + spread))
-    for name, words in (("samples_per_s", "samples per second, median"), ("data_wait_share", "share of time waiting for data, mean")):
+    for name, words in (
+        ("samples_per_s", "samples per second, median"),
+        ("data_wait_share", "share of time waiting for data, mean"),
+    ):
         _, values = run.column("train", name)
         values = values[np.isfinite(values)]
         if len(values):
@@ -569,7 +642,9 @@ def _as_json(run: Run) -> dict[str, Any]:
     scores, last = run.scores, (run.log[-1] if run.log else {})
     about: dict[str, Any] = {"run": run.given, "name": run.name, "facts": _facts(run), "notes": run.notes}
     about |= {"step": last.get("step"), "best": run.best() or None, "settings_changed": {}}
-    about["settings_changed"] = {key: value for key, value in run.settings.items() if run.defaults.get(key, value) != value}
+    about["settings_changed"] = {
+        key: value for key, value in run.settings.items() if run.defaults.get(key, value) != value
+    }
     if run.checkpoint:
         about["checkpoint"] = {"file": str(run.checkpoint.path), "step": run.checkpoint.step}
         about["checkpoint"] |= {"sha256": run.checkpoint.sha256, "digest": run.checkpoint.digest or None}
@@ -579,8 +654,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         about |= {"per_class": scores.per_class(), "per_source": scores.by_source}
         names = ("index", "loss", "source")
         about["worst"] = [
-            {name: getattr(each, name) for name in names}
-            | {"true": each.true, "predicted": each.guess}
+            {name: getattr(each, name) for name in names} | {"true": each.true, "predicted": each.guess}
             for each in scores.worst
         ]
     return about

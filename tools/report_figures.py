@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ STYLE = {
     "grid.alpha": 0.2,
     "axes.formatter.limits": (-3, 5),
     "axes.formatter.useoffset": False,
+    "axes.formatter.use_mathtext": False,
 }
 
 
@@ -75,16 +77,18 @@ def _axes(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple
     return figure, axes.ravel()
 
 
-def curves(given: Sequence[Curve]) -> str:
+def curves(given: Sequence[Curve], may_be_log: bool = False) -> str:
     """Draw the curves of a panel: those of training thin, those of validation with points, in the colour of the run."""
     from matplotlib import rc_context
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     with rc_context(STYLE):
         figure, (ax,) = _axes(5.2, 2.5)
         values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in given if curve.kind != "mark"] or [[]])
-        if len(values) and values.min() > 0 and values.max() > 100 * values.min():
+        if may_be_log and len(values) and values.min() > 0 and values.max() > 100 * values.min():
             ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # the usual one writes mathtext
+            ax.yaxis.set_minor_formatter(NullFormatter())
         for curve in given:
             about = {"color": colour(curve.run), "linestyle": _line(curve.run)}
             x, y = _thinned(curve.x, curve.y)
@@ -94,7 +98,9 @@ def curves(given: Sequence[Curve]) -> str:
                 continue
             dots = "o" if curve.kind == "val" or len(x) == 1 else ""
             thin = curve.kind == "train" and any(other.kind == "val" for other in given)
-            ax.plot(x, y, marker=dots, markersize=3.5, linewidth=0.9 if thin else 1.6, alpha=0.6 if thin else 1, **about)
+            ax.plot(
+                x, y, marker=dots, markersize=3.5, linewidth=0.9 if thin else 1.6, alpha=0.6 if thin else 1, **about
+            )
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         ax.set_xlabel("step")
         return _svg(figure)
@@ -112,28 +118,45 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[kept], y[kept]
 
 
-def signal(window: np.ndarray) -> tuple[str, bool]:
-    """Draw a window (C, T) or (T,); return also whether each channel was scaled by itself, as units differ much."""
+Ranges = tuple[np.ndarray, np.ndarray]
+
+
+def ranges(windows: Sequence[np.ndarray]) -> Ranges | None:
+    """Return the lowest value of each channel of windows (C, T) and its spread, if the spreads differ so much that each
+    channel needs a scale of its own, or there are too many for lines; else None."""
+    lanes = [_lanes(window) for window in windows]
+    low = np.min([np.nan_to_num(each, nan=np.inf).min(1) for each in lanes], 0)
+    high = np.max([np.nan_to_num(each, nan=-np.inf).max(1) for each in lanes], 0)
+    known = low <= high  # without any finite value it is the other way round
+    spread = np.where(known & (high > low), np.where(known, high, 1) - np.where(known, low, 0), 0)
+    moving = spread[spread > 0]
+    differ = len(moving) > 1 and bool(moving.max() > 20 * moving.min())
+    return (np.where(known, low, 0), np.where(spread > 0, spread, 1)) if differ or len(low) > MOST_LANES else None
+
+
+def _lanes(window: np.ndarray) -> np.ndarray:
+    lanes = np.atleast_2d(np.asarray(window, np.float64))
+    return np.where(np.isfinite(lanes), lanes, np.nan)
+
+
+def signal(window: np.ndarray, scale: Ranges | None = None) -> str:
+    """Draw a window (C, T) or (T,) as lines, or as a map of shades if it has many channels."""
     from matplotlib import rc_context
 
-    lanes = np.atleast_2d(np.asarray(window, np.float64))
-    lanes = np.where(np.isfinite(lanes), lanes, np.nan)
-    spread = np.array([np.ptp(lane[np.isfinite(lane)]) if np.isfinite(lane).any() else 0.0 for lane in lanes])
-    moving = spread[spread > 0]
-    scaled = len(moving) > 1 and bool(moving.max() > 20 * moving.min())
+    lanes = _lanes(window)
+    if scale:
+        lanes = (lanes - scale[0][:, None]) / scale[1][:, None]
     with rc_context(STYLE):
         figure, (ax,) = _axes(4.2, 1.9)
         if len(lanes) > MOST_LANES:
-            low, width = np.nanmin(lanes, 1, keepdims=True), np.where(spread > 0, spread, 1)[:, None]
-            ax.imshow((lanes - low) / width, aspect="auto", cmap="viridis", interpolation="nearest")
+            ax.imshow(lanes, aspect="auto", cmap="viridis", interpolation="nearest")
             ax.grid(False)
-            return _svg(figure), True
+            return _svg(figure)
         for n, lane in enumerate(lanes):
-            lane = (lane - np.nanmin(lane)) / (spread[n] or 1) if scaled else lane
             x, y = _thinned(np.arange(len(lane)), lane)
             ax.plot(x, y, color=colour(n), linestyle=_line(n), linewidth=1.1)
         ax.margins(x=0)
-        return _svg(figure), scaled
+        return _svg(figure)
 
 
 def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
@@ -206,7 +229,9 @@ def film(frames: np.ndarray, side: int = 160) -> tuple[str, str]:
     shrink = max(1.0, max(height, width) / (2 * side))
     size = max(1, round(width * zoom / shrink)), max(1, round(height * zoom / shrink))
     kind = "webp" if features.check("webp") else "gif"
-    images = [Image.fromarray(frame).resize(size, Image.Resampling.NEAREST if shrink == 1 else None) for frame in pixels]
+    images = [
+        Image.fromarray(frame).resize(size, Image.Resampling.NEAREST if shrink == 1 else None) for frame in pixels
+    ]
     moving, still = io.BytesIO(), io.BytesIO()
     about: dict[str, Any] = {"quality": 60, "method": 3} if kind == "webp" else {}
     per_frame_ms = max(60, min(200, 3000 // len(images)))
@@ -233,10 +258,10 @@ def bands(labels: np.ndarray, width: int = 1000) -> list[tuple[float, float, int
     count = len(labels)
     if count > width:
         edges = np.arange(width + 1) * count // width
-        labels = np.array([_most(labels[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        labels = np.array([_most(labels[a:b]) for a, b in itertools.pairwise(edges)])
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     scale = width / max(1, len(labels))
-    found = [(a * scale, (b - a) * scale, int(labels[a])) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
+    found = [(a * scale, (b - a) * scale, int(labels[a])) for a, b in itertools.pairwise(cuts) if b > a]
     return [(round(begin, 2), round(length, 2), label) for begin, length, label in found if label >= 0]
 
 

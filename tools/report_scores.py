@@ -38,7 +38,7 @@ from tools.predict import LoadedModel, load_model
 from tools.running import in_world
 
 EPISODE = "episode_index"
-"""The tensor of a batch that numbers episodes in LeRobot's format: the source of a sample, if the dataset names none."""
+"""The tensor of a batch that numbers its episodes, in LeRobot's format: the sources, if the dataset names none."""
 
 
 @dataclass
@@ -265,25 +265,27 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
     """Fetch the worst samples again with what is predicted of them; of a robot's recordings the worst episodes."""
     if not found.known_losses or not most:
         return
-    ranked = sorted(range(found.count), key=lambda n: -_badness(found.losses[n]))
+    losses: list[float] = found.losses.tolist()
+    # Where the loss of all is finite, one that is not is 0 / 0: of a sample that has no weight.
+    weightless = -math.inf if math.isfinite(found.metrics.get("loss", math.nan)) else math.inf
+    ranked = sorted(range(found.count), key=lambda n: -_badness(losses[n], weightless))
     for n in ranked[:most]:
         batch = _batch(loaded, dataset, [n])
         predicted = _predicted(loaded, batch, 1)
         source = found.sources[n] if found.sources else ""
         about = int(found.true[n]), int(found.guess[n])
         values = {name: _row(values, 0) for name, values in predicted.items()}
-        found.worst.append(Sample(n, float(found.losses[n]), source, *about, _parts(batch), values))
+        found.worst.append(Sample(n, losses[n], source, *about, _parts(batch), values))
     if found.worst and found.sources and (name := _action_of(found.worst[0])):
         members = {source: [n for n in range(found.count) if found.sources[n] == source] for source in found.by_source}
-        mean = {source: float(np.mean(found.losses[of])) for source, of in members.items()}
+        mean = {source: each.get("loss", math.nan) for source, each in found.by_source.items()}
         for source in sorted(members, key=lambda source: -_badness(mean[source]))[: min(most, 6)]:
             with contextlib.suppress(LockstepError):
                 found.episodes.append(_episode(loaded, dataset, members[source], source, mean[source], name))
 
 
-def _badness(loss: float) -> float:
-    """Order losses: one that is not finite is the worst."""
-    return loss if math.isfinite(loss) else math.inf
+def _badness(loss: float, not_finite: float = math.inf) -> float:
+    return loss if math.isfinite(loss) else not_finite
 
 
 def _action_of(sample: Sample) -> str:
@@ -307,9 +309,7 @@ def pairs(sample: Sample) -> list[str]:
     ]
 
 
-def _episode(
-    loaded: LoadedModel, dataset: Any, members: list[int], source: str, loss: float, name: str
-) -> Episode:
+def _episode(loaded: LoadedModel, dataset: Any, members: list[int], source: str, loss: float, name: str) -> Episode:
     """Predict at each frame of an episode. Of each chunk the first step is kept, the one that would be taken."""
     recorded, predicted, pictures = [], [], []
     keep = {members[int(n)] for n in np.linspace(0, len(members) - 1, min(len(members), 48))}
