@@ -160,6 +160,8 @@ def test_the_numbers_are_those_of_scikit_learn_and_of_the_log(page, runs):
         assert about["metrics"][name] == best[name] == about["best"][name], "scored again, to the last bit"
         assert [f"{best[name]:.4f}", f"{best[name]:.4f} ="] in [row[1:] for row in found.tables[runs[0].name][0]]
     assert about["checkpoint"]["step"] == best["step"] and about["step"] == lines[-1]["step"]
+    toy = [each["loss"] for each in told["runs"][2]["worst"]]
+    assert None not in toy and toy == sorted(toy, reverse=True), "the one whose whole mask is empty has no loss"
     state = torch.load(about["checkpoint"]["file"], weights_only=True)
     assert about["checkpoint"]["sha256"] in found.text and state["progress"]["step"] == best["step"]
 
