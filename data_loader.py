@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,12 +27,12 @@ from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
 from engine.comm.world import World
 from engine.config import Config
-from engine.contract import Batch, BatchInfo, Task
+from engine.contract import Batch, BatchInfo, Task, kept, per_sample
 from engine.data.ahead import fetched, fetching, to_device
 from engine.data.batches import attach, map_tensors, tree_leaves
 from engine.data.cache import CachedDataset, cache_datasets
 from engine.data.processes import in_processes
-from engine.data.samples import Fetcher, Request, per_sample, stop_or_warn
+from engine.data.samples import Fetcher, Request, stop_or_warn
 from engine.data.samples import fingerprint as fingerprint
 from engine.errors import LockstepError, console
 from engine.launch import processes_sharing
@@ -44,9 +44,10 @@ from engine.seeds import data_seeds, kept_generators, positions, sample_seeds
 class MicroBatch(NamedTuple):
     """One forward pass of one rank: which samples, and what they mean for the step.
 
-    positions    of these samples in the epoch's global order
+    positions    of these samples in the epoch's global order, see `TrainSampler.arranged`
     closes_step  the optimizer steps after this one
-    consumed     samples of the epoch that all ranks have seen once that step is done
+    consumed     samples of the epoch that all ranks have seen, or left out, once that step is done
+    samples      of the step, over all ranks; 0 if all of its samples are excluded
     worker       the virtual worker that takes this pass; the rank, without virtual_workers
     opens_worker, closes_worker  this is that worker's first, its last pass of the step
     empty        padding, of weight 0: this rank has no sample left for the pass, but DDP needs every rank in it
@@ -58,6 +59,7 @@ class MicroBatch(NamedTuple):
     positions: slice
     closes_step: bool
     consumed: int
+    samples: int
     empty: bool
     mean_weight: float | None
     seeds: list[int] | None
@@ -73,12 +75,13 @@ class TrainSampler(DistributedSampler[Any]):
     the sums of a step make that exact.
     """
 
-    def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: np.ndarray | None = None):
+    def __init__(self, dataset: Any, plan: Plan, rank: int, seed: int, labels: Any = None, exclude: Sequence[str] = ()):
         super().__init__(dataset, num_replicas=plan.processes, rank=rank, shuffle=True, seed=seed)
         self.plan = plan
         self.weights = per_sample(dataset, "weights")
         self.seeded = Fetcher(dataset).seeded
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
+        self.excluded = ~kept(dataset, exclude)  # (N,) bool: left out of their steps
         self.workers = plan.workers or plan.processes
         self.mine = block(self.workers, rank, plan.processes)  # the workers that this process runs
         self.passes_of_a_step = plan.passes * len(self.mine)  # of this process; an epoch's last step may have fewer
@@ -93,39 +96,52 @@ class TrainSampler(DistributedSampler[Any]):
             self.drawn = self.epoch, rng.permutation(count) if labels is None else balanced_order(labels, rng)
         return self.drawn[1]
 
+    def arranged(self) -> tuple[np.ndarray, np.ndarray]:
+        """(N,) indices in the order of the steps to come, and (N,) the place that each has in `order`: the same, but
+        the excluded samples of a step are at its end."""
+        order, places = self.order(), np.arange(self.plan.num_samples)
+        if self.excluded.any():
+            step, dropped = (places - self.position) // self.plan.global_batch, places >= self.plan.epoch_samples
+            places = np.lexsort((self.excluded[order], step, dropped))
+        return order[places], places
+
     def __iter__(self) -> Iterator[MicroBatch]:
-        plan, order, workers = self.plan, self.order(), self.workers
-        end = plan.num_samples - plan.dropped
+        plan, workers, (order, places) = self.plan, self.workers, self.arranged()
+        end, gone = plan.epoch_samples, self.excluded[order]
+        spare = int(gone.argmin())  # the pass of a step that has no sample, where torch needs one, takes this one
         mean_weight = None
         for start in range(self.position, end, plan.global_batch):
-            stop = min(start + plan.global_batch, end)
-            largest = -(-(stop - start) // workers)  # the first worker's share
+            consumed = min(start + plan.global_batch, end)
+            stop = consumed - int(gone[start:consumed].sum())
+            largest = max(1, -(-(stop - start) // workers))  # the first worker's share
             passes = range(0, largest, plan.micro_batch)
             if self.weights is not None:
-                mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64))
+                mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
                 first = start + worker + done * workers
                 empty = first >= stop
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
-                positions = slice(start, start + 1) if empty else positions
+                at = start if stop > start else spare
+                positions = slice(at, at + 1) if empty else positions
                 yield MicroBatch(
                     indices=order[positions].tolist(),
                     positions=positions,
                     closes_step=worker == self.mine[-1] and done == passes[-1],
-                    consumed=stop,
+                    consumed=consumed,
+                    samples=stop - start,
                     empty=empty,
                     mean_weight=mean_weight,
-                    seeds=self.seeds_at(positions) if self.seeded else None,
+                    seeds=self.seeds_at(places[positions]) if self.seeded else None,
                     worker=worker,
                     opens_worker=not done,
                     closes_worker=done == passes[-1],
                 )
 
-    def seeds_at(self, positions: slice) -> list[int]:
-        """Return the seeds that a dataset draws the samples at these positions from."""
-        return data_seeds(self.seed, self.epoch, torch.arange(*positions.indices(positions.stop)))
+    def seeds_at(self, places: np.ndarray) -> list[int]:
+        """Return the seeds that a dataset draws the samples at these places of `order` from."""
+        return data_seeds(self.seed, self.epoch, torch.from_numpy(places))
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # at most: steps with excluded samples may have fewer
         full, rest = divmod(self.left, self.plan.global_batch)
         passes_of_the_rest = math.ceil(math.ceil(rest / self.workers) / self.plan.micro_batch)
         return full * self.passes_of_a_step + passes_of_the_rest * len(self.mine)
@@ -227,7 +243,7 @@ class TrainLoader(_Loader):
         passes = self.passes()
         for _ in range(len(self)):
             phase("data loading")
-            yield itertools.islice(passes, self.sampler.passes_of_a_step)
+            yield _step(passes)
 
     def passes(self) -> Iterator[tuple[Batch, MicroBatch]]:
         """Yield the passes of all steps. Several of held data are prepared at once, and cut apart."""
@@ -260,23 +276,23 @@ class TrainLoader(_Loader):
 
     def _numbers(self) -> Tensor:
         """(3, N) index, position and seed of the whole epoch; per batch they would take fifty operations a step."""
-        index = to_device(torch.tensor(self.sampler.order()), self.device)
-        position = torch.arange(len(index), device=self.device)
+        index, position = (to_device(torch.from_numpy(each), self.device) for each in self.sampler.arranged())
         return torch.stack([index, position, sample_seeds(self.seed, self.sampler.epoch, position)])
 
     def example(self, end: int = sys.maxsize, begin: int = 0, least: int = 1) -> Batch:
         """Return samples `begin` to `end` of the epoch, at most a pass or `least` of them, as a batch for trials: the
         same on all ranks. This process fetches them."""
         plan = self.sampler.plan
-        end = min(end, max(least, plan.micro_batch), plan.num_samples)
+        end = min(end, max(least, plan.micro_batch))
         with phase.during("data loading"):
             return self._prepared(*self._unprepared(slice(begin, end)))
 
     def _unprepared(self, positions: slice) -> tuple[list[MicroBatch], Batch, Tensor]:
-        """Return the arguments of `_prepared` for the samples at these positions of the epoch."""
-        sampler = self.sampler
-        indices, seeds = sampler.order()[positions].tolist(), sampler.seeds_at(positions) if sampler.seeded else None
-        micro = next(iter(sampler))._replace(indices=indices, positions=positions, seeds=seeds)
+        """Return the arguments of `_prepared` for these samples of the epoch's order, without the excluded ones."""
+        sampler, (order, places) = self.sampler, self.sampler.arranged()
+        at = np.flatnonzero(~sampler.excluded[order])[positions]
+        seeds = sampler.seeds_at(places[at]) if sampler.seeded else None
+        micro = next(iter(sampler))._replace(indices=order[at].tolist(), positions=at, seeds=seeds)
         batch = to_device(self.source.get(micro), self.device) if self.held is None else None
         return [micro], batch, self._numbers()
 
@@ -319,6 +335,14 @@ class TrainLoader(_Loader):
                     if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
                         found[index] = f"{'NaN' if leaf.isnan().any() else 'inf'} in {name or 'its value'}"
         return found
+
+
+def _step(passes: Iterator[tuple[Batch, MicroBatch]]) -> Iterator[tuple[Batch, MicroBatch]]:
+    """Yield the passes up to the one that closes the step."""
+    for batch, micro in passes:
+        yield batch, micro
+        if micro.closes_step:
+            return
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -405,7 +429,7 @@ def create_data_loaders(
         raise LockstepError(what, "patience", "drop it: nothing is evaluated")
     if val_set is not None and not len(val_set):
         raise LockstepError("the validation set is empty", "dataset", "check the data and the split")
-    sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels)
+    sampler = TrainSampler(train_set, plan, world.rank, cfg.seed, labels, cfg.exclude)
     sets, samplers = [train_set], list[Any]([sampler])
     if val_set is not None:  # without gradients activations take less than half the memory
         sets.append(val_set)

@@ -6,6 +6,7 @@ A task is one file in `tasks/` with a class `Task`. It need not know that there 
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,10 +133,16 @@ class Task:
 
         A dataset has `__len__`, and `__getitem__(i)`, which returns a sample, or `__getitems__(indices)`, which returns
         a batch (fast: one gather) or a list of samples. To draw at random it takes seeds: `__getitem__(i, seed)`,
-        `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights` and `prefetch(indices)`: see
+        `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample
+        is from, such as a person, a video, an episode: the names that `exclude` takes) and `prefetch(indices)`: see
         "Samples and batches of any form" in docs/your-own-data.md.
         """
         raise NotImplementedError
+
+    def kept(self, dataset: Any) -> np.ndarray:
+        """Return (N,) bool, the samples to train on that the key `exclude` leaves: compute from these alone what the
+        model takes from its training data, such as a mean or class weights."""
+        return kept(dataset, self.cfg.exclude)
 
     def model(self) -> nn.Module:
         """Return the bare network, on the CPU. Every rank builds it from the same seed."""
@@ -230,6 +237,40 @@ class Task:
         return {}
 
 
+def per_sample(dataset: Any, name: str) -> np.ndarray | None:
+    """Return the dataset's (N,) attribute of that name, if it has one."""
+    values = getattr(dataset, name, None)
+    if values is None:
+        return None
+    values = np.asarray(values)
+    if values.shape != (len(dataset),):
+        what = f"the `{name}` of the dataset have the shape {values.shape}, and it has {len(dataset)} samples"
+        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
+    return values
+
+
+def kept(dataset: Any, exclude: Sequence[str]) -> np.ndarray:
+    """Return (N,) bool: the samples that are not in `exclude`, which names sources, or samples as `sample:12`, in a
+    dataset without `sources` as 12, too. Raises LockstepError for one that is not there."""
+    left = np.ones(len(dataset), dtype=bool)
+    names = None if (sources := per_sample(dataset, "sources") if exclude else None) is None else sources.astype(str)
+    for item in exclude:
+        number = item.removeprefix("sample:")
+        if names is not None and (found := names == item).any():
+            left[found] = False
+        elif (names is None or number != item) and number.isdecimal() and int(number) < len(left):
+            left[int(number)] = False
+        else:
+            known = [] if names is None else [*dict.fromkeys(names.tolist())]
+            near = difflib.get_close_matches(item, known, n=3) or known[:8]
+            todo = f"give a source to train on, such as {', '.join(near)}, or " if near else "give "
+            todo += f"a sample, sample:0 to sample:{len(left) - 1}"
+            raise LockstepError(f"there is no {item!r} to leave out", "exclude", todo)
+    if exclude and not left.any():
+        raise LockstepError("no sample is left to train on", "exclude", "name fewer")
+    return left
+
+
 class ChainedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for the rest: each updates its own groups.
     `param_groups` and `state` hold the same objects as theirs, and a checkpoint holds them in this order."""
@@ -285,6 +326,8 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(under_way, tuple):
         return under_way(tensor)
     run, micro = under_way
+    if not micro.samples:  # all of this step are excluded
+        return tensor, torch.arange(len(tensor), device=tensor.device)
     if (plan := run.plan).accumulation > 1:
         what = (
             f"gather_batch in a step of {plan.accumulation} forward passes, none of which sees the whole global batch"
@@ -295,7 +338,7 @@ def gather_batch(tensor: Tensor) -> tuple[Tensor, Tensor]:
     check_rows(tensor, len(micro.indices))
     first = run.progress.position
     rows = slice(micro.positions.start - first, micro.positions.stop - first, micro.positions.step)
-    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.consumed - first, micro.empty)
+    whole: Tensor = _Gather.apply(tensor, run.world, rows, micro.samples, micro.empty)
     return whole, torch.arange(rows.start, rows.stop, rows.step or 1, device=tensor.device)
 
 
@@ -335,7 +378,7 @@ def join(terms: Mapping[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         weights, samples, size = weights_of(terms, here), 1, 1
     else:
         run, micro = under_way
-        weights, samples = run.meter.terms.weights(terms, micro), micro.consumed - run.progress.position
+        weights, samples = run.meter.terms.weights(terms, micro), micro.samples
         size = len(micro.indices)
     total: Any = 0.0
     sums: dict[str, Any] = {}

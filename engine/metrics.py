@@ -27,12 +27,14 @@ class Outcome(NamedTuple):
     losses   of this rank's passes: a data_loader.MicroBatch, its loss
     votes    of all ranks, see `Run.votes`
     skipped  1.0 if the optimizer has left the weights alone, because the gradient was not finite
+    weight   of all samples of the step
     """
 
     step: int
     losses: list[tuple[Any, Tensor]]
     votes: float
     skipped: float
+    weight: float
 
 
 class Meter:
@@ -81,7 +83,7 @@ class Meter:
             for name, value in zip(names, sums, strict=True):
                 self.totals[name] = self.totals.get(name, 0.0) + (0.0 if skipped else value)
             self.skipped += skipped
-            arrived.append(Outcome(step, losses, votes, skipped))
+            arrived.append(Outcome(step, losses, votes, skipped, sums[1]))
             late = late and not votes  # a run that stops or saves here needs all of them now
         return arrived
 
@@ -186,6 +188,7 @@ class Skipped(NamedTuple):
     step: int
     samples: dict[int, list[int]]  # rank -> dataset indices of its forward passes whose loss was not finite
     found: dict[int, str] | None  # dataset index -> what is not finite in it; None if they were not fetched again
+    why: str = ""  # another reason, of which nobody is warned
 
 
 def means(totals: dict[str, float]) -> dict[str, float]:

@@ -243,7 +243,7 @@ class Run:
         """
         cfg, progress, meter = self.cfg, self.progress, self.meter
         samples = consumed - progress.position
-        self.workers.end_step(skipped, samples)
+        self.workers.end_step(skipped)
         if self.ema is not None:
             optim.update_ema(self.ema, self.model, cfg.optim.ema_decay, skipped)
         meter.timed_samples += samples

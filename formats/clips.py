@@ -40,7 +40,7 @@ class Clips:
     folder    written by `ClipsWriter`
     frames    T: the middle T frames of each trial are taken; 0 = as many as the shortest trial has
     labels    (N,) int64 class numbers
-    videos    (N,) str: the recording that each trial comes from, for `split_by_video`
+    videos    (N,) str: the recording that each trial comes from, for `split_by_video`; also called `sources`
     classes   names of the C classes
     shape     (T, H, W) of one clip
     longest   frames of the longest trial
@@ -71,6 +71,10 @@ class Clips:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def sources(self) -> np.ndarray:
+        return self.videos
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """B indices -> {"x": (B, T, H, W) uint8, "y": (B,) int64}."""

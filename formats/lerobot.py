@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -493,6 +493,12 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
     return stats
 
 
+def measured_again(demos: Demonstrations, rows: np.ndarray) -> Demonstrations:
+    """Return the demonstrations with statistics of these rows of `columns` alone, (N,) bool; pictures have none."""
+    some = replace(demos, columns={name: column[rows] for name, column in demos.columns.items()})
+    return replace(demos, stats=_stats(some, {}))
+
+
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +509,7 @@ class Chunks:
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
     pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
     labels    (len,) int64: each sample's task_index
+    sources   (len,) str: each sample's episode_index
     weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
     """
 
@@ -541,6 +548,7 @@ class Chunks:
             inside += (at >= self.first) & (at <= self.last)
         self.weights = inside.numpy()
         self.labels = demos.columns["task_index"][self.rows.numpy()]
+        self.sources = demos.columns["episode_index"][self.rows.numpy()].astype(str)
 
     def __len__(self) -> int:
         return len(self.rows)

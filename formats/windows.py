@@ -70,6 +70,7 @@ class Windows:
 
     labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
     recording  (N,) int64, the recording of each;   step  (N,) int64, the step of that recording where it begins
+    sources  (N,) str, the subject of each, or the recording's number where subjects are unknown
     """
 
     def __init__(self, recordings: Recordings, chosen: np.ndarray):
@@ -81,6 +82,8 @@ class Windows:
         self.recording, self.step = owner, nth * recordings.stride
         self.starts = torch.from_numpy(offsets[owner] + self.step)
         self.labels = recordings.labels[owner]
+        names = recordings.subjects or [str(n) for n in range(len(recordings))]
+        self.sources = np.array(names)[recordings.groups[owner]]
         self.length = recordings.length
         self.signal = torch.from_numpy(recordings.signal)
         self._y = torch.from_numpy(self.labels)
@@ -96,11 +99,13 @@ class Windows:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
-    def statistics(self) -> tuple[Tensor, Tensor]:
-        """Return (C,) mean and (C,) standard deviation over the steps that windows cover, each counted once."""
+    def statistics(self, kept: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Return (C,) mean and (C,) standard deviation over the steps that windows cover, each counted once; of the
+        windows that are `kept`, (N,) bool, or of all."""
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
-        covered.index_add_(0, self.starts, torch.ones_like(self.starts))
-        covered.index_add_(0, self.starts + self.length, -torch.ones_like(self.starts))
+        starts = self.starts if kept is None else self.starts[torch.from_numpy(kept)]
+        covered.index_add_(0, starts, torch.ones_like(starts))
+        covered.index_add_(0, starts + self.length, -torch.ones_like(starts))
         rows = (covered.cumsum(0)[:-1] > 0).nonzero().squeeze(1)
         # One channel at a time: less memory.
         spread = [torch.std_mean(channel.index_select(0, rows).double(), correction=0) for channel in self.signal.T]

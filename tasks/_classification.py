@@ -69,13 +69,16 @@ class Classification(contract.Task):
     val_counts: np.ndarray | None = None
     splitting = "choose another split"
 
-    def count(self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None) -> None:
-        """Set `train_counts` and `val_counts` from the (N,) labels of each split. Raises LockstepError if all labels to
-        train on are of one class."""
+    def count(
+        self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None, kept: np.ndarray | None = None
+    ) -> None:
+        """Set `train_counts` and `val_counts` from the (N,) labels of each split; of those to train on only what is
+        `kept`, (N,) bool, counts. Raises LockstepError if all of these are of one class."""
         for each in (labels, labels[:0] if val_labels is None else val_labels):
             if wrong := np.flatnonzero((each < 0) | (each >= len(self.classes))).tolist():
                 what = f"sample {wrong[0]} has the label {each[wrong[0]]}, and there are {len(self.classes)} classes"
                 raise contract.LockstepError(what, where=where, todo="name all classes; labels are numbers from 0 on")
+        labels = labels if kept is None else labels[kept]
         self.train_counts = np.bincount(labels, minlength=len(self.classes))
         if val_labels is not None:
             self.val_counts = np.bincount(val_labels, minlength=len(self.classes))

@@ -90,8 +90,9 @@ class Task(Classification):
         self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
         train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
         self.classes, self.length = self.recordings.classes, self.recordings.length
-        self.count(train.labels, self.recordings.where, val.labels)
-        self.mean, self.std = train.statistics()
+        kept = self.kept(train)
+        self.count(train.labels, self.recordings.where, val.labels, kept)
+        self.mean, self.std = train.statistics(kept)
         return train, val
 
     def metadata(self) -> dict[str, Any]:

@@ -111,7 +111,6 @@ class Task(contract.Task):
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         self.demos = demos = _for_imitation(demos, self.cameras)
-        self.mean_action = torch.as_tensor(demos.stats["action"]["mean"], dtype=torch.float64)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         if policy.type == "smolvla" and STATES[0] not in self.dims:
@@ -131,7 +130,20 @@ class Task(contract.Task):
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
+        self._measure(both[0])
         return both
+
+    def _measure(self, train: lerobot.Chunks) -> None:
+        """Measure again what the dataset tells of all episodes, if some are excluded."""
+        kept, visual = self.kept(train), self.cfg.policy.normalization_mapping.VISUAL
+        if not kept.all():
+            if self.cameras and not self.cfg.dataset.use_imagenet_stats and visual not in ("IDENTITY", "MIN_MAX"):
+                what = "the statistics of pictures are known of all episodes together"
+                raise LockstepError(what, "exclude", "give dataset.use_imagenet_stats=true, to both runs")
+            rows = np.ones(len(self.demos.columns["index"]), dtype=bool)
+            rows[train.rows.numpy()[~kept]] = False
+            self.demos = lerobot.measured_again(self.demos, rows)
+        self.mean_action = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64)
 
     def full_dataset(self) -> lerobot.Chunks:
         self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0})

@@ -90,8 +90,9 @@ class Task(Classification):
         wanted, clips = self.cfg.dataset, self._clips()
         train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed, wanted.val_videos)
         self.classes = clips.classes
-        self.count(clips.labels[train], str(clips.folder), clips.labels[val])
-        held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train, slice(None)))
+        kept = self.kept(part := clips.subset(train))
+        self.count(part.labels, str(clips.folder), clips.labels[val], kept)
+        held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
         some = ", ".join(held_out[:8]) + (", ..." if len(held_out) > 8 else "")
@@ -101,7 +102,7 @@ class Task(Classification):
             f"Held-out videos: {some} ({len(held_out)} of {len(videos)})\n{_of_a_clip(clips, wanted)}"
         )
         self._val = clips.subset(val)
-        return clips.subset(train), self._val
+        return part, self._val
 
     def metadata(self) -> dict[str, Any]:
         return super().metadata() | self.about

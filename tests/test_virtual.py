@@ -140,7 +140,9 @@ def test_a_buffer_that_cannot_be_averaged_must_be_the_same_after_every_worker():
 def begin(ours, worker, done=0, passes=1, in_ddp=False):
     """One of the passes of a worker."""
     closes = done == passes - 1
-    micro = SimpleNamespace(worker=worker, opens_worker=not done, closes_worker=closes, empty=False)
+    micro = SimpleNamespace(
+        worker=worker, opens_worker=not done, closes_worker=closes, empty=False, samples=ours.workers
+    )
     micro.closes_step = closes and worker == ours.workers - 1
     ours.begin_pass(micro, in_ddp)
 

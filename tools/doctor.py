@@ -347,7 +347,9 @@ def measure(run: Run, workers: int) -> Speed | str:
     if workers:
         cfg = config.changed(run.cfg, {"num_workers": workers, "cache": "none"})
         val_set = run.loaders.val and run.loaders.val.dataset
-        works["loaded"] = _batches(create_data_loaders(cfg, run.world, run.plan, given.dataset, val_set, run.task)[0])
+        works["loaded"] = _batches(
+            create_data_loaders(cfg, run.world, run.plan, given.sampler.dataset, val_set, run.task)[0]
+        )
     found: dict[str, tuple[float, float]] = {}
     problem = ""
     for name, work in works.items():

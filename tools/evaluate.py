@@ -88,6 +88,8 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
     cfg, fixed = args.cfg, dict(ONLY_TO_SCORE)
     if "OMP_NUM_THREADS" not in os.environ:
         fixed["threads"] = cfg.threads or 1  # as many as torchrun gives each process
+    if asked.split == "all":
+        fixed["exclude"] = []  # of the training data
     args = args._replace(cfg=config.changed(cfg, fixed))
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
     with aside:

@@ -188,6 +188,8 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
             what, todo = f"task {args.cfg.task} takes no path of data", "give --split, and its own keys for other data"
             raise LockstepError(what, str(asked.data), todo)
         split, args = "all", args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)}))
+    if split == "all":
+        args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # of the training data
     loaded, dataset = _load(args, split)
     rows, columns = write_table(asked.out, _outputs(loaded, dataset))
     if asked.json:

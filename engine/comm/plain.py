@@ -42,7 +42,7 @@ class Plain:
         """Return the (3 + sums,) totals of a step."""
         return totals
 
-    def end_step(self, skipped: Tensor, samples: int) -> None:
+    def end_step(self, skipped: Tensor) -> None:
         """(all ranks) Restore the buffers if the step was skipped; make them equal on all ranks if ddp.buffers asks."""
         self.buffers.put_back(skipped)
         if self.mode != "same":

@@ -123,7 +123,7 @@ class VirtualWorkers(Plain):
         self.others: dict[str, Tensor] = {}
         self.buckets: list[tuple[Exchange, Tensor, Future[Tensor]]] = []
         self.in_ddp = self.waits = self.takes = False  # what becomes of the gradients of the pass under way
-        self.worker, self.idle = -1, False  # of the passes under way; -1 before the step's first
+        self.worker, self.idle, self.samples = -1, False, 0  # of the passes under way; -1 before the step's first
 
     # ---- one worker after the other ----
 
@@ -135,6 +135,7 @@ class VirtualWorkers(Plain):
         """
         if micro.opens_worker:
             self.begin_worker(micro.worker, micro.empty)
+        self.samples = micro.samples
         self.in_ddp = in_ddp
         one_pass = micro.opens_worker and micro.closes_worker
         self.waits = one_pass and micro.worker % 2 == 0 and micro.worker + 1 in self.block
@@ -150,9 +151,9 @@ class VirtualWorkers(Plain):
         self.worker, self.idle = worker, idle
         self.added.clear()
 
-    def end_step(self, skipped: Tensor, samples: int) -> None:
-        self.add_changes(busy=min(self.workers, samples))
-        super().end_step(skipped, samples)
+    def end_step(self, skipped: Tensor) -> None:
+        self.add_changes(busy=min(self.workers, self.samples))
+        super().end_step(skipped)
 
     def add_changes(self, busy: int) -> None:
         """(all ranks) Add to the buffers the mean change of the `busy` workers, those that had samples."""

@@ -375,7 +375,7 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
     for setting in layer:
         if other := aliases.get(f"{setting.key}={setting.value}"):  # an alias of one value
             setting.key, _, setting.value = other.partition("=")
-        key = aliases.get(setting.key, setting.key)
+        key = setting.key if setting.key in fields else aliases.get(setting.key, setting.key)
         if setting.problem:
             continue
         if key not in fields:

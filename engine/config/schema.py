@@ -117,6 +117,9 @@ class Config:
     )
     drop_last: bool = option(False, "drop the last, shorter global batch of an epoch instead of training on it")
     sampler: Literal["shuffle", "balanced"] = option("shuffle", "each sample once, or each class equally often")
+    exclude: list[str] = option(
+        [], "sources to train without, such as 7,9, or samples by number: all others keep their step and random numbers"
+    )
     random_samples: Literal["stop", "warn"] = option(
         "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
     )
@@ -216,6 +219,7 @@ ALIASES = {
     "grad_accum_steps": "gradient_accumulation_steps",
     "use_amp": "amp",
     "max_time": "max_time_s",
+    "dataset.exclude": "exclude",
 }
 """Short spellings, the guides' among them."""
 

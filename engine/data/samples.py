@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
@@ -150,18 +149,6 @@ def named(indices: list[int]) -> str:
 # ---- what a dataset must be ------------------------------------------------------------------------------------------
 
 
-def per_sample(dataset: Any, name: str) -> np.ndarray | None:
-    """Return the dataset's (N,) attribute of that name, if it has one."""
-    values = getattr(dataset, name, None)
-    if values is None:
-        return None
-    values = np.asarray(values)
-    if values.shape != (len(dataset),):
-        what = f"the `{name}` of the dataset have the shape {values.shape}, and it has {len(dataset)} samples"
-        raise LockstepError(what, type(dataset).__name__, "give one for each sample")
-    return values
-
-
 def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     """Return a digest of the datasets' lengths and of the first, the middle and the last sample of each. Leaves that
     differ between two fetches are left out, and raise LockstepError unless random_samples=warn."""
@@ -171,7 +158,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
         for fetcher in [Fetcher(dataset) for dataset in datasets if dataset is not None]:
             digest.update(str(len(fetcher)).encode())
             for index in sorted({0, len(fetcher) // 2, len(fetcher) - 1}):
-                content, again = (_contents(fetcher, index) for _ in range(2))
+                content, again = (contents(fetcher, index) for _ in range(2))
                 for name in sorted(content):
                     if content[name] == again.get(name):
                         digest.update(f"{name} ".encode() + content[name])
@@ -185,7 +172,7 @@ def fingerprint(*datasets: Any, random_samples: str = "stop") -> str:
     return digest.hexdigest()[:12]
 
 
-def _contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
+def contents(fetcher: Fetcher, index: int) -> dict[str, bytes]:
     """Return the bytes to hash of each leaf of a sample."""
     batch = fetcher.fetch([index])
     batches.check(batch, fetcher.name)

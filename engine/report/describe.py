@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.comm.sealed import meeting
 from engine.comm.tree import block, spans
 from engine.comm.world import World, on_rank0
 from engine.config import Config
+from engine.contract import per_sample
 from engine.errors import amount, console, set_up
 from engine.files import status
 from engine.files.checkpoints import LAST
@@ -168,8 +170,20 @@ def print_plan(run: Run, steps: bool = True) -> None:
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
+    lines += _excluded(run.loaders.train.sampler)
     shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
     console.info("\n".join(shown) + "\n")
+
+
+def _excluded(sampler: Any) -> list[str]:
+    """Return the line of the plan on what `exclude` leaves out."""
+    if not (count := int(sampler.excluded.sum())):
+        return []
+    sources = per_sample(sampler.dataset, "sources")
+    names = [] if sources is None else [*Counter(sources[sampler.excluded].tolist()).items()]
+    of = "".join(f", {number} of {name}" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
+    total = amount(len(sampler.excluded), "sample")
+    return [f"  {'excluded':<16} {count} of {total}{of}; the others keep their steps and random numbers"]
 
 
 def resumed(run: Run) -> None:

@@ -135,7 +135,10 @@ class Log(Silent):
         ranks = {str(rank): samples for rank, samples in skipped.samples.items()}
         found = {str(index): what for index, what in (skipped.found or {}).items()}
         about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
-        self._tell("write", "skipped", run, about | ({"found": found} if found else {}))
+        about |= {"why": skipped.why} if skipped.why else {"found": found} if found else {}
+        self._tell("write", "skipped", run, about)
+        if skipped.why:
+            return
         where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
         why = f"the loss is not finite ({where})" if ranks else "the gradient is not finite, although the loss is"
         if found:

@@ -1,9 +1,10 @@
 """`record=N`: a small file with what step N has computed, by which two machines are compared; see tools/compare.py.
 
-The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, and `entries`: the tensors of the step
-in their order. Of each pass these are the batch's leaves, every module's output in forward order, and the loss; then
-the gradients as the optimizer got them (divided, clipped), and the weights and buffers after the step. An entry has
-`rows` rows from `first` on in the arrays: one for each sample if its leading axis is that of the pass's samples.
+The file is NumPy's .npz. `about` is a JSON text: the step, config, environment, types of modules, and `entries`: the
+tensors of the step in their order. Of each pass these are the batch's leaves, every module's output in forward order,
+and the loss; then the gradients as the optimizer got them (divided, clipped), and the weights and buffers after the
+step. An entry has `rows` rows from `first` on in the arrays: one for each sample if its leading axis is that of the
+pass's samples.
 
 positions  (R,) int64: the sample's position in the epoch, or -1
 indices    (R,) int64: the sample's number in the dataset, or -1
@@ -135,6 +136,7 @@ class StepRecord:
             "environment": environment(run),
             "code": digests.code(run.task),
             "data": run.record.fingerprint,
+            "modules": {name: type(module).__name__ for name, module in run.model.named_modules()},
             "entries": self.entries,
         }
         arrays["about"] = np.array(json.dumps(about))

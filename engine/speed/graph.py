@@ -47,6 +47,7 @@ def unsupported_reason(run: Run) -> str:
         "virtual workers take it in several parts": run.plan.workers > 0,
         "the model is in DDP or DataParallel": run.net is not run.model,
         f"it has {amount(run.plan.accumulation, 'pass')}": run.plan.accumulation > 1,
+        "exclude makes steps of several sizes": bool(run.cfg.exclude),
         "amp=fp16 has a loss scale; bf16 needs none": run.scaler.is_enabled(),
         f"compile={run.plan.compile} records graphs of its own": run.plan.compile
         in ("reduce-overhead", "max-autotune"),

@@ -18,6 +18,10 @@ def check_outcomes(run: Run, outcomes: list[Outcome]) -> None:
     training has diverged."""
     progress = run.progress
     for outcome in outcomes:
+        if run.cfg.exclude and outcome.weight == 0:  # no sample is left: nothing has diverged
+            progress.skipped += 1
+            run.record.log.skipped(run, Skipped(outcome.step, {}, None, "exclude leaves it no sample"))
+            continue
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if outcome.skipped else 0
         if outcome.skipped:
             progress.skipped += 1

@@ -1,0 +1,315 @@
+"""Read two records of a step, which `record=N` writes, and name what differs first; see tools/compare.py."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.errors import LockstepError
+from engine.files.archive import reason
+from engine.report.step_record import ARRAYS, SIGNS
+
+ROUNDINGS, ROUNDINGS_IN_HALF = 16, 4
+"""Units in the last place, relative to the norm of a tensor, up to which a difference is taken for rounding; and in
+half precision, in which sums are added up in float32."""
+
+JUMP = 10
+"""Times as large as all before it must be what is not taken for rounding that the network has amplified."""
+
+KINDS = {
+    "batch": "batch",
+    "forward": "forward",
+    "loss": "loss",
+    "gradient": "gradient",
+    "weight": "weights after the step",
+}
+"""The kinds of entries in the order of a step, and their names in a sentence."""
+
+
+class Record(NamedTuple):
+    """What a step has computed.
+
+    about   the JSON of the file: step, processes, lr, config, environment, code, data, entries
+    arrays  name -> (R, ...) rows of the entries, see engine/report/step_record.py
+    """
+
+    path: Path
+    about: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def read(path: Path) -> Record:
+    """Read a record, without running code hidden in it or taking much more memory than a record needs."""
+    path = Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(item.file_size for item in archive.infolist()) > 1000_000 + 100 * path.stat().st_size:
+                raise ValueError("it unpacks to far more than a record")
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            arrays = {name: file[name] for name in ARRAYS}
+        _check(about, arrays)
+    except Exception as error:  # zipfile, zlib, json and NumPy raise a dozen kinds for a damaged file
+        what = f"the record cannot be read ({reason(error)})"
+        raise LockstepError(what, str(path), "it is damaged or none; give a file that record=N has written") from error
+    return Record(path, about, arrays)
+
+
+def _check(about: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Raise unless the parts fit each other and have the types that are written."""
+    rows = len(arrays["norms"])
+    forms = {name: (rows, SIGNS) if name == "sketches" else (rows,) for name in ARRAYS}
+    types = {"norms": "float64", "sketches": "float64"}
+    for name, array in arrays.items():
+        if array.shape != forms[name] or array.dtype != types.get(name, "int64"):
+            raise ValueError(f"{name} has another form")
+    keys = {"step": int, "processes": int, "lr": float, "config": dict, "environment": dict, "entries": list}
+    if not isinstance(about, dict) or any(not isinstance(about.get(key), kind) for key, kind in keys.items()):
+        raise ValueError("what it is about is missing")
+    for entry in about["entries"]:
+        if entry["kind"] not in KINDS or not (0 <= entry["first"] <= entry["first"] + entry["rows"] <= rows):
+            raise ValueError("an entry has no rows")
+        str.lower(entry["name"] + entry["dtype"]), len(entry["shape"]), len(entry["pass"])
+
+
+class Difference(NamedTuple):
+    """A tensor of the step that differs.
+
+    relative  the norm of the difference divided by that of A, estimated; NaN where it has no meaning
+    samples   numbers in the dataset of those that differ, empty where it has no row for each
+    of        samples that both have
+    why       what is different but for the numbers, such as its shape; or empty
+    rounding  whether rounding may explain it
+    """
+
+    kind: str
+    name: str
+    module: str
+    relative: float
+    samples: tuple[int, ...]
+    of: int
+    why: str
+    rounding: bool
+
+    def __str__(self) -> str:
+        size = self.why or f"{self.relative:.1e} of its norm"
+        if not self.why and self.relative == 0:
+            size = "other bits of the same values"
+        kind = f" ({self.module})" if self.module else ""
+        return f"{KINDS[self.kind]}: {self.name}{kind}, {size}{_samples(self.samples, self.of)}"
+
+
+class Found(NamedTuple):
+    """How two records of a step differ.
+
+    same_cut     both runs cut the step into the same passes, so that equal bits can be expected
+    differences  all of them, in the order of the step: batch, forward, loss, gradients from the last module to the
+                 first, weights
+    compared     tensors that both have
+    before       those before the first difference
+    unmatched    tensors that cannot be compared, because they have no row for each sample and the passes differ
+    """
+
+    same_cut: bool
+    differences: tuple[Difference, ...]
+    compared: int
+    before: int
+    unmatched: int
+
+    @property
+    def beyond(self) -> Difference | None:
+        """The first difference that rounding does not explain."""
+        return next((each for each in self.differences if not each.rounding), None)
+
+    @property
+    def sentence(self) -> str | None:
+        """Name the first difference, or the first beyond rounding where the passes differ; None: equal in bits."""
+        if not self.differences:
+            return None
+        first, beyond = self.differences[0], self.beyond
+        if beyond and beyond != first and not self.same_cut:
+            return f"{beyond}; before it is only rounding, at first in {first}"
+        before = "; everything before is equal in bits" if self.before else ""
+        if beyond == first:
+            return f"{first}{before}"
+        most = max(self.differences, key=lambda each: (each.relative == each.relative, each.relative))
+        then = f"first beyond rounding: {beyond}" if beyond else "nothing is beyond rounding"
+        then += f"; most: {most}" if not beyond and most != first else ""
+        return f"{first}{before}; {then}"
+
+
+def first_difference(a: Record, b: Record) -> str | None:
+    """Return a sentence on what differs first, None where all that both have is equal in bits. Raises LockstepError if
+    the records are of other steps."""
+    return compare(a, b).sentence
+
+
+def compare(a: Record, b: Record) -> Found:
+    """Compare two records of the same step. Rows are matched by the position of their sample in the epoch, other rows
+    by their pass if both have it with the same samples. Raises LockstepError if they are of other steps."""
+    if a.about["step"] != b.about["step"]:
+        what = f"the records are of step {a.about['step']} and of step {b.about['step']}"
+        raise LockstepError(what, f"{a.path}, {b.path}", "give two of the same step")
+    passes = [_passes(each) for each in (a, b)]
+    same = {key for key in passes[0].keys() & passes[1].keys() if passes[0][key] == passes[1][key]}
+    same_cut = passes[0] == passes[1]
+    rows_a, rows_b = _rows(a, same), _rows(b, same)
+    rounding = max(_rounding(a), _rounding(b))
+    modules = a.about.get("modules", {})
+    largest = max([_norm(a, rows) for (kind, _), rows in rows_a.items() if kind == "gradient"], default=0.0)
+    found, compared, unmatched, equal, before = list[Difference](), 0, 0, 0, 0.0
+    for kind, name in _ordered(a, b):
+        mine, theirs = (rows.get((kind, name)) for rows in (rows_a, rows_b))
+        module = modules.get(_module(name), "") if kind == "forward" else ""
+        if mine is None or theirs is None:
+            there, other = ("A", "B") if theirs is None else ("B", "A")
+            found.append(Difference(kind, name, module, np.nan, (), 0, f"{there} has it and {other} has not", False))
+            continue
+        common = [key for key in mine if key in theirs]
+        if not common:
+            unmatched += 1
+            continue
+        compared += 1
+        at, to = np.array([mine[key] for key in common]).T, np.array([theirs[key] for key in common]).T
+        of = sum(key[0] == "sample" for key in common)
+        why, differs = _other_form(a, b, kind, at, to)
+        if not differs.any():
+            equal += not found
+            continue
+        rows, others = at[0][differs], to[0][differs]
+        relative = _relative(a, b, rows, others)
+        samples = tuple(a.arrays["indices"][rows].tolist()) if of else ()
+        # A gradient that is zero but for rounding, such as a bias's before a norm, has no digits in common.
+        seen = relative if kind != "gradient" else min(relative, relative * _norm(a, mine) / (largest or 1))
+        limit = max(rounding, JUMP * before)
+        by_rounding = not why and kind != "batch" and seen <= limit
+        by_rounding |= kind == "weight" and not same_cut and not why and not any(not each.rounding for each in found)
+        found.append(Difference(kind, name, module, relative, samples, of, why, bool(by_rounding)))
+        before = max(before, seen) if by_rounding and kind == "forward" else before
+    return Found(same_cut, tuple(found), compared, equal, unmatched)
+
+
+def _samples(samples: tuple[int, ...], of: int) -> str:
+    """`, samples 3 and 17`, or how many of how many."""
+    if not samples:
+        return ""
+    if len(samples) == of > 1:
+        return f", all {of} samples"
+    if len(samples) > 4:
+        return f", {len(samples)} of {of} samples ({', '.join(map(str, samples[:3]))}, ...)"
+    *most, last = map(str, samples)
+    return f", sample{'s' if most else ''} {', '.join(most)}{' and ' if most else ''}{last}"
+
+
+def _passes(record: Record) -> dict[int, tuple[int, ...]]:
+    """First position of a pass -> the positions of its samples."""
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in record.about["entries"]:
+        if entry["pass"]:
+            places = record.arrays["positions"][entry["first"] : entry["first"] + entry["rows"]]
+            if (places >= 0).all():
+                found[entry["pass"][0]] = tuple(places.tolist())
+    return found
+
+
+Rows = dict[tuple[str, str], dict[tuple[str, int], tuple[int, int]]]
+"""(kind, name) -> {("sample", position) or ("pass", first position): (row, number of its entry)}"""
+
+
+def _rows(record: Record, same: set[int]) -> Rows:
+    """Return where the rows of each tensor lie; `same` are passes that both records have."""
+    found: Rows = {}
+    for number, entry in enumerate(record.about["entries"]):
+        rows = found.setdefault((entry["kind"], entry["name"]), {})
+        for row in range(entry["first"], entry["first"] + entry["rows"]):
+            position = int(record.arrays["positions"][row])
+            if position >= 0:
+                rows["sample", position] = row, number
+            elif not entry["pass"] or entry["pass"][0] in same:
+                rows["pass", entry["pass"][0] if entry["pass"] else -1] = row, number
+    return found
+
+
+def _module(name: str) -> str:
+    """`layers.2 (call 2): 0` -> `layers.2`."""
+    return name.split(" (call ")[0].split(": ")[0]
+
+
+def _ordered(a: Record, b: Record) -> Iterator[tuple[str, str]]:
+    """Yield (kind, name) of all tensors in the order of a step; gradients in that of the backward pass: those of the
+    module that has ended last come first."""
+    names = list(dict.fromkeys((entry["kind"], entry["name"]) for each in (a, b) for entry in each.about["entries"]))
+    ended: dict[str, int] = {}
+    for place, (kind, name) in enumerate(names):
+        if kind == "forward":
+            ended[_module(name)] = place
+    for kind in KINDS:
+        of_kind = [name for each, name in names if each == kind]
+        if kind == "gradient":
+            order = {name: (-_ended(name, ended), -place) for place, name in enumerate(of_kind)}
+            of_kind.sort(key=order.__getitem__)
+        yield from ((kind, name) for name in of_kind)
+
+
+def _ended(parameter: str, ended: dict[str, int]) -> int:
+    """Return when the forward pass of a parameter's module has ended, or of the next module around it that was seen: a
+    weight may be used without a call of its module."""
+    parts = parameter.split(".")[:-1]
+    return next((ended[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in ended), -1)
+
+
+def _rounding(record: Record) -> float:
+    """Return the relative difference that rounding explains in the coarsest numbers of the forward pass."""
+    names = {entry["dtype"].removeprefix("torch.") for entry in record.about["entries"] if entry["kind"] == "forward"}
+    kinds = [getattr(torch, name, None) for name in names]
+    units = [torch.finfo(kind).eps for kind in kinds if isinstance(kind, torch.dtype) and kind.is_floating_point]
+    unit = max([*units, 2.0**-10 if record.about["environment"].get("TF32") == "True" else 0.0], default=2.0**-23)
+    return unit * (ROUNDINGS if unit < 1e-5 else ROUNDINGS_IN_HALF)
+
+
+def _norm(record: Record, rows: dict[Any, tuple[int, int]]) -> float:
+    return float(np.sqrt(sum(record.arrays["norms"][row] ** 2 for row, _ in rows.values())))
+
+
+def _other_form(a: Record, b: Record, kind: str, at: np.ndarray, to: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return (why rows differ but for their numbers, or an empty text; which rows of (2, R) row and entry differ)."""
+    forms = [(_form(a, *mine), _form(b, *theirs)) for mine, theirs in zip(at.T, to.T, strict=True)]
+    by_form = np.array([mine != theirs for mine, theirs in forms])
+    if by_form.any():
+        mine, theirs = forms[int(by_form.argmax())]
+        one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
+        return f"{one} in A, {other} in B", by_form
+    ours, others = a.arrays["indices"][at[0]], b.arrays["indices"][to[0]]
+    if kind == "batch" and (differs := ours != others).any():
+        n = int(differs.argmax())
+        where = a.arrays["positions"][at[0][n]]
+        return f"other samples: at position {where} of the epoch is sample {ours[n]} in A, {others[n]} in B", differs
+    differs = a.arrays["digests"][at[0]] != b.arrays["digests"][to[0]]
+    finite = [np.isfinite(each.arrays["norms"][rows[0]]) for each, rows in ((a, at), (b, to))]
+    if (broken := differs & ~(finite[0] & finite[1])).any():
+        n = int(broken.argmax())
+        return " and ".join(
+            f"{'finite' if f[n] else 'not finite'} in {x}" for f, x in zip(finite, "AB", strict=True)
+        ), differs
+    return "", differs
+
+
+def _form(record: Record, row: int, number: int) -> tuple[str, str]:
+    """Return the type and the shape of a row of an entry."""
+    entry = record.about["entries"][number]
+    shape = entry["shape"][1:] if record.arrays["positions"][row] >= 0 else entry["shape"]
+    return entry["dtype"].removeprefix("torch."), f"shape {tuple(shape)}"
+
+
+def _relative(a: Record, b: Record, rows: np.ndarray, others: np.ndarray) -> float:
+    """Return the norm of the difference of these rows, estimated from their sketches, divided by A's norm."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.square(a.arrays["sketches"][rows] - b.arrays["sketches"][others]).mean(1).sum()
+        norm = np.square(a.arrays["norms"][rows]).sum() or np.square(b.arrays["norms"][others]).sum()
+        return float(np.sqrt(apart / norm)) if norm else 0.0
