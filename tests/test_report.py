@@ -363,7 +363,10 @@ def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path
     best.write_bytes(best.read_bytes()[:-500])
     (folders["damaged"] / "environment.json").write_text("{")
     (folders["damaged"] / "status.json").write_text('{"state": "running", "reason": ["odd"]}')
-    (folders["replayed"] / "replay.json").write_text('{"verdict": "the same <bits>", "equal": 7, "points": 9, "x": []}')
+    (folders["damaged"] / "replay.json").write_text("[1]")
+    (folders["replayed"] / "replay.json").write_text(
+        '{"verdict": "the same <bits>", "equal": 7, "points": 9, "to": 18, "from": 0, "x": []}'
+    )
     (folders["replayed"] / "environment.json").write_text(
         '{"devices": 3, "packages": [], "processes": "x", "git_commit": 7}'
     )
@@ -380,7 +383,7 @@ def test_a_run_of_which_little_is_left_has_a_page_of_that(launch, runs, tmp_path
         assert "Not scored: there is no checkpoint yet" in notes[name]
     assert any(note.startswith("Not scored: ") and best.name in note for note in notes["damaged"])
     assert "running, on another machine or killed: ['odd']" in top and notes["replayed"] == []
-    assert "Replayed: the same <bits> (7 of 9 points)" in found.text
+    assert "Replayed: the same <bits>, at 7 of 9 points, of the steps 0 to 18." in found.text
     assert told[-1]["metrics"]["loss"] == told[-1]["best"]["loss"], "that one is scored"
     assert found.text.count("Nothing has been evaluated.") == 1
 
@@ -443,7 +446,7 @@ def test_a_robot_shows_what_it_would_have_done_beside_what_was_done(launch, tmp_
     told = json.loads(succeed(launch.python("tools/report.py", str(run), "--out", str(out), "--json")).out)["runs"][0]
     found = Page(out)
     assert len(told["per_source"]) == 2 and sum(each["count"] for each in told["per_source"].values()) == told["count"]
-    (_, number), each = (name := next(iter(told["per_source"]))).split(" "), told["per_source"][name]
+    (number, each), *_ = told["per_source"].items()
     alone = ["tools/evaluate.py", str(run), "--split", "all", "--json", f"dataset.episodes={number}"]
     scored = json.loads(succeed(launch.python(*alone)).out)["metrics"]
     for metric in ("loss", "action_l1"):

@@ -557,7 +557,7 @@ def _episode(each: Any) -> dict[str, Any]:
     moving, still = figures.film(each.film) if each.film is not None else ("", "")
     error = np.abs(each.recorded - each.predicted).mean()
     return {
-        "source": each.source,
+        "source": f"episode {each.source}" if each.source.isdigit() else each.source,
         "loss": each.loss,
         "frames": len(each.recorded),
         "dims": each.recorded.shape[1],
@@ -628,8 +628,14 @@ def _proof(run: Run) -> dict[str, Any]:
         "last": logged[-1] if logged else None,
         "replay": {key: value for key, value in run.replay.items() if not isinstance(value, dict | list)},
         "commands": [
-            (f"python tools/replay.py {here} --all", "takes the steps again and compares each digest"),
-            (f"python tools/prove.py {here}", "trains the task on one, two and three processes, one of them killed"),
+            (
+                f"python tools/replay.py {here} --all --write",
+                "takes the steps again and compares their bits with the log's",
+            ),
+            (
+                f"python tools/prove.py {here}",
+                "trains some steps on one, two, three and four processes, killed and resumed",
+            ),
             (f"python tools/evaluate.py {shlex.quote(run.given)}", "scores the checkpoint: the same digits as above"),
         ],
     }

@@ -20,11 +20,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 """Of runs and channels; the ninth has the first one's again, dashed."""
 INK = "#808080"  # of axes and numbers
 MOST_POINTS, MOST_LANES, MOST_FRAMES = 1500, 12, 48
-STYLE = {
+STYLE: Any = {  # its type is a list of every key that matplotlib has
     "svg.fonttype": "none",  # text is text, in the browser's font
     "svg.hashsalt": "report",  # the same figure in the same bytes
     "text.parse_math": False,
     "text.usetex": False,
+    "figure.constrained_layout.w_pad": 0.1,  # inches: the browser's font may be wider
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,

@@ -245,7 +245,7 @@ def _sources(dataset: Any, count: int) -> tuple[list[str] | None, str]:
     found = getattr(dataset, "sources", None)
     if found is None:
         return None, ""
-    names = [str(name) for name in found]
+    names = [str(name) for name in (found.tolist() if hasattr(found, "tolist") else found)]
     if len(names) != count:
         return None, f"The dataset names {len(names)} sources for {count} samples: they are left out."
     return names, ""
