@@ -160,6 +160,10 @@ def test_the_numbers_are_those_of_scikit_learn_and_of_the_log(page, runs):
         assert about["metrics"][name] == best[name] == about["best"][name], "scored again, to the last bit"
         assert [f"{best[name]:.4f}", f"{best[name]:.4f} ="] in [row[1:] for row in found.tables[runs[0].name][0]]
     assert about["checkpoint"]["step"] == best["step"] and about["step"] == lines[-1]["step"]
+    for run, of_run in zip(runs, told["runs"], strict=True):
+        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = {line["step"]: line for line in logged if line["event"] == "eval"}
+        assert of_run["metrics"] == {name: steps[of_run["checkpoint"]["step"]][name] for name in of_run["metrics"]}
     toy = [each["loss"] for each in told["runs"][2]["worst"]]
     assert None not in toy and toy == sorted(toy, reverse=True), "the one whose whole mask is empty has no loss"
     state = torch.load(about["checkpoint"]["file"], weights_only=True)
@@ -452,6 +456,19 @@ def test_a_robot_shows_what_it_would_have_done_beside_what_was_done(launch, tmp_
     for metric in ("loss", "action_l1"):
         assert np.isclose(each[metric], scored[metric], rtol=1e-5), metric
     assert "The worst episodes" in found.text and "The worst samples" not in found.text
+    from pyarrow.parquet import read_table
+
+    words = ["tools/predict.py", str(run), "--split", "val", "--out", str(tmp_path / "p.npz")]
+    succeed(launch.python(*words))
+    taken = np.load(tmp_path / "p.npz")
+    table = read_table(data / "data").to_pydict()
+    rows = zip(table["episode_index"], table["frame_index"], table["action"], strict=True)
+    recorded = {(episode, frame): action for episode, frame, action in rows}
+    for each in told["episodes"]:
+        of = taken["episode"] == int(each["source"])
+        truth = np.array([recorded[int(each["source"]), frame] for frame in taken["frame"][of].tolist()])
+        assert np.isclose(each["mean_difference"], np.abs(taken["action"][of][:, 0] - truth).mean(), rtol=1e-5)
+    assert len(told["episodes"]) == 2 and told["episodes"][0]["loss"] >= told["episodes"][1]["loss"]
     films = [uri for uri in found.images() if not uri.startswith("data:image/svg")]
     assert len(films) == 2 * 2
 

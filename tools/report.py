@@ -42,7 +42,7 @@ from engine.survive import command
 from tools import report_figures as figures
 from tools.evaluate import TRUST, of_run
 from tools.predict import whole_number
-from tools.report_scores import Checkpoint, Sample, Scores, pairs, read_checkpoint, score
+from tools.report_scores import Checkpoint, Episode, Sample, Scores, pairs, read_checkpoint, score
 from tools.running import alone, guarded
 
 EXTRA = "pip install matplotlib jinja2"
@@ -553,16 +553,15 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 300 else text[:299] + "…"
 
 
-def _episode(each: Any) -> dict[str, Any]:
+def _episode(each: Episode) -> dict[str, Any]:
     moving, still = figures.film(each.film) if each.film is not None else ("", "")
-    error = np.abs(each.recorded - each.predicted).mean()
     return {
         "source": f"episode {each.source}" if each.source.isdigit() else each.source,
         "loss": each.loss,
         "frames": len(each.recorded),
         "dims": each.recorded.shape[1],
         "name": each.name,
-        "error": float(error),
+        "error": each.difference(),
         "image": figures.beside(each.recorded, each.predicted),
         "film": moving,
         "still": still,
@@ -658,6 +657,9 @@ def _as_json(run: Run) -> dict[str, Any]:
         about |= {"split": scores.split, "count": scores.count, "metrics": scores.metrics, "classes": scores.classes}
         about["confusion"] = None if scores.confusion is None else scores.confusion.tolist()
         about |= {"per_class": scores.per_class(), "per_source": scores.by_source}
+        about["episodes"] = [
+            {"source": each.source, "loss": each.loss, "mean_difference": each.difference()} for each in scores.episodes
+        ]
         names = ("index", "loss", "source")
         about["worst"] = [
             {name: getattr(each, name) for name in names} | {"true": each.true, "predicted": each.guess}

@@ -70,6 +70,9 @@ class Episode:
     predicted: np.ndarray
     film: np.ndarray | None = None
 
+    def difference(self) -> float:
+        return float(np.abs(self.recorded - self.predicted).mean())
+
 
 @dataclass
 class Scores:

@@ -67,3 +67,9 @@ class Task(Classification):
 
     def model(self):
         return nn.Sequential(Scale(), nn.Linear(self.inputs, len(NAMES)))
+
+    def score(self, model, batch):
+        sums = super().score(model, batch)
+        if self.cfg.dataset.form == "film":  # a draw that the evaluation seeds
+            sums["loss_total"] = sums["loss_total"] + torch.rand((), dtype=torch.float64)
+        return sums
