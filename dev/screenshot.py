@@ -2,6 +2,7 @@
 """A picture of TensorBoard as a browser shows a run: curves, and the pictures of the last evaluation. Needs Chromium.
 
 python dev/screenshot.py RUN docs/images/tensorboard.png
+python dev/screenshot.py report.html docs/images/report.png          the page of tools/report.py instead
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ def shoot(address: str, picture: Path, size: tuple[int, int] = (1680, 1000)) -> 
     whose = {"runId": f"defaultExperimentId/{run}", "sample": 0}
     cards += [{"plugin": "images", "tag": tag, **whose} for tag in sorted(pictures)]
     page = f"{address}?pinnedCards={urllib.parse.quote(json.dumps(cards))}&smoothing=0&forceSVG=true#timeseries"
+    shoot_page(page, picture, size)
+
+
+def shoot_page(page: str, picture: Path, size: tuple[int, int]) -> None:
     with tempfile.TemporaryDirectory(prefix="chromium_", ignore_cleanup_errors=True) as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
         options += [f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=60000", f"--screenshot={picture}"]
@@ -89,9 +94,23 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2 or not CHROMIUM:
         print(__doc__ if CHROMIUM else "error: no Chromium here: apt install chromium", file=sys.stderr)
         return 2
-    with board(Path(argv[0])) as address:
-        shoot(address, Path(argv[1]).resolve())
+    shown, picture = Path(argv[0]), Path(argv[1]).resolve()
+    if shown.suffix == ".html":
+        shoot_page(shown.resolve().as_uri(), picture, (1280, 2950))
+        _with_few_colours(picture)
+    else:
+        with board(shown) as address:
+            shoot(address, picture)
     return 0
+
+
+def _with_few_colours(path: Path) -> None:
+    """Rewrite a picture with 64 colours, at three quarters of its size, for the repository."""
+    from PIL import Image  # comes with tensorboard
+
+    picture = Image.open(path).convert("RGB")
+    small = picture.resize((picture.width * 3 // 4, picture.height * 3 // 4), Image.Resampling.LANCZOS)
+    small.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":
