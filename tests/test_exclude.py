@@ -124,7 +124,7 @@ class Drawn:
         return {"x": torch.tensor(indices), "seed": seeds.clone()}
 
 
-CUTS = [(1, 12, 1, 0), (2, 6, 1, 0), (3, 2, 2, 0), (1, 2, 0, 4), (2, 2, 0, 4), (3, 2, 0, 4)]
+CUTS = [(1, 12, 1, 0), (1, 2, 6, 0), (2, 6, 1, 0), (3, 2, 2, 0), (1, 2, 0, 4), (2, 2, 0, 4), (3, 2, 0, 4)]
 """processes, samples of a pass, passes a step, virtual workers: twelve samples a step each"""
 
 
