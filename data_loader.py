@@ -292,7 +292,8 @@ class TrainLoader(_Loader):
         sampler, (order, places) = self.sampler, self.sampler.arranged()
         at = np.flatnonzero(~sampler.excluded[order])[positions]
         seeds = sampler.seeds_at(places[at]) if sampler.seeded else None
-        micro = next(iter(sampler))._replace(indices=order[at].tolist(), positions=at, seeds=seeds)
+        there = to_device(torch.from_numpy(at), self.device)
+        micro = next(iter(sampler))._replace(indices=order[at].tolist(), positions=there, seeds=seeds)
         batch = to_device(self.source.get(micro), self.device) if self.held is None else None
         return [micro], batch, self._numbers()
 

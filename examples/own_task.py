@@ -62,9 +62,11 @@ class Task(contract.Task):
         y = table[:, names.index(cfg.target)]
         x = table[:, [n for n, name in enumerate(names) if name != cfg.target]]
         cut = len(y) - max(1, int(cfg.val_share * len(y)))
-        # From the training rows only; the model keeps them, so that a checkpoint needs no table.
-        self.mean, self.std = x[:cut].mean(0), x[:cut].std(0).clamp(min=1e-6)
-        return Rows(x[:cut], y[:cut]), Rows(x[cut:], y[cut:])
+        train, val = Rows(x[:cut], y[:cut]), Rows(x[cut:], y[cut:])
+        # From the training rows only, without those of `exclude`; the model keeps them: a checkpoint needs no table.
+        known = train.x[torch.from_numpy(self.kept(train))]
+        self.mean, self.std = known.mean(0), known.std(0).clamp(min=1e-6)
+        return train, val
 
     def model(self) -> nn.Module:
         return Net(self.mean, self.std)

@@ -105,7 +105,7 @@ def test_what_the_page_shows_trains(launch, tmp_path, name):
     methods = "    loss = Base.loss\n" * (name == "losses") + shown()[name]
     begin = "from engine.contract import gather_batch\nReadme = Task\n\nclass Task(Readme):\n"
     (tmp_path / "own.py").write_text(readme + begin + methods)
-    common = [str(tmp_path / "own.py"), "global_batch=32", "epochs=2", "amp=off"]
+    common = [str(tmp_path / "own.py"), "global_batch=32", "epochs=2", "amp=off", "digest_every=0"]
     succeed(launch.python("train.py", *common, "batch_size=32", f"save_dir={tmp_path / 'one'}"))
     each = "batch_size=16" if name == "loss" else "batch_size=8"
     succeed(launch.torchrun(2, "train.py", *common, each, "eval_batch_size=64", f"save_dir={tmp_path / 'two'}"))

@@ -201,12 +201,13 @@ def test_each_obstacle_has_its_words():
             world=SimpleNamespace(device=torch.device("cuda")),
             plan=SimpleNamespace(workers=0, accumulation=1, compile="default"),
             net=model, model=model, scaler=torch.amp.GradScaler("cpu", enabled=False),
-            optimizer=make_optimizer(model, Optim()),
+            optimizer=make_optimizer(model, Optim()), cfg=SimpleNamespace(exclude=[]),
         )  # fmt: skip
         vars(run).update(other)
         return graph.unsupported_reason(run)
 
     assert about() == ""
+    assert about(cfg=SimpleNamespace(exclude=["7"])) == "exclude makes steps of several sizes"
     assert about(net=torch.nn.Linear(2, 2)) == "the model is in DDP or DataParallel"
     assert about(scaler=torch.amp.GradScaler("cpu")) == "amp=fp16 has a loss scale; bf16 needs none"
     for mode in ("reduce-overhead", "max-autotune"):

@@ -523,7 +523,7 @@ def make(**change) -> contract.Task:
     for name, value in change.items():
         section, key = name.split("__")
         setattr(getattr(settings, section), key, value)
-    return task(SimpleNamespace(seed=0, **vars(settings)))
+    return task(SimpleNamespace(seed=0, exclude=[], **vars(settings)))
 
 
 def test_task_from_data_to_report():
