@@ -44,6 +44,14 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
     "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",
     "python tools/predict.py RUN data/pen --out actions.npz": "test_what_a_robot_would_do_at_each_frame",
+    "python tools/compare.py one three": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
+    "python tools/compare.py gpu/record_step_1.npz cpu/record_step_1.npz":
+        "test_records_are_compared_with_each_other_and_with_a_run",
+    "python tools/report.py RUN": "test_the_numbers_are_those_of_scikit_learn_and_of_the_log",
+    "python tools/report.py RUN OTHER --out both.html": "test_the_page_is_one_file_in_which_no_name_is_more_than_a_name",
+    "python tools/provenance.py RUN --list seen.csv": "test_the_list_is_what_the_training_has_seen",
+    "python train.py har device=cpu steps=45 log_every=1 digest_every=1 loss.class_weights=none exclude=sample:762":
+        "test_the_same_bits_on_any_number_of_processes_and_until_the_first_of_them_comes",
     "python tools/export.py RUN": "test_the_file_says_what_the_model_says",
     "python tools/export.py RUN --format onnx": "test_the_file_says_what_the_model_says",
     "python train.py examples/own_task.py": "test_a_task_of_ones_own_learns",
