@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -83,13 +84,15 @@ def started(command: list[str], env: Mapping[str, str], log: Path) -> Iterator[s
     how: Any = {"start_new_session": True, "preexec_fn": partial(end_with_parent, signal.SIGTERM)}
     with open(log, "wb") as file:
         child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **how)
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        main = threading.current_thread() is threading.main_thread()  # only there may it be set
+        before = signal.signal(signal.SIGINT, signal.default_int_handler) if main else None
         try:
             yield child
         except KeyboardInterrupt:
             raise LockstepError("interrupted", exit_code=128 + signal.SIGINT) from None
         finally:  # nothing may stay in the background
-            signal.signal(signal.SIGINT, before)
+            if main:
+                signal.signal(signal.SIGINT, before)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
                 child.wait()
