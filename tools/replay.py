@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
             result = _replay(args.cfg, asked, rest)
         if asked.json:
             print(json.dumps(result))
-        for path in [*([asked.out] if asked.out else []), *([Path(asked.run) / RESULT] if asked.write else [])]:
+        for path in filter(None, (asked.out, Path(result["run"]) / RESULT if asked.write else None)):
             write_json(path, result)
         return int(result["verdict"] != SAME)
 
@@ -235,16 +235,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the lines of a log; None: one that cannot be read. The last may be torn."""
-    try:
-        *lines, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return
-    for raw in filter(None, lines):
+    content = (folder / "metrics.jsonl").read_bytes() if (folder / "metrics.jsonl").exists() else b""
+    *lines, torn = content.split(b"\n")
+    for raw in filter(None, [*lines, torn]):
         try:
             line = json.loads(raw)
             yield line if isinstance(line["step"], int) and isinstance(line["event"], str) else None
         except (ValueError, TypeError, KeyError, RecursionError):
-            yield None
+            if raw is not torn:
+                yield None
 
 
 def log_of(folder: Path) -> tuple[Log, int]:
@@ -352,7 +351,9 @@ def _look_at_machine(run: Recorded, saved: list[Saved], found: Anyway) -> None:
         "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "",
     }
     found.facts["environment"] = here
-    then = [each.environment for each in saved] or [{"torch": (run.environment.get("packages") or {}).get("torch")}]
+    then = [each.environment for each in saved] or [
+        {"torch": str((run.environment.get("packages") or {}).get("torch"))}
+    ]
     moved = dict.fromkeys(
         f"{name} {each[name]} -> {value}"
         for each in then
@@ -509,7 +510,8 @@ def compare(
             found.missing.append(step)
             continue
         one, two = theirs[step, event], ours[step, event]
-        names = [name for name in one if name in two and name not in (*TIMES, *but)]
+        names = [name for name in dict.fromkeys(["digest", *one]) if name in one and name in two]
+        names = [name for name in names if name not in (*TIMES, *but)]
         if event == "train":
             for who, log in steps_of.items():
                 before[who] = max((s for s, e in log if e == "train" and start < s < step), default=start)

@@ -127,9 +127,9 @@ def train_in(
     set.
     """
     script = str(Path(train.__file__).resolve())
-    env = {"OMP_NUM_THREADS": "1"} | os.environ
-    with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
-        log = Path(scratch) / "log"
+    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
+        # A process that is ended before it handles signals leaves its temporary files.
+        env, log = {"OMP_NUM_THREADS": "1"} | os.environ | {"TMPDIR": scratch}, Path(scratch) / "log"
         with started([*python(processes), script, *words, f"save_dir={folder}"], env, log) as child:
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

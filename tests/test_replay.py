@@ -1,0 +1,313 @@
+"""tools/replay.py: steps of real runs are taken again; what was changed in a run is found and named."""
+
+import hashlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TOY, succeed
+from runs import records
+
+from engine.files import status
+from tools import replay as tool
+from tools import running
+
+RUN = {"steps": 24, "log_every": 4, "save_every": 12, "eval_every": 12, "virtual_workers": 4, "global_batch": 8}
+RUN |= {"keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}
+
+
+def words(folder, task=TOY, **changes):
+    settings = RUN | {name.replace("__", "."): value for name, value in changes.items()} | {"save_dir": folder}
+    return [str(task), *(f"{name}={value}" for name, value in settings.items())]
+
+
+@pytest.fixture
+def original(launch, once):
+    """A run on two processes, with checkpoints at steps 12 and 24: nobody may write there."""
+    return once("replayed", lambda folder: succeed(launch.train(*words(folder), processes=2)))
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    """A copy, to be changed."""
+    return shutil.copytree(original, tmp_path / "run", symlinks=True)
+
+
+@pytest.fixture
+def replay(launch, monkeypatch, capfd):
+    """The tool in this process; what it starts are processes like those of the other tests. Returns the exit code, the
+    result, and what was printed for a person."""
+
+    def popen(command, *, env, stdout, **how):
+        return launch.popen(command, cwd=ROOT, env=env, stdout=stdout, **how)
+
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+
+    def call(*words):
+        capfd.readouterr()
+        code = tool.main([*map(str, words), "--json"])
+        out, err = capfd.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return call
+
+
+def contents(folder):
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+def change_checkpoint(file, change):
+    """As one who can write the folder does: the manifest agrees with the changed file."""
+    state = torch.load(file, weights_only=True)
+    change(state)
+    torch.save(state, file)
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    for entry in manifest["checkpoints"]:
+        if entry["file"] == file.name:
+            entry |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change_line(run, step, change, event="train"):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if (line["event"], line["step"]) == (event, step):
+            change(line)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line))
+
+
+def checkpoint_at(run, step):
+    entries = json.loads((run / "manifest.json").read_text())["checkpoints"]
+    return next(run / entry["file"] for entry in entries if entry["step"] == step)
+
+
+def flip_a_bit(state):
+    state["model"]["layers.0.weight"].view(torch.int32)[3, 5] ^= 1
+
+
+def test_every_step_of_a_run_again(original, replay, tmp_path):
+    before = contents(original)
+    code, found, err = replay(original, "--jobs", 2, "--processes", 1, "--out", tmp_path / "out.json")
+    assert code == 0, err
+    lines = [*records(original, "train"), *records(original, "eval")]
+    assert found["points"] == found["equal"] == len(lines) + 2, "and a state at either checkpoint"
+    assert (found["from"], found["to"], found["verdict"], found["processes"]) == (0, 24, "same bits", 1)
+    assert found["whole_run"] and found["digest"] == records(original, "train")[-1]["digest"]
+    assert [part["state"] for part in found["stretches"]] == [True, True] and found["first_difference"] is None
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+    assert "this proves the whole run" in err and re.search(r"^  code +the same: ", err, re.M)
+    assert contents(original) == before, "the run's folder is only read"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "points", "first"),
+    [
+        (lambda run: change_checkpoint(checkpoint_at(run, 12), flip_a_bit), ["--to", "12"], (4, 5),
+         (12, "model/layers.0.weight")),
+        (lambda run: change_checkpoint(checkpoint_at(run, 12), flip_a_bit), ["--step", "16"], (0, 1), (16, "digest")),
+        (lambda run: change_line(run, 8, lambda line: line.update(loss=line["loss"] * (1 + 1e-15))), ["--to", "12"],
+         (4, 5), (8, "loss")),
+        (lambda run: change_line(run, 12, lambda line: line.update(count=22), "eval"), ["--to", "12"], (4, 5),
+         (12, "count")),
+        (lambda run: change_checkpoint(checkpoint_at(run, 12), lambda state: state["progress"].update(samples=99)),
+         ["--to", "12"], (4, 5), (12, "progress/samples")),
+    ],
+    ids=["bit of a weight", "and what follows from it", "number in the log", "of an evaluation", "progress"],
+)  # fmt: skip
+def test_what_was_changed_in_a_run_is_named(run, replay, change, options, points, first):
+    change(run)
+    code, found, err = replay(run, *options)
+    assert code == 1 and found["verdict"] == "differs" and not found["whole_run"], err
+    assert (found["equal"], found["points"]) == points
+    step, name = first
+    assert found["first_difference"]["step"] == step
+    assert found["first_difference"]["differences"][0]["name"] == name
+    assert f"step {step}, " in err and name in err
+
+
+def test_another_learning_rate_in_the_config_is_named_although_the_steps_are_the_same(run, replay):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["optim"]["lr"] = 0.011
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    code, found, err = replay(run, "--to", 12)
+    assert code == 1 and found["verdict"] == "differs" and found["equal"] == found["points"] == 5
+    assert found["first_difference"] == {"what": "config.yaml", "name": "optim.lr", "run": 0.01, "replay": 0.011}
+    assert "optim.lr=0.011 (best_model_epoch1.pt: 0.01)" in err
+
+
+OWN = """
+import sys
+import numpy as np
+import torch
+sys.path.insert(0, {tests!r})
+import toy
+
+class Task(toy.Task):
+    def datasets(self):
+        train, val = super().datasets()
+        train.x = torch.from_numpy(np.load({data!r}))
+        return train, val
+"""
+
+
+@pytest.mark.parametrize(("sample", "seen"), [(0, "fingerprint"), (7, "digest")])
+def test_a_changed_sample_is_found(launch, replay, tmp_path, sample, seen):
+    """One that the fingerprint covers, before a step is taken; another by the first step whose batch has it."""
+    task, data, folder = tmp_path / "own.py", tmp_path / "x.npy", tmp_path / "run"
+    task.write_text(OWN.format(tests=str(ROOT / "tests/tasks"), data=str(data)))
+    x = np.random.default_rng(0).normal(size=(61, 8))
+    np.save(data, x)
+    succeed(launch.train(*words(folder, task, log_every=1, steps=8)))
+    x[sample, 3] += 1e-3
+    np.save(data, x)
+    code, found, err = replay(folder)
+    assert code == 1 and found["verdict"] == "differs"
+    if seen == "fingerprint":
+        assert found["points"] == 0 and found["first_difference"]["what"] == "data"
+        assert re.search(r"^  data +fingerprint \w{12} in .*other data", err, re.M)
+    else:
+        succeed(launch.train(*words(tmp_path / "truth", task, log_every=1, steps=8)))
+        logs = [records(each, "train") for each in (folder, tmp_path / "truth")]
+        first = next(a["step"] for a, b in zip(*logs, strict=True) if a["digest"] != b["digest"])
+        assert found["first_difference"]["step"] == first and found["equal"] == first - 1, err
+        assert found["first_difference"]["differences"][0]["name"] == "digest"
+        assert re.search(r"^  data +the same", err, re.M)
+
+
+def test_a_step_without_a_line_is_proven_by_the_next(original, launch, replay, tmp_path):
+    code, found, err = replay(original, "--step", 17, "--keep", tmp_path / "kept")
+    assert code == 0 and (found["from"], found["to"], found["points"]) == (12, 20, 2), err
+    assert "Step 17 has no line in the log" in err
+    succeed(launch.train(*words(tmp_path / "truth", log_every=1)))
+    truth = {line["step"]: line["digest"] for line in records(tmp_path / "truth", "train")}
+    assert found["stretches"][0]["digest_at_step"] == truth[17] and found["digest"] == truth[20]
+    assert [path.name for path in (tmp_path / "kept").iterdir() if path.is_dir()] == ["steps_12_to_20"]
+
+
+def test_lines_that_a_log_lacks_are_said(run, replay):
+    """With other lines the means are over other steps, but the digests and the norms are still compared."""
+    change_line(run, 4, dict.clear)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"event": "tra')  # torn
+    code, found, err = replay(run, "--to", 12)
+    assert code == 0 and found["equal"] == found["points"] == 4, err
+    assert "the run's log lacks 1 line, the first of step 4" in err
+    assert found["stretches"][0]["left_out"] == "progress/epoch_totals, tally"
+
+
+def test_the_shares_of_machines_are_all_stretches(run, replay, monkeypatch):
+    taken = []
+
+    def judged(taker, anyway, stretch):
+        taken.append((stretch.start, stretch.to))
+        about = {"from": stretch.start, "to": stretch.to, "points": 1, "equal": 1, "verdict": "same bits"}
+        return about | {"text": "", "digest": "", "first_difference": None}
+
+    monkeypatch.setattr(tool, "_judged", judged)
+    for share in ("1/2", "2/2"):
+        code, found, _ = replay(run, "--stretch", share)
+        assert code == 0 and found["share"] == share and not found["whole_run"]
+    assert taken == [(0, 12), (12, 24)]
+    code, found, _ = replay(run, "--write")
+    assert json.loads((run / "replay.json").read_text()) == found
+
+
+def plain(run):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(tree | {"virtual_workers": 0}))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "code", "says"),
+    [
+        (None, ["--step", "25"], 2, "step 25 (command line): the run has recorded steps 0 to 24"),
+        (None, ["--from", "8", "--to", "8"], 2, "steps 8 to 8"),
+        (None, ["--step", "8", "--to", "9"], 2, "--step and --to"),
+        (None, ["--processes", "5"], 2, "5 processes with virtual_workers=4 (--processes): give 4 at most"),
+        (None, ["--jobs", "0"], 2, "--jobs 0"),
+        (None, ["--stretch", "3/2"], 2, "--stretch 3/2"),
+        (None, ["--stretch", "3/3"], 2, "fewer stretches than shares"),
+        (None, ["--keep", str(ROOT / "docs")], 2, "is not empty (--keep)"),
+        (None, ["--out", "nowhere/out.json"], 2, "nowhere/out.json cannot be written (--out)"),
+        (None, ["optim.lir=1"], 2, "optim.lir"),
+        (plain, ["--processes", "1"], 2, " processes, and others add up in another order"),
+        (lambda run: checkpoint_at(run, 12).unlink(), [], 3, "the checkpoint is damaged: the file is gone"),
+        (lambda run: checkpoint_at(run, 24).write_bytes(b"no"), [], 3, "the checkpoint is damaged: SHA-256 is"),
+        (lambda run: shutil.rmtree(run) or run.mkdir(), [], 2, "no run at"),
+        (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")], [], 3, "is gone"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_before_a_step_is_taken(run, monkeypatch, change, options, code, says, capfd):
+    monkeypatch.setattr(tool, "train_in", None)
+    if change:
+        change(run)
+    before = contents(run)
+    assert tool.main([str(run), *options, "--json"]) == code
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert not out and len(lines) == 1 and says in lines[0], err
+    assert contents(run) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_is_still_running_is_left_alone(launch, replay, tmp_path):
+    folder = tmp_path / "run"
+    going = launch.start(sys.executable, "train.py", *words(folder, steps=100000))
+    going.wait_for("step 12/")
+    code, _, err = replay(folder)
+    going.signal(signal.SIGTERM)
+    assert code == 2 and "the run is still running: process " in err
+    assert going.wait().code == status.STOPPED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [0.01, 0.0101])
+def test_on_another_machine_the_verdict_is_about_rounding(launch, replay, tmp_path, lr):
+    """Other CPU instructions are real, in the run; a learning rate that is off by a percent is no rounding."""
+    folder = tmp_path / "run"
+    succeed(launch.train(*words(folder, model__width=256, optim__lr=lr), ATEN_CPU_CAPABILITY="default"))
+    change = {"optim": {"lr": 0.01}}
+    for step in (12, 24):
+        change_checkpoint(checkpoint_at(folder, step), lambda state: state["config"]["optim"].update(change["optim"]))
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(f"lr: {lr}", "lr: 0.01"))
+    code, found, err = replay(folder, "--to", 12)
+    assert re.search(r"^  machine +CPU instructions DEFAULT -> .*the verdict is about rounding", err, re.M)
+    assert code == 1 and found["equal"] < found["points"], err
+    assert found["verdict"] == ("rounding" if lr == 0.01 else "differs"), err
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_resumed_on_other_numbers(launch, replay, tmp_path):
+    folder = tmp_path / "run"
+    for processes, at in ((4, 10), (2, 26), (3, 0)):
+        done = running.train_in(folder, words(folder, steps=40, save_every=8)[:-1], processes, kill_at=at)
+        assert done.code == (-signal.SIGKILL if at else 0), done.text
+    code, found, err = replay(folder, "--jobs", 2, "--processes", 1)
+    assert code == 0 and found["whole_run"] and found["to"] == 40, err
+    assert len(found["stretches"]) >= 5 and all(part["state"] for part in found["stretches"])
+
+
+@pytest.mark.slow
+def test_without_virtual_workers_the_runs_own_number_has_its_bits(launch, replay, tmp_path):
+    folder = tmp_path / "run"
+    succeed(launch.train(*words(folder, virtual_workers=0), processes=2))
+    code, found, err = replay(folder, "--from", 12)
+    assert code == 0 and found["processes"] == 2, err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_stretches(original, launch):
+    """The fixture sees that neither a process nor a file is left."""
+    running = launch.start(sys.executable, "tools/replay.py", original, "--jobs", "2", "--processes", "2")
+    running.wait_for("machine")
+    running.signal(signal.SIGINT)
+    done = running.wait()
+    assert done.code == 130 and done.errors == ["error: interrupted"], done.err
