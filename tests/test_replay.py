@@ -21,7 +21,7 @@ from tools import replay as tool
 from tools import running
 
 RUN = {"steps": 24, "log_every": 4, "save_every": 12, "eval_every": 12, "virtual_workers": 4, "global_batch": 8}
-RUN |= {"keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}
+RUN |= {"digest_every": 1, "keep_checkpoints": 9, "device": "cpu", "model.dropout": 0.2, "amp": "off"}
 
 
 def words(folder, task=TOY, **changes):

@@ -378,13 +378,19 @@ class Enough(Exception):
 class Taker:
     """Takes stretches again, in processes of their own.
 
-    stop   set to end all trainings at once
-    steps  stretch -> the last step in its log
+    folder  of the new runs
+    stop    set to end all of them at once, by the signal `number`
+    steps   folder of a new run -> how many steps it has taken
     """
 
-    def __init__(self, run: Recorded, processes: int | None, rest: list[str], folder: Path):
-        self.run, self.asked, self.rest, self.folder = run, processes, rest, folder
-        self.stop, self.steps = threading.Event(), dict[str, int]()
+    def __init__(self, run: Recorded, processes: int | None, rest: list[str]):
+        self.run, self.asked, self.rest, self.folder = run, processes, rest, Path()
+        self.stop, self.number, self.steps = threading.Event(), int(signal.SIGINT), dict[str, int]()
+
+    def end(self, number: int, frame: Any) -> None:
+        """Handle a signal. An exception might be raised where a library swallows it."""
+        self.number = number
+        self.stop.set()
 
     def processes(self, stretch: Stretch) -> int:
         return self.asked or self.run.processes(stretch)
@@ -412,7 +418,7 @@ class Taker:
         with contextlib.suppress(Enough):
             done = train_in(folder, words, self.processes(stretch), tell=partial(self._tell, stretch, folder))
         if self.stop.is_set():
-            raise LockstepError("interrupted", exit_code=128 + signal.SIGINT)
+            raise LockstepError("interrupted", exit_code=128 + self.number)
         if done.code:
             what = f"{stretch} could not be taken: {done.problem}"
             code = done.code if done.code in (2, 3, 4, 5, 6) else 1
@@ -428,7 +434,7 @@ class Taker:
             "log_every": config.flatten(known.config or config.to_dict(cfg))["log_every"] or (50 if on_gpu else 10),
             "save_every": stretch.to if stretch.end else stretch.note or stretch.to,
             "keep_checkpoints": 50,
-            "digest": True,
+            "digest_every": 1,
             "record": 0,
             "max_time_s": 0.0,
             "multi_gpu": "dp" if cfg.multi_gpu == "dp" else "none",
@@ -470,6 +476,7 @@ class Compared:
     """Two runs over one stretch.
 
     points   lines of the log that both have, and the state at a checkpoint; `equal` of them are the same bits
+    digests  of them with a digest of the weights, the state among them; the others have only numbers
     first    the first of them that is not
     largest  relative difference of a logged number, where it is, and the same of all weights at the end
     missing  lines of the run's log that should be there
@@ -477,6 +484,7 @@ class Compared:
 
     points: int = 0
     equal: int = 0
+    digests: int = 0
     first: dict[str, Any] | None = None
     largest: float = 0.0
     where: str = ""
@@ -518,7 +526,8 @@ def compare(
             if before["run"] != before["replay"]:
                 names = [name for name in names if name in OF_ITS_STEP]
         found.add(step, event, [_difference(name, one[name], two[name]) for name in names if one[name] != two[name]])
-        found.digest = two.get("digest", found.digest) if event == "train" else found.digest
+        found.digests += "digest" in one
+        found.digest = two.get("digest", found.digest)
     if checkpoints[0] and not checkpoints[1]:
         found.add(
             to, checkpoints[0].name, [{"name": "the replay ended before", "run": "", "replay": "", "relative": None}]
@@ -534,7 +543,7 @@ def compare(
             leave_out |= {"tally", "progress/epoch_totals"}  # sums that begin at the line before, which is another
         found.left_out = ", ".join(sorted(leave_out))
         differences = _of_states(one, two, leave_out)
-        found.state, found.digest = not differences, two["digest"]
+        found.state, found.digest, found.digests = not differences, two["digest"], found.digests + 1
         found.add(to, checkpoints[0].name if checkpoints[0] else "", differences)
     return found
 
@@ -687,8 +696,13 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
         anyway.say("log", f"{amount(run.unreadable, 'line')} cannot be read")
     if not run.log:
         anyway.say("log", "metrics.jsonl has no line: only the states of checkpoints are compared")
-    elif not any("digest" in line for line in run.log.values()):
-        anyway.say("log", "it has no digests: of the steps between checkpoints only the logged numbers are compared")
+    else:
+        trained = [line for (_, event), line in run.log.items() if event == "train"]
+        held = sum("digest" in line for line in trained)
+        what = "at the others only numbers are compared, to their last digit" if held < len(trained) else "all compared"
+        anyway.say(
+            "log", f"a digest of the weights in {held} of {amount(len(trained), 'line')} of the training; {what}"
+        )
     if len(counts) > 1:
         text = (
             f"the run went on with {' then '.join(map(str, counts))}; where, between two checkpoints, is not recorded"
@@ -702,22 +716,25 @@ def _take_all(
     """Take the stretches again, some at once; print and return what came out, in their order."""
     from tqdm import tqdm
 
-    def end(number: int, frame: Any) -> None:
-        raise LockstepError("interrupted", exit_code=128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taker = Taker(run, asked.processes, rest)
+    before = {number: signal.signal(number, taker.end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     total = sum(stretch.to - stretch.start for stretch in stretches)
     bar = tqdm(total=total, unit="step", leave=False, dynamic_ncols=True, disable=not sys.stderr.isatty())
     pool = ThreadPoolExecutor(asked.jobs, thread_name_prefix="stretch")
     with contextlib.ExitStack() as places, bar:
-        place = asked.keep or Path(places.enter_context(tempfile.TemporaryDirectory(prefix="lockstep_")))
-        taker = Taker(run, asked.processes, rest, place)
+        if asked.keep:
+            taker.folder = asked.keep
+        else:
+            temporary = tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True)
+            taker.folder = Path(places.enter_context(temporary))
         try:
             waiting = [pool.submit(_judged, taker, anyway, stretch) for stretch in stretches]
             for future in waiting:
-                while not futures.wait([future, *waiting], 0.3, futures.FIRST_EXCEPTION).done >= {future}:
+                while not futures.wait([future], 0.3).done:
                     bar.n = min(total, sum([*taker.steps.values()]))
                     bar.refresh()
+                    for failed in (each for each in waiting if each.done() and each.exception()):
+                        failed.result()
                 with tqdm.external_write_mode():
                     print(future.result()["text"], flush=True)
         finally:  # nothing may stay in the background
@@ -747,6 +764,7 @@ def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
         yardstick = _yardstick(taker, stretch, folder) if explains and found.points else None
         verdict = ROUNDING if yardstick and found.largest <= FARTHER * yardstick.largest else DIFFERS
     noted = _digest_at(folder, stretch.note) if stretch.note else ""
+    about |= {"digests": found.digests}
     about |= {"points": found.points, "equal": found.equal, "verdict": verdict, "first_difference": found.first}
     about |= {"state": found.state, "digest": found.digest, "missing": found.missing, "left_out": found.left_out}
     about |= {"largest": found.largest, "yardstick": yardstick.largest if yardstick else None}
