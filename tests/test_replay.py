@@ -220,6 +220,31 @@ def test_the_shares_of_machines_are_all_stretches(run, replay, monkeypatch):
     assert json.loads((run / "replay.json").read_text()) == found
 
 
+def test_a_run_that_was_stopped_before_an_evaluation(run, replay):
+    before = torch.load(checkpoint_at(run, 12), weights_only=True)["progress"]
+    held = {name: before[name] for name in ("best", "stale")} | {"evaluation_due": True}
+    change_checkpoint(checkpoint_at(run, 24), lambda state: state["progress"].update(held))
+    change_line(run, 24, dict.clear, "eval")
+    code, found, err = replay(run, "--from", 12)
+    assert code == 0 and found["points"] == 4 and not found["stretches"][0]["missing"], err
+    assert found["stretches"][0]["left_out"] == "progress/best, progress/evaluation_due, progress/stale"
+
+
+def test_a_checkpoint_names_no_program_to_run(run, replay, tmp_path):
+    """Only the task of config.yaml was checked, see `of_run`."""
+    (tmp_path / "planted").mkdir()
+    (planted := tmp_path / "planted" / "toy.py").write_text("raise SystemExit('run')")
+    change_checkpoint(checkpoint_at(run, 12), lambda state: state["config"].update(task=str(planted)))
+    code, _, err = replay(run, "--to", 12)
+    assert code == 0, err
+
+
+def with_own_task(run):
+    shutil.copy(TOY, run / "toy.py")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(tree | {"task": str(run / "toy.py")}))
+
+
 def plain(run):
     tree = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(tree | {"virtual_workers": 0}))
@@ -241,6 +266,7 @@ def plain(run):
         (plain, ["--processes", "1"], 2, " processes, and others add up in another order"),
         (lambda run: checkpoint_at(run, 12).unlink(), [], 3, "the checkpoint is damaged: the file is gone"),
         (lambda run: checkpoint_at(run, 24).write_bytes(b"no"), [], 3, "the checkpoint is damaged: SHA-256 is"),
+        (with_own_task, [], 2, "the run's task is a program in its own folder"),
         (lambda run: shutil.rmtree(run) or run.mkdir(), [], 2, "no run at"),
         (lambda run: [path.unlink() for path in run.iterdir() if path.suffix in (".pt", ".jsonl")], [], 3, "is gone"),
     ],

@@ -192,6 +192,7 @@ class Recorded:
             key: (before.get(key), after.get(key))
             for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key) and key not in self.free and not key.startswith(sections)
+            if key != "task" or Path(before[key]).name != Path(after[key]).name  # what it does is in the code's digest
         }
 
     def processes(self, stretch: Stretch) -> int:
@@ -402,6 +403,7 @@ class Taker:
         """
         folder = self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
         tree = stretch.end.config if stretch.end else config.to_dict(self.run.cfg)
+        tree = tree | {"task": self.run.cfg.task}  # that of config.yaml was checked: a checkpoint may name any program
         keys = [*self.run.decisive(stretch.begin.config, tree)] if stretch.begin.path else []
         moved = stretch.begin.path and _horizon(stretch.begin) != config.flatten(tree)["schedule.horizon"]
         flat = config.flatten(tree) | self._fixed(stretch)
@@ -511,6 +513,8 @@ def compare(
     found, again = Compared(), stretch.begin.progress.get("evaluation_due")
     start, to = stretch.start, stretch.to
     inside = [key for key in ours if start < key[0] <= to or (again and key == (start, "eval"))]
+    if stretch.end and stretch.end.progress["evaluation_due"]:  # it was stopped just before
+        inside = [key for key in inside if key != (to, "eval")]
     before: dict[str, int | None] = dict.fromkeys(("run", "replay"), start)  # the line before, of each
     steps_of = {"run": theirs, "replay": ours}
     for step, event in inside:
@@ -699,9 +703,9 @@ def _look_at_log(run: Recorded, counts: list[int], anyway: Anyway) -> None:
     else:
         trained = [line for (_, event), line in run.log.items() if event == "train"]
         held = sum("digest" in line for line in trained)
-        what = "at the others only numbers are compared, to their last digit" if held < len(trained) else "all compared"
+        rest = "; at the others numbers are compared, to their last digit" if held < len(trained) else ""
         anyway.say(
-            "log", f"a digest of the weights in {held} of {amount(len(trained), 'line')} of the training; {what}"
+            "log", f"{held} of {amount(len(trained), 'line')} of the training have a digest of the weights{rest}"
         )
     if len(counts) > 1:
         text = (
@@ -813,6 +817,10 @@ def _line(
         shown = ", ".join(_shown(each) for each in first["differences"][:3])
         more = f" and {first['number'] - 3} more" if first["number"] > 3 else ""
         parts.append(f"the first that differs, step {first['step']}, {first['what']}: {shown}{more}")
+        if any(each["name"] == "lr" for each in first["differences"]):
+            parts.append(
+                "the schedule was another then: was the run continued with more steps from a checkpoint now gone?"
+            )
     if yardstick:
         parts.append(
             f"the largest relative difference is {found.largest:.1e} ({found.where or 'none'}), the yardstick's "
