@@ -203,6 +203,14 @@ def test_lines_that_a_log_lacks_are_said(run, replay):
     assert found["stretches"][0]["left_out"] == "progress/epoch_totals, tally"
 
 
+def test_means_over_other_steps_are_not_compared(run, replay):
+    """As where log_every was changed on the way: of a line that begins elsewhere only what is of its own step."""
+    change_checkpoint(checkpoint_at(run, 12), lambda state: state["config"].update(log_every=2))
+    code, found, err = replay(run, "--to", 12)
+    assert code == 0 and found["equal"] == found["points"] == 5, err
+    assert found["stretches"][0]["missing"] == [2, 6, 10]
+
+
 def test_the_shares_of_machines_are_all_stretches(run, replay, monkeypatch):
     taken = []
 
