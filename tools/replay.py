@@ -121,13 +121,24 @@ class Stretch(NamedTuple):
     begin  the checkpoint they start from; its path is None: from the seed
     to     the last step
     end    the checkpoint of that step, if the run has it
+    later  else the next one, if it has one: it knows the config and the machine, too
     note   a step without a record whose digest is asked for; 0: none
     """
 
     begin: Saved
     to: int
     end: Saved | None
+    later: Saved | None = None
     note: int = 0
+
+    @property
+    def after(self) -> Saved | None:
+        return self.end or self.later
+
+    @property
+    def known(self) -> Saved:
+        """What tells how the steps were taken; its path is None where no checkpoint does."""
+        return self.after or self.begin
 
     @property
     def start(self) -> int:
@@ -178,10 +189,18 @@ class Recorded:
         found, before = list[Stretch](), self.checkpoint(begin) if begin else Saved()
         for step in [*inner, to]:
             end = self.checkpoint(step) if step in self.at else None
+            later = None
+            if end is None and (after_it := min((each for each in self.at if each > step), default=0)):
+                with contextlib.suppress(LockstepError):  # it is not needed
+                    later = self.checkpoint(after_it)
+            told = end or later
             if before.path is None:
-                before = _begun_elsewhere(end.config if end else config.to_dict(self.cfg), self.folder)
-            found.append(Stretch(before, step, end, note if step == to else 0))
+                before = _begun_elsewhere(told.config if told else config.to_dict(self.cfg), self.folder)
+            found.append(Stretch(before, step, end, later, note if step == to else 0))
             before = end or Saved()
+        if found[0].start >= found[0].to:
+            what = f"the run began at step {found[0].start}, with {found[0].begin.path}"
+            raise LockstepError(what, "command line", "give a later step")
         return found
 
     def decisive(self, then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -197,7 +216,7 @@ class Recorded:
 
     def processes(self, stretch: Stretch) -> int:
         """Return how many took the stretch's last step: a checkpoint knows how the global batch was cut."""
-        saved = None if self.cfg.virtual_workers else stretch.end
+        saved = None if self.cfg.virtual_workers else stretch.after
         if saved and (cut := re.match(r"(\d+), (\d+) ", saved.environment.get("samples of a pass", ""))):
             return saved.global_batch // (int(cut[1]) * int(cut[2]))
         return int(self.environment.get("processes", 1))
@@ -274,7 +293,7 @@ class Anyway:
 def look(run: Recorded, task: Any, stretches: list[Stretch]) -> Anyway:
     """Print, a line each, whether config, data, code and machine are those of the run."""
     found = Anyway()
-    saved = [end for stretch in stretches for end in (stretch.end or stretch.begin,) if end.path]
+    saved = [stretch.known for stretch in stretches if stretch.known.path]
     _look_at_config(run, saved, found)
     datasets = load_datasets(task, "", saved[-1].metadata if saved else None)
     here = found.facts["data"] = fingerprint(*datasets, random_samples=run.cfg.random_samples)
@@ -402,11 +421,12 @@ class Taker:
         lr_more  relative change of the learning rate
         """
         folder = self.folder / f"steps_{stretch.start}_to_{stretch.to}{'_yardstick' if lr_more else ''}"
-        tree = stretch.end.config if stretch.end else config.to_dict(self.run.cfg)
+        tree = stretch.after.config if stretch.after else config.to_dict(self.run.cfg)
         tree = tree | {"task": self.run.cfg.task}  # that of config.yaml was checked: a checkpoint may name any program
         keys = [*self.run.decisive(stretch.begin.config, tree)] if stretch.begin.path else []
         moved = stretch.begin.path and _horizon(stretch.begin) != config.flatten(tree)["schedule.horizon"]
-        flat = config.flatten(tree) | self._fixed(stretch)
+        flat = config.flatten(tree)
+        flat |= self._fixed(stretch, flat["log_every"])
         if lr_more:
             flat["optim.lr"] *= 1 + lr_more
             keys.append("optim.lr")
@@ -427,13 +447,13 @@ class Taker:
             raise LockstepError(what, str(stretch.begin.path or "from the seed"), "correct that", exit_code=code)
         return folder
 
-    def _fixed(self, stretch: Stretch) -> dict[str, Any]:
+    def _fixed(self, stretch: Stretch, log_every: int) -> dict[str, Any]:
         """Return what is set whatever the config says: the places, and what was decided where it has auto."""
-        cfg, known = self.run.cfg, stretch.end or stretch.begin
+        cfg, known = self.run.cfg, stretch.known
         on_gpu = bool(known.environment.get("cuDNN")) if known.path else self.run.environment.get("cuda")
         fixed = {
             "resume": str(stretch.begin.path.resolve()) if stretch.begin.path else "never",
-            "log_every": config.flatten(known.config or config.to_dict(cfg))["log_every"] or (50 if on_gpu else 10),
+            "log_every": log_every or (50 if on_gpu else 10),
             "save_every": stretch.to if stretch.end else stretch.note or stretch.to,
             "keep_checkpoints": 50,
             "digest_every": 1,
@@ -751,7 +771,7 @@ def _take_all(
 
 def _judged(taker: Taker, anyway: Anyway, stretch: Stretch) -> dict[str, Any]:
     """Take a stretch and return the verdict on it, with `text` as its line."""
-    known, here = stretch.end or stretch.begin, anyway.facts["data"]
+    known, here = stretch.known, anyway.facts["data"]
     about: dict[str, Any] = {"from": stretch.start, "to": stretch.to, "checkpoint": stretch.end and _name(stretch.end)}
     about |= {"processes": taker.processes(stretch), "digest": "", "points": 0, "equal": 0}
     if known.path and known.data != here:
@@ -782,7 +802,7 @@ def _states(stretch: Stretch, folder: Path) -> tuple[Path | None, Path | None]:
 
 def _moved(stretch: Stretch, folder: Path) -> str:
     """Return what else is not as it was: what the run's environment and the replay's differ in."""
-    known, newest = stretch.end or stretch.begin, max(saved_at(folder).items(), default=(0, None))[1]
+    known, newest = stretch.known, max(saved_at(folder).items(), default=(0, None))[1]
     if not (known.path and newest):
         return ""
     now = archive.read(newest)["environment"]
@@ -793,7 +813,7 @@ def _moved(stretch: Stretch, folder: Path) -> str:
 
 def _yardstick(taker: Taker, stretch: Stretch, folder: Path) -> Compared:
     """Compare the replay with one of the same steps whose learning rate is off by a rounding error."""
-    known = stretch.end or stretch.begin
+    known = stretch.known
     coarse = known.environment.get("TF32") == "True" or known.precision not in ("off", "")
     other = taker.take(stretch, 2.0 ** (-8 if coarse else -20))
     pair = (saved_at(folder).get(stretch.to), saved_at(other).get(stretch.to)) if stretch.end else (None, None)
