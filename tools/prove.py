@@ -72,6 +72,7 @@ TIMES = {*LOGGED, "samples_per_s", "data_wait_share"}
 
 REFUSED = {
     r"a mean\?": "a mean",
+    r"different the second time": "a generator of its own, a clock, or something that `loss` keeps",
     r"check_sums=false": "no sum over the samples",
     r"changes between two fetches": "random samples: a generator of the dataset's own, or samples that are changed in "
     "place",
@@ -86,9 +87,9 @@ REFUSED = {
 """What a training finds itself: a pattern of its message -> the cause in a few words."""
 
 PARTS = {
-    "batch": "the data",
-    "forward": "the model, or what `loss` does before it",
-    "loss": "`loss`, after the model",
+    "batch": "the dataset",
+    "forward": "the model (or what `loss` gives it)",
+    "loss": "`loss` (after the model)",
     "gradient": "the backward pass",
     "weight": "the optimizer",
 }
@@ -366,7 +367,9 @@ class Proof:
     def _groups(self, first: Trial) -> Iterator[list[Trial]]:
         """Yield the runs that are still of use, those together that have a core for each process."""
         most, plain = self.counts[-1], [n for n in self.counts if n <= 3] or self.counts[:1]
-        kill = max(1, self.steps // 2 + (self.steps >= 8) * 2)
+        kill = min(self.steps // 2 + 2, self.steps - 1)
+        if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
+            kill += 1
         plan: list[dict[str, Any]] = []
         if first.kind == "virtual":
             plan += [
@@ -408,12 +411,16 @@ class Proof:
             return False
         return True
 
+    @property
+    def _save_every(self) -> int:
+        return max(1, self.steps // 4)
+
     def _settings(self, each: Trial) -> dict[str, Any]:
         cfg = self.cfg
         settings: dict[str, Any] = {
             "epochs": 0, "steps": self.steps, "schedule.horizon": cfg.schedule.horizon or self.asked.steps,
             "log_every": 1, "eval_every": self.steps, "check_every": 1, "digest": True, "patience": 0,
-            "save_every": max(1, self.steps // 4), "keep_checkpoints": 0, "max_time_s": 0, "oom": "stop",
+            "save_every": self._save_every, "keep_checkpoints": 0, "max_time_s": 0, "oom": "stop",
             "save_dir": str(each.folder), "resume": "auto", "wandb.enable": False, "multi_gpu": "none",
             "global_batch": self.global_batch, "gradient_accumulation_steps": 0,
             "virtual_workers": self.workers if each.kind == "virtual" else 0,
@@ -441,7 +448,7 @@ class Proof:
                 children = [
                     (each, stack.enter_context(self._child(each, leg, seconds, more)))
                     for each in group
-                    if leg == 0 or each.killed
+                    if leg == 0 or (each.killed and last_step(each.folder))
                 ]
                 began = time.monotonic()
                 while running := [child for _, child in children if child.poll() is None]:
@@ -502,7 +509,7 @@ class Proof:
             return
         self._show(each)
         if each.killed and not each.resumed_at:
-            self.left_out.append("a resume: the run was killed before a checkpoint was written")
+            self.left_out.append("a resume: no checkpoint was written before the kill")
         if found := _apart(first, each):
             step, what = found
             self.finding = self._explained(first, each, step, what)
@@ -512,11 +519,13 @@ class Proof:
         again = other.kind == "virtual" and other.processes == 1 and not other.killed
         resumed = bool(other.killed and step > other.resumed_at)
         how = "again" if again else "resumed" if resumed else "cut" if other.kind == "virtual" else "plain"
-        name = {"again": "the same run, started twice, is another", "plain": f"on {other} without virtual workers"}.get(
-            how, f"on {other}"
-        )
-        link = ", " if how == "again" else " the run parts from that of one process, "
-        finding = Finding(f"{name}{link}{what}", cause=f"it {WHY[how]}", step=step)
+        name = {
+            "again": "the same run, started twice, is another",
+            "cut": f"on {amount(other.processes, 'process')} the run is not that of one process",
+            "resumed": f"killed, and resumed on {amount(other.after, 'process')}, the run is not that of one process",
+            "plain": f"without virtual workers the run on {other} is not that of one process in one pass",
+        }[how]
+        finding = Finding(f"{name}: {what}", cause=f"it {WHY[how]}", step=step)
         if not step:
             return finding
         self.say(f"\nRepeating both with a record of step {step} ...")
@@ -534,14 +543,18 @@ class Proof:
         if again and all(_apart(a, b) is None for a, b in zip((one, other), pair, strict=True)):
             finding.cause = "the order of a set (or a hash of a text): with the same PYTHONHASHSEED the runs are equal"
         found = records.compare(*map(records.read, paths))
-        first = (found.beyond or next(iter(found.differences), None)) if how == "plain" else None
-        first = first or next(iter(found.differences), None)
+        first = next(iter(found.differences), None)
+        if how == "plain":
+            first = found.beyond or first
         if first is None:
             finding.where = f"step {step}: when they are repeated, it comes out the same"
             return finding
-        finding.where = f"step {step}: {found.sentence if how != 'plain' else first}"
+        finding.where = f"step {step}: {first}"
+        if first is found.differences[0] and found.before:
+            finding.where += "; everything before is equal in bits"
         if not finding.cause.startswith("the order of a set"):
-            finding.cause = f"{PARTS[first.kind]} {WHY[how]}"
+            kind = "weight" if how == "resumed" and first.kind == "gradient" else first.kind  # it may change them
+            finding.cause = f"{PARTS[kind]} {WHY[how]}"
         return finding
 
     # ---- without virtual workers ----
@@ -730,10 +743,9 @@ def _gap(one: Trial, other: Trial, names: Sequence[str] = ()) -> tuple[float, fl
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Return the norm of the difference over the norm. A weight near zero is measured against that of its own size as
-    it begins: one millimetre of a step."""
-    if not isinstance(a, Tensor) or not a.is_floating_point() or a.shape != b.shape:
-        return 0.0 if not isinstance(a, Tensor) or torch.equal(a, b) else math.inf
+    """Return the norm of the difference over the norm of `b`, which counts as a thousandth an element at least."""
+    if not isinstance(a, Tensor) or a.shape != b.shape:
+        return 0.0 if not isinstance(a, Tensor) else math.inf
     a, b = a.double(), b.double()
     return float((a - b).norm() / b.norm().clamp(min=1e-3 * b.numel() ** 0.5)) if b.numel() else 0.0
 

@@ -4,6 +4,7 @@ the diagnosis of tools/prove.py. It slows a training down, and changes no number
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import random
 import site
@@ -85,7 +86,8 @@ class Witness(TorchFunctionMode):
         def end_step(*given: Any) -> Any:
             due = plain(*given)
             sys.setprofile(None)
-            changed = {name: value for name, value in kept(run).items() if self.before.get(name, value) != value}
+            now = kept(run)
+            changed = {name: now[name] for name in now if name not in self.before or self.before[name] != now[name]}
             write_json(self.path, {"calls": self.calls, "kept": changed})
             sys.setprofile(self._call)
             return due
@@ -102,9 +104,8 @@ class Witness(TorchFunctionMode):
         if event == "c_call":
             owner = getattr(what, "__self__", None)
             sentence = ""
-            if isinstance(owner, np.random.Generator | random.Random | np.random.RandomState):
-                if owner is not np.random.mtrand._rand and owner is not random._inst:  # type: ignore[attr-defined]
-                    sentence = "draws from a generator of its own"
+            if isinstance(owner, random.Random) and owner is not random._inst:  # type: ignore[attr-defined]
+                sentence = "draws from a generator of its own"
             elif owner is datetime.datetime or owner is datetime.date:
                 sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
             elif (told := CALLS.get(what) if getattr(what, "__hash__", None) else None) is not None:
@@ -139,7 +140,8 @@ def _place(frame: FrameType | None, inner: bool = False) -> str:
 
 
 def kept(run: Run) -> dict[str, Any]:
-    """Return what the model's modules, the task, its file and the dataset keep: numbers, and the sizes of containers."""
+    """Return what the model's modules, the task, its file and the dataset keep: numbers, the sizes of containers, and
+    of generators a digest of their state."""
     data, file = run.loaders.train.dataset, sys.modules.get(type(run.task).__module__)
     places = {"of the task": vars(run.task), "of the task's file": vars(file) if file else {}}
     places["of the dataset"] = vars(data) if hasattr(data, "__dict__") else {}
@@ -150,8 +152,27 @@ def kept(run: Run) -> dict[str, Any]:
         for name, value in values.items():
             if type(value) in PLAIN and name != "training":
                 found[f"`{name}` {where}"] = value
+            elif (state := _state(value)) is not None:
+                found[f"the state of the generator `{name}` {where}"] = state
+            elif isinstance(value, dict) and len(value) <= FEW and {*map(type, value.values())} <= PLAIN:
+                found[f"`{name}` {where}"] = dict(value)
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
                 found[f"the length of `{name}` {where}"] = len(value)
             elif isinstance(value, Tensor) and value.numel() <= FEW:
                 found[f"`{name}` {where}"] = value.tolist()
     return found
+
+
+def _state(value: Any) -> str | None:
+    """Return a digest of a generator's state; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state().numpy().tobytes()
+    elif isinstance(value, np.random.Generator):
+        state = repr(value.bit_generator.state).encode()
+    elif isinstance(value, np.random.RandomState):
+        state = repr(value.get_state()).encode()
+    elif isinstance(value, random.Random):
+        state = repr(value.getstate()).encode()
+    else:
+        return None
+    return hashlib.blake2b(state, digest_size=4).hexdigest()
