@@ -425,7 +425,7 @@ class Proof:
         cfg = self.cfg
         settings: dict[str, Any] = {
             "epochs": 0, "steps": self.steps, "schedule.horizon": cfg.schedule.horizon or self.asked.steps,
-            "log_every": 1, "eval_every": self.steps, "check_every": 1, "digest": True, "patience": 0,
+            "log_every": 1, "eval_every": self.steps, "check_every": 1, "digest_every": 1, "patience": 0,
             "save_every": self._save_every, "keep_checkpoints": 0, "max_time_s": 0, "oom": "stop",
             "save_dir": str(each.folder), "resume": "auto", "wandb.enable": False, "multi_gpu": "none",
             "global_batch": self.global_batch, "gradient_accumulation_steps": 0,
@@ -639,6 +639,11 @@ class Proof:
                              *self.left_out]  # fmt: skip
         if last["samples"] < notes["samples"]:
             self.left_out.append(f"the end of an epoch: it has {notes['samples']} samples")
+        if first.kind == "virtual" and self._of("plain"):
+            if notes["precision"] != "off":
+                self.left_out.append(f"other cuts without virtual workers in {notes['precision']}: they were in float32")
+            if "dropout" in notes["depends_on_cut"] and not self._why_no_plain():
+                self.left_out.append("dropout without virtual workers, where its masks depend on the cut: it was off")
         if not notes["scored"] and self.evaluate:
             self.left_out.append("an evaluation: the task has no validation data")
         if not self.cfg.num_workers:
