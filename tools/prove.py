@@ -70,6 +70,9 @@ a difference in float32 may be, to be taken for rounding."""
 CLEAR = 1e-2
 """A relative difference that a mistake makes at least: where rounding alone may explain more, nothing is said."""
 
+AMPLIFIED = 1e-4
+"""The relative difference in float32 from which it is compared also with that of weights changed in the last place."""
+
 CONTINUOUS = ("loss", "grad_norm")
 """Logged numbers that rounding moves a little; a hit of an accuracy jumps."""
 
@@ -315,15 +318,17 @@ class Proof:
             self.say(self.said_adds_up)
         if first.kind == "virtual":
             self.say(f"\nOn any number of processes, with virtual_workers={self.workers}: the same bits?")
-            self.say(ROW.format("processes", "interruption", "last loss", "digest of the weights"))
-            self._show(first)
+        else:
+            self.say("\nOn the same cut, without virtual workers: the same bits?")
+        self.say(ROW.format("processes", "interruption", "last loss", "digest of the weights"))
+        self._show(first)
         for group in self._groups(first):
             self._start(group)
             for each in group:
                 self._look(each, first)
             if self.finding:
                 break
-            alone = [each for each in group if each.kind == "virtual" and each.processes == 1]
+            alone = [each for each in group if _same_cut(first, each) and not each.killed]
             if alone and first.code:  # it was stopped early, so its final state is of another step
                 first = alone[0]
             self.one_s = min([self.one_s, *(each.took_s for each in alone)])
@@ -373,7 +378,7 @@ class Proof:
     def _groups(self, first: Trial) -> Iterator[list[Trial]]:
         """Yield the runs that are still of use, those together that have a core for each process."""
         most, plain = self.counts[-1], [n for n in self.counts if n <= 3] or self.counts[:1]
-        kill = min(self.steps // 2 + 2, self.steps - 1)
+        kill = min(self.steps // 2 + 1, self.steps - 1)
         if kill % self._save_every == 0 and kill + 1 < self.steps:  # a step is repeated
             kill += 1
         plan: list[dict[str, Any]] = []
@@ -382,9 +387,11 @@ class Proof:
                 {"kind": "virtual", "processes": 1},
                 {"kind": "virtual", "processes": most, "killed": kill, "after": min(2, max(1, most - 1))},
             ]
-        more = self._in_one_pass() > 1
+        else:  # on the same cut the bits must be the same, too
+            plan += [{"kind": "plain", "processes": 1}, {"kind": "plain", "processes": 1, "killed": kill, "after": 1}]
+        more = self._in_one_pass() > 1 and first.kind == "virtual"
         wide = [n for n in plain if n > 1]
-        plan += [{"kind": "double", "processes": 1}, {"kind": "plain", "processes": 1}]
+        plan += [{"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind]
         plan += [{"kind": kind, "processes": 1, "passes": True} for kind in ("double", "plain") if more]
         virtual = [{"kind": "virtual", "processes": n} for n in self.counts if 1 < n < most]
         for n in range(max(len(virtual), len(wide))):
@@ -419,7 +426,7 @@ class Proof:
 
     @property
     def _save_every(self) -> int:
-        return max(1, self.steps // 4)
+        return max(1, self.steps // 3)
 
     def _settings(self, each: Trial) -> dict[str, Any]:
         cfg = self.cfg
@@ -443,16 +450,16 @@ class Proof:
         size = self.global_batch
         return max(n for n in range(1, size + 1) if size % n == 0 and n <= max(1, self.cfg.batch_size))
 
-    def _start(self, group: Sequence[Trial], seconds: float = 0.0, **more: Any) -> None:
+    def _start(self, group: Sequence[Trial], seconds: float = 0.0, record: int = 0) -> None:
         """Run these trainings at the same time, and wait for their ends.
 
         seconds  stop each after so long
-        more     settings
+        record   the step at which each ends, with a record of it, and watched
         """
         for leg in (0, 1):
             with contextlib.ExitStack() as stack:
                 children = [
-                    (each, stack.enter_context(self._child(each, leg, seconds, more)))
+                    (each, stack.enter_context(self._child(each, leg, seconds, record)))
                     for each in group
                     if leg == 0 or (each.killed and last_step(each.folder))
                 ]
@@ -467,18 +474,19 @@ class Proof:
                 each.text = each.folder.with_suffix(f".log{leg}").read_text(errors="replace")
                 each.__dict__.pop("lines", None)
 
-    def _child(self, each: Trial, leg: int, seconds: float, more: dict[str, Any]) -> Any:
+    def _child(self, each: Trial, leg: int, seconds: float, record: int) -> Any:
         order: dict[str, Any] = {
             "notes": str(each.folder.with_suffix(".json")),
             "double": each.kind == "double",
             "dropout": each.kind == "virtual",
             "nudged": each.kind == "nudged",
-            "evaluate": self.evaluate,
+            "evaluate": self.evaluate and not record,
             "seconds": seconds,
             "kill_at": 0 if leg else each.killed,
-            "watch": bool(more),
+            "last": 0 if each.killed and not leg else record,
+            "watch": record > 0,
         }
-        settings = self._settings(each) | more
+        settings = self._settings(each) | ({"record": record, "compile": "off", "cuda_graph": False} if record else {})
         env = {"OMP_NUM_THREADS": "1"} | os.environ | {launch.RESTART: json.dumps({"settings": settings})}
         if "PYTHONHASHSEED" not in os.environ:
             env |= {"PYTHONHASHSEED": str(each.seed)}
@@ -493,9 +501,8 @@ class Proof:
 
     # ---- what they show ----
 
-    def _show(self, each: Trial) -> None:
+    def _show(self, each: Trial, again: str = "") -> None:
         """Print a run's row of the table of equal bits."""
-        again = ", again" if each.processes == 1 and each is not self.trials[0] and not each.killed else ""
         how = f"killed at step {each.killed}, resumed at {each.resumed_at}" if each.killed else "none"
         name = f"{each.processes}{again}" + (f", then {each.after}" if each.killed else "")
         self.say(ROW.format(name, how, f"{each.last['loss']:.6g}", each.last["digest"]))
@@ -511,9 +518,9 @@ class Proof:
             what = f"on {each}{how} the training ends with an error: {each.error}"
             self.finding = Finding(what, cause=_cause_of(each.error))
             return
-        if each.kind != "virtual":
+        if each.kind != "virtual" and not _same_cut(first, each):
             return
-        self._show(each)
+        self._show(each, ", again" if _same_cut(first, each) and not each.killed else "")
         if each.killed and not each.resumed_at:
             self.left_out.append("a resume: no checkpoint was written before the kill")
         if found := _apart(first, each):
@@ -522,7 +529,7 @@ class Proof:
 
     def _explained(self, one: Trial, other: Trial, step: int, what: str) -> Finding:
         """Repeat two runs with a record of the step at which they part, and name the first tensor that differs."""
-        again = other.kind == "virtual" and other.processes == 1 and not other.killed
+        again = _same_cut(one, other) and not other.killed
         resumed = bool(other.killed and step > other.resumed_at)
         how = "again" if again else "resumed" if resumed else "cut" if other.kind == "virtual" else "plain"
         name = {
@@ -535,12 +542,11 @@ class Proof:
         if not step:
             return finding
         self.say(f"\nRepeating both with a record of step {step} ...")
-        pair = [
-            Trial(each.kind, each.processes, self.folder / f"why_{n}", each.passes, each.killed, each.after, each.seed)
-            for n, each in enumerate((one, other))
-        ]
-        for each in pair:
-            self._start([each], record=step, compile="off", cuda_graph=False)
+        pair = []
+        for n, each in enumerate((one, other)):
+            kill = (each.killed, each.after) if how == "resumed" else (0, 0)
+            pair.append(Trial(each.kind, each.processes, self.folder / f"why_{n}", each.passes, *kill, each.seed))
+            self._start(pair[-1:], record=step)
         paths = [each.folder / f"record_step_{step}.npz" for each in pair]
         finding.seen = _seen(pair)
         if not all(path.exists() for path in paths):
@@ -583,11 +589,16 @@ class Proof:
     def _gaps(self, kind: str) -> list[tuple[Trial, float, float]]:
         """[(run, the largest relative difference of a logged number to one process, that of a weight)]"""
         one, *others = self._of(kind) or [None]
-        return [] if one is None else [(each, *_gap(one, each)) for each in others]
+        return [] if one is None else [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
+
+    def _in_float64(self) -> bool:
+        """Return whether the differences in float64 are those of its rounding."""
+        gaps = self._gaps("double")
+        return bool(gaps) and max(max(gap) for _, *gap in gaps) <= FLOAT64
 
     def _needs_yardstick(self) -> bool:
-        doubles = self._gaps("double")
-        return len(self._of("plain")) > 1 and (not doubles or max(max(gap[1:]) for gap in doubles) > FLOAT64)
+        plain = self._gaps("plain")
+        return bool(plain) and (not self._in_float64() or max(numbers for _, numbers, _ in plain) > AMPLIFIED)
 
     def _plain_table(self) -> None:
         gaps = {str(each): (each, *gap) for each, *gap in self._gaps("plain")}
@@ -608,20 +619,20 @@ class Proof:
             return
         if why := self._no_float64():
             self.left_out.append(f"float64: {why}")
-        double, plain = (self._gaps(kind) for kind in ("double", "plain"))
-        nudged = next(iter(self._of("nudged")), None)
-        if nudged and plain:  # without float64, or where a part is computed in float32
+        plain, nudged = self._gaps("plain"), next(iter(self._of("nudged")), None)
+        if nudged and plain:
             one = self._of("plain")[0]
             moved = _gap(one, nudged, CONTINUOUS)
             limits = [GROWTH * max(trial.LAST_BIT, each) for each in moved]
-            gaps = [(each, _gap(one, each, CONTINUOUS)) for each, *_ in plain]
-            if limits[0] > CLEAR:
-                what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
-                self.left_out.append(f"other cuts without virtual workers: {what}, so a difference says little")
-                return
+            gaps = [(each, *_gap(one, each, CONTINUOUS)) for each, *_ in plain]
+            if limits[0] > CLEAR:  # it amplifies rounding so much that float32 shows nothing
+                gaps = []
+                if not self._in_float64():
+                    what = f"weights changed in the last place move the numbers by {moved[0]:.0e}"
+                    self.left_out.append(f"other cuts without virtual workers: {what}, so a difference says little")
         else:
-            limits, gaps = [FLOAT64, FLOAT64], [(each, (numbers, weights)) for each, numbers, weights in double]
-        for each, gap in gaps:
+            limits, gaps = [FLOAT64, FLOAT64], self._gaps("double")
+        for each, *gap in gaps:
             for size, limit, name in zip(gap, limits, ("logged numbers", "weights"), strict=True):
                 if not size <= limit:
                     first = self._of(each.kind)[0]
@@ -654,13 +665,14 @@ class Proof:
     def _verdict(self) -> list[str]:
         lines = [""]
         if self.finding is None:
-            virtual = self._of("virtual")
+            first = self.trials[0] if self._of("virtual") else self._of("plain")[0]
+            same = [each for each in self._of(first.kind) if each.kind == "virtual" or _same_cut(first, each)]
             lines.append("The promise holds.")
-            if virtual:
-                points = sum(event == "train" for event, _ in virtual[0].lines)
-                scored = ", the evaluation" if any(event == "eval" for event, _ in virtual[0].lines) else ""
-                lines.append(f"  the same bits in {len(virtual)} runs: at {amount(points, 'step')}{scored}, and in all of "
-                             f"the final state")  # fmt: skip
+            if len(same) > 1:
+                points = sum(event == "train" for event, _ in first.lines)
+                scored = ", in the evaluation" if any(event == "eval" for event, _ in first.lines) else ""
+                lines.append(f"  the same bits in {len(same)} runs: at {amount(points, 'step')}{scored}, and in the whole "
+                             "final state")  # fmt: skip
             lines += self._rounding()
         else:
             found = self.finding
@@ -675,18 +687,17 @@ class Proof:
         plain, double = self._gaps("plain"), self._gaps("double")
         if self._why_no_plain() or not (plain or double):
             return []
-        numbers = max((max(gap) for _, *gap in plain), default=math.nan)
-        in_float64 = max((max(gap) for _, *gap in double), default=math.nan)
-        text = f"  without virtual workers the same on {len(plain) or len(double)} other cuts"
+        cuts = len({str(each) for each, *_ in (*plain, *double)})
+        text = f"  without virtual workers the same on {amount(cuts, 'other cut')} up to rounding: "
+        if plain:
+            text += f"to {max(numbers for _, numbers, _ in plain):.0e}"
         if nudged := next(iter(self._of("nudged")), None):
-            moved = max(_gap(self._of("plain")[0], nudged))
-            if GROWTH * moved > CLEAR:
+            moved, _ = _gap(self._of("plain")[0], nudged, CONTINUOUS)
+            if GROWTH * moved > CLEAR and not self._in_float64():
                 return []
-            text += f" to {numbers:.0e}, and weights changed in the last place move it by {moved:.0e}: rounding"
-        elif plain:
-            text += f" to {numbers:.0e}, and to {in_float64:.0e} in float64: rounding"
-        else:
-            text += f" to {in_float64:.0e}, in float64"
+            text += f", where weights changed in the last place make {moved:.0e}"
+        if double:
+            text += f"{', ' * bool(plain)}to {max(numbers for _, numbers, _ in double):.0e} in float64"
         return [text]
 
     def _as_json(self, code: int) -> dict[str, Any]:
@@ -700,8 +711,11 @@ class Proof:
         ]  # fmt: skip
         gaps = {
             kind: {str(each): {"numbers": numbers, "weights": weights} for each, numbers, weights in self._gaps(kind)}
-            for kind in ("plain", "double", "nudged")
+            for kind in ("plain", "double")
         }
+        for nudged in self._of("nudged"):
+            numbers, weights = _gap(self._of("plain")[0], nudged)
+            gaps["plain"]["weights changed in the last place"] = {"numbers": numbers, "weights": weights}
         found = vars(self.finding) if self.finding else None
         return {
             "holds": not code, "exit_code": code, "steps": self.steps, "global_batch": self.global_batch,
@@ -776,12 +790,17 @@ def _first_step(one: Trial, other: Trial, limit: float) -> int:
     return 0
 
 
+def _same_cut(one: Trial, other: Trial) -> bool:
+    """Return whether two runs must have the same bits without virtual workers, too."""
+    return (one.kind, one.processes, one.passes) == (other.kind, other.processes, other.passes)
+
+
 def _cause_of(error: str) -> str:
     return next((cause for pattern, cause in REFUSED.items() if re.search(pattern, error)), "")
 
 
 def _seen(pair: Sequence[Trial]) -> list[str]:
-    """Return what the task's code was seen to do in either run, what differs between them first."""
+    """Return what the task has kept that differs between the runs, and what its code was seen to do in either."""
     sentences, kept = dict[str, None](), list[dict[str, Any]]()
     for each in pair:
         for path in sorted(each.folder.parent.glob(f"{each.folder.name}.json.seen.*")):
@@ -792,7 +811,7 @@ def _seen(pair: Sequence[Trial]) -> list[str]:
     one, other = (kept + [{}, {}])[:2]
     apart = [f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other" for name in one
              if name in other and one[name] != other[name]]  # fmt: skip
-    return [*sentences, *apart][:5]
+    return [*apart, *sentences][:5]
 
 
 def _nth(number: int) -> str:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Order(NamedTuple):
     nudged    change each weight by one unit in the last place, up or down, before the first step
     evaluate  whether the run scores its validation data
     seconds   stop after so long, counted from the first step; 0: never
+    last      stop after this step, as if the run ended there; 0: at its end
     kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is on the disk; 0: never
     watch     note what the task's code does that may depend on the process, see witness.py
     """
@@ -56,6 +58,7 @@ class Order(NamedTuple):
     nudged: bool = False
     evaluate: bool = True
     seconds: float = 0.0
+    last: int = 0
     kill_at: int = 0
     watch: bool = False
 
@@ -79,6 +82,8 @@ def main(argv: list[str]) -> int:
         run: Run = plain_build(*given, **named)
         if not order.evaluate:
             run.loaders = run.loaders._replace(val=None)
+        if order.last:
+            run.plan = replace(run.plan, total_steps=order.last)
         if order.seconds:
             timer = threading.Timer(order.seconds, run.stop.request, ["its time is over"])
             timer.daemon = True

@@ -155,7 +155,7 @@ def kept(run: Run) -> dict[str, Any]:
             elif (state := _state(value)) is not None:
                 found[f"the state of the generator `{name}` {where}"] = state
             elif isinstance(value, dict) and len(value) <= FEW and {*map(type, value.values())} <= PLAIN:
-                found[f"`{name}` {where}"] = dict(value)
+                found[f"`{name}` {where}"] = {str(key): each for key, each in value.items()}
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
                 found[f"the length of `{name}` {where}"] = len(value)
             elif isinstance(value, Tensor) and value.numel() <= FEW:

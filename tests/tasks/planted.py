@@ -96,6 +96,20 @@ class Centre(nn.Module):
         return x - x.mean(0) if self.training else x
 
 
+class Coarse(nn.Linear):
+    """Computes in float32, whatever the rest does."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Drops(nn.Module):
+    """Dropout, called as a function: no mistake, but its masks depend on the cut without virtual workers."""
+
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.1, self.training)
+
+
 class Forgets(torch.optim.SGD):
     """Warms up by a count that its state does not hold."""
 
@@ -126,6 +140,7 @@ class ForgetsAll(torch.optim.SGD):
 
 
 LAYERS = {"generator of a module": Noise, "buffer that counts": Counts, "running mean": Mean, "centred by the batch": Centre}
+LAYERS |= {"float32 inside": lambda: Coarse(16, 16), "dropout by a function": Drops, "dropout": lambda: nn.Dropout(0.1)}
 OPTIMIZERS = {"optimizer that forgets": Forgets, "momenta in the file": ForgetsAll}
 
 
@@ -157,6 +172,8 @@ class Task(contract.Task):
     def loss(self, net, batch):
         mistake, x, training = self.mistake, batch["x"], isinstance(contract.under_way, tuple)
         PASSES["count"] += training and mistake in ("global counter", "noise once warm")
+        if mistake == "slow" and training:
+            time.sleep(0.2)
         if mistake == "generator of the loss":
             x = x + 0.1 * torch.randn(x.shape, generator=self.own)
         if mistake == "clock" and training:
