@@ -227,8 +227,8 @@ def _training(trust: bool, words: list[str]) -> list[str]:
 @contextlib.contextmanager
 def _place(keep: str) -> Iterator[Path]:
     if not keep:
-        with tempfile.TemporaryDirectory(prefix="lockstep_") as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
+            yield Path(scratch)
         return
     folder = Path(keep)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -393,7 +393,7 @@ class Proof:
         wide = [n for n in plain if n > 1]
         plan += [{"kind": kind, "processes": 1} for kind in ("double", "plain") if kind != first.kind]
         plan += [{"kind": kind, "processes": 1, "passes": True} for kind in ("double", "plain") if more]
-        virtual = [{"kind": "virtual", "processes": n} for n in self.counts if 1 < n < most]
+        virtual = [{"kind": "virtual", "processes": n} for n in self.counts if 1 < n < most and first.kind == "virtual"]
         for n in range(max(len(virtual), len(wide))):
             plan += virtual[n : n + 1]
             plan += [{"kind": kind, "processes": each} for each in wide[n : n + 1] for kind in ("double", "plain")]
@@ -578,7 +578,7 @@ class Proof:
         """Why equal numbers are not promised without virtual workers, known once one such run is there."""
         notes = next((each.notes for each in self.trials if each.kind in ("plain", "double") and each.notes), {})
         if depends := notes.get("depends_on_cut", ""):
-            return f"{depends} depends on the cut"
+            return f"the numbers of {depends} depend on the cut"
         if draws := " and ".join(notes.get("draws", [])):
             return f"the loss draws from the generator of {draws} in each pass, so that its numbers depend on the cut"
         return ""
@@ -588,8 +588,8 @@ class Proof:
 
     def _gaps(self, kind: str) -> list[tuple[Trial, float, float]]:
         """[(run, the largest relative difference of a logged number to one process, that of a weight)]"""
-        one, *others = self._of(kind) or [None]
-        return [] if one is None else [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
+        one, *others = self._of(kind) or [self.trials[0]]
+        return [(each, *_gap(one, each)) for each in others if not _same_cut(one, each)]
 
     def _in_float64(self) -> bool:
         """Return whether the differences in float64 are those of its rounding."""
@@ -615,7 +615,7 @@ class Proof:
     def _judge_plain(self) -> None:
         """Set the finding where a difference without virtual workers is more than rounding."""
         if why := self._why_no_plain():
-            self.left_out.append(f"other cuts without virtual workers: {why}; with them it does not")
+            self.left_out.append(f"other cuts without virtual workers: {why}")
             return
         if why := self._no_float64():
             self.left_out.append(f"float64: {why}")
@@ -652,7 +652,9 @@ class Proof:
             self.left_out.append(f"the end of an epoch: it has {notes['samples']} samples")
         if first.kind == "virtual" and self._of("plain"):
             if notes["precision"] != "off":
-                self.left_out.append(f"other cuts without virtual workers in {notes['precision']}: they were in float32")
+                self.left_out.append(
+                    f"other cuts without virtual workers in {notes['precision']}: they were in float32"
+                )
             if "dropout" in notes["depends_on_cut"] and not self._why_no_plain():
                 self.left_out.append("dropout without virtual workers, where its masks depend on the cut: it was off")
         if not notes["scored"] and self.evaluate:
@@ -671,8 +673,8 @@ class Proof:
             if len(same) > 1:
                 points = sum(event == "train" for event, _ in first.lines)
                 scored = ", in the evaluation" if any(event == "eval" for event, _ in first.lines) else ""
-                lines.append(f"  the same bits in {len(same)} runs: at {amount(points, 'step')}{scored}, and in the whole "
-                             "final state")  # fmt: skip
+                where = f"at {amount(points, 'step')}{scored}, and in the whole final state"
+                lines.append(f"  the same bits in {len(same)} runs: {where}")
             lines += self._rounding()
         else:
             found = self.finding
@@ -808,7 +810,7 @@ def _seen(pair: Sequence[Trial]) -> list[str]:
             sentences |= dict.fromkeys(found["calls"])
             if path.suffix == ".0":
                 kept.append(found["kept"])
-    one, other = (kept + [{}, {}])[:2]
+    one, other = (kept[0], kept[1]) if len(kept) > 1 else ({}, {})
     apart = [f"{name} is {one[name]!s:.60} in one and {other[name]!s:.60} in the other" for name in one
              if name in other and one[name] != other[name]]  # fmt: skip
     return [*apart, *sentences][:5]

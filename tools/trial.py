@@ -48,7 +48,7 @@ class Order(NamedTuple):
     evaluate  whether the run scores its validation data
     seconds   stop after so long, counted from the first step; 0: never
     last      stop after this step, as if the run ended there; 0: at its end
-    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is on the disk; 0: never
+    kill_at   the last rank kills itself (SIGKILL) once so many steps are taken and a checkpoint is on the disk; 0: not
     watch     note what the task's code does that may depend on the process, see witness.py
     """
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
             witness.follow(run)
         return run
 
-    train.built, train.build = built, build  # type: ignore[assignment]
+    train.built, train.build = built, build
     with witness or contextlib.nullcontext():
         return train.main(argv[1:])
 

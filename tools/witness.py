@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import os
 import random
+import re
 import site
 import socket
 import sys
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from engine import launch
 from engine.data.batches import PLAIN
 from engine.files.atomic import write_json
 from engine.run import Run
@@ -55,21 +57,20 @@ CALLS: dict[Any, str] = {
 
 RANKS = {getattr(dist, name).__code__: f"the rank or the number of processes (dist.{name})" for name in
          ("get_rank", "get_world_size")}  # fmt: skip
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+LAUNCH = re.compile(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)|MASTER_PORT)")
 ENVIRON = type(os.environ).__getitem__.__code__
 
 
 class Witness(TorchFunctionMode):
     """Writes `<notes>.seen.<rank>`, a JSON.
 
-    calls   what the task's code was seen to do, a sentence -> how often
-    before  what it kept before the first step; what differs from that after the last step is written as `kept`
+    calls  what the task's code was seen to do, a sentence -> how often
+    kept   what the task keeps after the last step, see `kept`
     """
 
     def __init__(self, notes: str):
         super().__init__()
-        self.path, self.calls = Path(f"{notes}.seen.{os.environ.get('RANK', '0')}"), dict[str, int]()
-        self.before: dict[str, Any] = {}
+        self.path, self.calls = Path(f"{notes}.seen.{launch.environment().rank}"), dict[str, int]()
 
     def __enter__(self) -> Any:
         sys.setprofile(self._call)
@@ -81,18 +82,16 @@ class Witness(TorchFunctionMode):
 
     def follow(self, run: Run) -> None:
         """Write what was seen after each step, because the process may be killed."""
-        plain, self.before = run.end_step, kept(run)
+        plain = run.end_step
 
         def end_step(*given: Any) -> Any:
             due = plain(*given)
             sys.setprofile(None)
-            now = kept(run)
-            changed = {name: now[name] for name in now if name not in self.before or self.before[name] != now[name]}
-            write_json(self.path, {"calls": self.calls, "kept": changed})
+            write_json(self.path, {"calls": self.calls, "kept": kept(run)})
             sys.setprofile(self._call)
             return due
 
-        run.end_step = end_step  # type: ignore[method-assign]
+        run.end_step = end_step  # type: ignore
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draws = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Generator)]
@@ -114,7 +113,7 @@ class Witness(TorchFunctionMode):
                 self._note(f"{place} {sentence} ({getattr(what, '__qualname__', what)})")
         elif event == "call":
             sentence = f"reads {RANKS[frame.f_code]}" if frame.f_code in RANKS else ""
-            if frame.f_code is ENVIRON and (name := frame.f_locals.get("key")) in LAUNCH:
+            if frame.f_code is ENVIRON and LAUNCH.fullmatch(str(name := frame.f_locals.get("key"))):
                 sentence = f"reads the environment's {name}"
             if sentence and frame.f_back and (place := _place(frame.f_back)):
                 self._note(f"{place} {sentence}")
@@ -146,7 +145,9 @@ def kept(run: Run) -> dict[str, Any]:
     places = {"of the task": vars(run.task), "of the task's file": vars(file) if file else {}}
     places["of the dataset"] = vars(data) if hasattr(data, "__dict__") else {}
     for path, module in run.model.named_modules():
-        places[f"of the model's {path}" if path else "of the model"] = vars(module) | dict(module.named_buffers("", False))
+        places[f"of the model's {path}" if path else "of the model"] = vars(module) | dict(
+            module.named_buffers("", False)
+        )
     found: dict[str, Any] = {}
     for where, values in places.items():
         for name, value in values.items():

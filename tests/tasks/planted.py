@@ -139,7 +139,12 @@ class ForgetsAll(torch.optim.SGD):
         return super().step(closure)
 
 
-LAYERS = {"generator of a module": Noise, "buffer that counts": Counts, "running mean": Mean, "centred by the batch": Centre}
+LAYERS = {
+    "generator of a module": Noise,
+    "buffer that counts": Counts,
+    "running mean": Mean,
+    "centred by the batch": Centre,
+}
 LAYERS |= {"float32 inside": lambda: Coarse(16, 16), "dropout by a function": Drops, "dropout": lambda: nn.Dropout(0.1)}
 OPTIMIZERS = {"optimizer that forgets": Forgets, "momenta in the file": ForgetsAll}
 
