@@ -276,6 +276,7 @@ own = random.Random(0)
         (["--keep", "tests", TOY], "tests is there already"),
         (["epoch=3", TOY], "did you mean 'epochs'?"),
         (["nothing.py"], "no task file 'nothing.py'"),
+        (["tests/nothing"], "no run at 'tests/nothing'"),
         ([TOY, "dataset.samples=0"], "the training set is empty"),
     ],
 )

@@ -218,10 +218,9 @@ def main(argv: list[str]) -> int:
 
 def _training(trust: bool, words: list[str]) -> list[str]:
     """Return a training's arguments: RUN at the beginning becomes its config."""
-    first = Path(words[0]) if words else Path()
-    if words and ((first / "config.yaml").is_file() or (first.suffix == ".pt" and first.is_file())):
-        return of_run(trust, words)
-    return words
+    first = words[0] if words and words[0][:1] != "-" and "=" not in words[0] else ""
+    is_run = (Path(first) / "config.yaml").is_file() or first.endswith(".pt") or os.sep in first
+    return of_run(trust, words) if first and is_run and not first.endswith(".py") else words
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class Witness(TorchFunctionMode):
         if event == "c_call":
             owner = getattr(what, "__self__", None)
             sentence = ""
-            if isinstance(owner, random.Random) and owner is not random._inst:  # type: ignore[attr-defined]
+            if isinstance(owner, random.Random) and owner is not random._inst:
                 sentence = "draws from a generator of its own"
             elif owner is datetime.datetime or owner is datetime.date:
                 sentence = f"reads {CLOCK}" if what.__name__ in ("now", "utcnow", "today") else ""
