@@ -99,7 +99,7 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
         state = archive.read(Path(checkpoint))
         hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
         if asked.state:
-            hashes["state"] = digests.of_tensors(_tensors("", {name: state[name] for name in SAME_STATE}))[:16]
+            hashes["state"] = digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]
         if asked.json:
             about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
             known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
@@ -115,14 +115,14 @@ SAME_STATE = ("model", "ema", "optimizer", "scaler", "tally", "progress")
 """The parts of a checkpoint that are the same, to the last bit, on any number of processes with `virtual_workers`."""
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the leaves of a tree of dicts and lists with their paths, numbers as tensors."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(f"{name}/{key}", item)
+            yield from tensors_of(f"{name}/{key}", item)
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _tensors(f"{name}/{number}", item)
+            yield from tensors_of(f"{name}/{number}", item)
     elif isinstance(value, Tensor):
         yield name, value
     elif value is not None:

@@ -1,0 +1,301 @@
+"""tools/prove.py: a task that keeps the promise passes, and each planted mistake is named."""
+
+import json
+import re
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TOY
+from planted import ALONE, MEASURED, REFUSED, TASK, WORDS, said, words
+from torch import nn
+
+from engine.contract import BatchInfo
+from engine.errors import LockstepError
+from tools import prove, running, trial, witness
+from tools.prove import Trial
+
+PROVE = "tools/prove.py"
+
+
+@pytest.fixture
+def forks(launch, monkeypatch):
+    """What the tool starts are this suite's processes."""
+    launch.may_stay += ["lockstep_", "torch_"]  # of the process that is killed
+
+    def popen(command, *, env, stdout, **how):  # a fork has the hashes of its parent, whatever the variable says
+        env = {name: value for name, value in env.items() if name != "PYTHONHASHSEED"}
+        return launch.popen(command, cwd=ROOT, env=env, stdout=stdout)
+
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+@pytest.fixture
+def proved(forks, capfd):
+    """Run the tool in this process, and return its JSON."""
+
+    def prove_it(*words):
+        code = prove.main(["--json", *words])
+        found = json.loads(capfd.readouterr().out)
+        assert found["exit_code"] == code and found["holds"] is (code == 0) is (found["finding"] is None)
+        return found
+
+    return prove_it
+
+
+# ---- the planted task ------------------------------------------------------------------------------------------------
+
+
+def weights(folder):
+    return torch.load(folder / "last.pt", weights_only=True)["model"]
+
+
+@pytest.mark.slow
+def test_a_task_without_a_mistake_passes(proved, tmp_path):
+    """What the tool says of its runs is what torch and NumPy find in their checkpoints and logs."""
+    kept = tmp_path / "runs"
+    found = proved(*WORDS, "--keep", str(kept))
+    assert found["holds"] and found["steps"] == 6 and found["global_batch"] == 12 and found["virtual_workers"] == 3
+    runs = {(run["kind"], run["processes"], run["more_passes"]): run for run in found["runs"]}
+    assert len(found["runs"]) == 9 and [run["error"] for run in found["runs"]] == [""] * 9
+    killed = runs["virtual", 2, False]
+    assert 0 < killed["resumed_at"] < killed["killed_at"] < 6 and killed["resumed_on"] == 1
+    folders = sorted(path for path in kept.iterdir() if path.is_dir())
+    of = {
+        kind: [weights(path) for path in folders if f"_{kind}_" in path.name] for kind in ("virtual", "plain", "double")
+    }
+    one, *others = of["virtual"]
+    assert len(others) == 2 and all(torch.equal(one[name], each[name]) for each in others for name in one)
+    assert {run["digest"] for run in found["runs"] if run["kind"] == "virtual"} == {runs["virtual", 1, False]["digest"]}
+    for kind, dtype, least, most in (("plain", torch.float32, 1e-9, 1e-5), ("double", torch.float64, 0.0, 1e-13)):
+        one, *others = of[kind]
+        assert len(others) == 2 and {value.dtype for value in one.values()} == {dtype}
+        apart = [max(np.linalg.norm(each[n] - one[n]) / np.linalg.norm(one[n]) for n in one) for each in others]
+        assert [gap["weights"] for gap in found["differences"][kind].values()] == pytest.approx(apart)
+        assert all(least < gap < most for gap in apart)
+        numbers = [gap["numbers"] for gap in found["differences"][kind].values()]
+        assert all(least < gap < most for gap in numbers)
+    configs = [(path / "config.yaml").read_text() for path in folders if "_plain_1" in path.name]
+    assert {re.search(r"^batch_size: (\d+)", text, re.M)[1] for text in configs} == {"12", "6"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [name for name in (REFUSED | MEASURED) if name != "a set's order"])
+def test_a_planted_mistake_is_named(proved, mistake):
+    found = proved(*words(mistake))
+    assert not found["holds"]
+    assert re.search((REFUSED | MEASURED)[mistake], said(found["finding"])), found["finding"]
+    assert (
+        len(found["runs"]) == 1
+        if mistake in REFUSED
+        else found["finding"]["where"] or "error" in said(found["finding"])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_the_order_of_a_set_is_named(launch):
+    """Forks have one hash seed, so this starts everything anew."""
+    done = launch.python(PROVE, "--json", "--steps", "2", "--processes", "1", TASK, "plant.mistake=a set's order")
+    finding = json.loads(done.out)["finding"]
+    assert done.code == 1 and re.search(MEASURED["a set's order"], finding["cause"]), finding
+    assert finding["where"].startswith("step 1: batch: x, ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "not_checked", "kinds"),
+    [
+        (
+            [*ALONE, "plant.mistake=dropout by a function"],
+            "virtual workers: the loss draws from the generator of t",
+            [],
+        ),
+        ([*ALONE, "plant.mistake=dropout"], "dropout without virtual workers, where its masks depend on", [1, 1]),
+        ([*ALONE, "plant.mistake=float32 inside"], "float64: RuntimeError: mat1 and mat2 must have the same", [2]),
+        ([*WORDS, "virtual_workers=1"], "2 processes, killed, then 1: virtual_workers=1 is the most", [2, 2]),
+    ],
+)
+def test_what_cannot_be_checked_is_said(proved, given, not_checked, kinds):
+    """Beside one process are compared: without virtual workers, and in float64, so many runs."""
+    found = proved(*given)
+    assert found["holds"] and any(not_checked in text for text in found["not_checked"]), found
+    assert [len(gaps) for gaps in found["differences"].values() if gaps] == kinds
+
+
+@pytest.mark.slow
+def test_a_loss_over_all_pairs_has_no_virtual_workers(proved):
+    found = proved("--steps", "4", "--processes", "1,2,3", str(ROOT / "tests" / "tasks" / "contrast.py"))
+    assert found["holds"] and "gather_batch in a step of" in found["not_checked"][0]
+    assert {run["kind"] for run in found["runs"]} >= {"plain", "double"}
+
+
+@pytest.mark.slow
+def test_slow_steps_are_fewer_and_what_does_not_fit_is_named(proved):
+    found = proved("--seconds", "30", "--processes", "1", TASK, "plant.mistake=slow")
+    assert found["holds"] and 2 <= found["steps"] < 20
+    assert any(text.startswith("steps after the ") for text in found["not_checked"])
+
+
+# ---- the arithmetic --------------------------------------------------------------------------------------------------
+
+
+def ended(folder, kind, losses, weight, digest="a", name="run", **about):
+    """A run that has logged these losses, and saved one weight and one counter."""
+    each = Trial(kind, 1, folder / name, **about)
+    each.folder.mkdir()
+    lines = [
+        {"event": "train", "step": n + 1, "epoch": 0, "samples": n, "time_s": n * np.random.rand(), "loss": loss,
+         "grad_norm": 1.0, "digest": f"{digest}{n}"}
+        for n, loss in enumerate(losses)
+    ]  # fmt: skip
+    (each.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    each.state = dict.fromkeys(prove.SAME_STATE) | {"model": {"w": torch.tensor(weight), "n": torch.tensor([4])}}
+    return each
+
+
+def test_the_first_difference_of_two_logs(tmp_path):
+    one = ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], name="one")
+    assert prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], name="same")) is None
+    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.26], [3.0, 4.0], name="loss"))
+    assert step == 3 and what == "at step 3: loss 0.25 and 0.26"
+    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0], "b", name="digest"))
+    assert step == 1 and what == "at step 1: digest a0 and b0"
+    step, what = prove._apart(one, ended(tmp_path, "virtual", [1.0, 0.5, 0.25], [3.0, 4.0000005], name="state"))
+    assert step == 0 and what == "in the final state alone: /model/w"
+
+
+def test_relative_differences_by_hand(tmp_path):
+    """Of numbers: to the largest of its name in the run; of weights: of their norms."""
+    one = ended(tmp_path, "plain", [2.0, 0.5], [3.0, 4.0], name="one")
+    other = ended(tmp_path, "plain", [2.0, 0.6], [3.0, 4.5], name="other")
+    assert prove._gap(one, other) == pytest.approx((0.05, 0.1))
+    assert prove._first_step(one, other, 0.1) == 2 and prove._first_step(one, other, 0.3) == 0
+    other.state["model"]["n"] = torch.tensor([6])
+    assert prove._gap(one, other)[1] == pytest.approx(0.5), "a counter is a number, too"
+
+
+@pytest.mark.parametrize(
+    ("plain", "double", "nudged", "holds"),
+    [
+        (1e-6, 1e-14, None, True),
+        (1e-6, 1e-7, None, False),  # what rounding cannot do in float64
+        (1e-6, 1e-7, 1e-6, True),  # a part of the task computes in float32
+        (1e-3, 1e-14, 1e-6, False),  # in float32 alone, a thousand times what the last place makes
+        (1e-1, 1e-14, 1e-2, True),  # it amplifies rounding, which float64 shows
+        (1e-1, None, 1e-2, None),  # nothing shows anything
+        (1e-1, None, 1e-6, False),
+    ],
+)
+def test_what_is_taken_for_rounding(tmp_path, monkeypatch, plain, double, nudged, holds):
+    proof = object.__new__(prove.Proof)
+    proof.trials, proof.left_out, proof.finding, proof.steps = [], [], None, 1
+    for kind, size in (("plain", plain), ("double", double)):
+        if size is not None:
+            proof.trials += [ended(tmp_path, kind, [1.0], [1.0], name=f"{kind}_1")]
+            proof.trials += [ended(tmp_path, kind, [1.0 + size], [1.0], name=f"{kind}_2")]
+            proof.trials[-1].processes = 2
+    needed = proof._needs_yardstick()
+    if nudged is not None:
+        assert needed
+        proof.trials.append(ended(tmp_path, "nudged", [1.0 + nudged], [1.0], name="nudged"))
+    monkeypatch.setattr(prove.Proof, "_explained", lambda self, one, other, step, what: prove.Finding(what))
+    proof._judge_plain()
+    assert (proof.finding is None) is (holds is not False)
+    assert bool(proof.left_out) is (holds is None) and bool(proof._rounding()) is (holds is not None)
+
+
+def test_in_float64_the_task_computes_as_it_would(tmp_path):
+    """Beside a model in float64 that is fed by hand: weights, batch, and what the task and its teacher keep."""
+    torch.manual_seed(0)
+    model, teacher, weight = nn.Linear(3, 2), nn.Linear(3, 2), torch.rand(2)
+    exact = [torch.nn.Linear(3, 2).double() for _ in range(2)]
+    for copy, given in zip(exact, (model, teacher), strict=True):
+        copy.load_state_dict({name: value.double() for name, value in given.state_dict().items()})
+    x, y, seed = torch.rand(4, 3), torch.tensor([0, 1, 1, 0]), torch.arange(4)
+
+    def loss(net, batch):
+        assert batch["lockstep"].seed is seed and batch["y"].dtype == torch.int64
+        target = task.teacher(batch["x"]).softmax(1)
+        return nn.functional.cross_entropy(net(batch["x"]), target, weight=task.weight, reduction="sum")
+
+    task = SimpleNamespace(teacher=teacher, weight=weight, loss=loss, losses=None, score=loss, collect=None)
+    trial.prepare(model, task, trial.Order("", double=True))
+    found = task.loss(model, {"x": x, "y": y, "lockstep": BatchInfo(seed, seed, seed)})
+    truth = nn.functional.cross_entropy(
+        exact[0](x.double()), exact[1](x.double()).softmax(1), weight=weight.double(), reduction="sum"
+    )
+    assert found.dtype == torch.float64 and torch.equal(found, truth)
+
+
+def test_nudged_weights_differ_in_the_last_place():
+    model = nn.Linear(50, 40)
+    before = model.weight.detach().numpy().copy()
+    trial.prepare(model, SimpleNamespace(), trial.Order("", nudged=True))
+    moved = model.weight.detach().numpy().view(np.int32) - before.view(np.int32)
+    assert {*np.abs(moved).ravel().tolist()} <= {1, 2} and 0.4 < (moved > 0).mean() < 0.6
+
+
+def test_the_witness_tells_the_task_from_libraries(tmp_path):
+    program = """
+import random, sys, time
+def loss():
+    random.random(), time.perf_counter()
+    return sorted([3, 1], key=lambda n: time.time()), own.random()
+own = random.Random(0)
+"""
+    (tmp_path / "mine.py").write_text(program)
+    space = {}
+    exec(compile(program, str(tmp_path / "mine.py"), "exec"), space)
+    seen = witness.Witness(str(tmp_path / "notes"))
+    with seen:
+        space["loss"]()
+        torch.nn.init.normal_(torch.empty(3), generator=torch.Generator())
+    sentences = [sentence.split("mine.py:")[-1] for sentence in seen.calls]
+    assert sentences[:3] == [
+        "4, in loss, reads the clock (perf_counter)",
+        "5, in <lambda>, reads the clock (time)",
+        "5, in loss, draws from a generator of its own (Random.random)",
+    ]
+    assert not any("init" in sentence for sentence in sentences)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["--steps", "1", TOY], "1 are too few"),
+        (["--processes", "0,2", TOY], "'0,2' are no numbers of processes"),
+        (["--processes", "2,2", TOY], "'2,2' are no numbers of processes"),
+        (["--seconds", "0", TOY], "0 is no time"),
+        (["--keep", "tests", TOY], "tests is there already"),
+        (["epoch=3", TOY], "did you mean 'epochs'?"),
+        (["nothing.py"], "no task file 'nothing.py'"),
+        (["tests/nothing"], "no run at 'tests/nothing'"),
+        ([TOY, "dataset.samples=0"], "the training set is empty"),
+    ],
+)
+def test_wrong_usage_is_one_line(forks, monkeypatch, capfd, given, error):
+    monkeypatch.chdir(ROOT)
+    code = prove.main(given)
+    printed = capfd.readouterr()
+    assert code == 2 and error in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_help_is_the_docstring(capsys):
+    assert prove.main(["--help"]) == 0
+    assert capsys.readouterr().out.strip() == prove.__doc__.strip()
+
+
+def test_a_run_is_its_config_and_runs_no_program_unasked(tmp_path):
+    (tmp_path / "config.yaml").write_text(f"task: {tmp_path / 'mine.py'}\nsteps: 3\n")
+    with pytest.raises(LockstepError, match="--trust"):
+        prove._training(False, [str(tmp_path)])
+    words = prove._training(True, [str(tmp_path), "batch_size=4"])
+    assert words[:3] == ["--config", str(tmp_path / "config.yaml"), "batch_size=4"]
+    assert prove._training(False, ["har", "steps=3"]) == ["har", "steps=3"] and prove._training(False, []) == []
