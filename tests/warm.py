@@ -81,6 +81,7 @@ class Zygote:
     """The server, a child of this process, which must have called `adopt_orphans`. It ends with it."""
 
     def __init__(self) -> None:
+        self.one_at_a_time = threading.Lock()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             env = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -102,8 +103,9 @@ class Zygote:
         its controlling terminal where it has one."""
         request = {"words": words, "env": env, "cwd": str(cwd), "ignored": ignored, "namespaces": namespaces}
         request["terminal"] = terminal
-        socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
-        answer = self.socket.recv(64)
+        with self.one_at_a_time:  # two threads would take each other's answer
+            socket.send_fds(self.socket, [json.dumps(request).encode()], [out, err])
+            answer = self.socket.recv(64)
         assert answer, f"the warm server has ended with {self.process.wait()}"
         return Forked(int(answer))
 
