@@ -48,7 +48,8 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/compare.py gpu/record_step_1.npz cpu/record_step_1.npz":
         "test_records_are_compared_with_each_other_and_with_a_run",
     "python tools/report.py RUN": "test_the_numbers_are_those_of_scikit_learn_and_of_the_log",
-    "python tools/report.py RUN OTHER --out both.html": "test_the_page_is_one_file_in_which_no_name_is_more_than_a_name",
+    "python tools/report.py RUN OTHER --out both.html":
+        "test_the_page_is_one_file_in_which_no_name_is_more_than_a_name",
     "python tools/provenance.py RUN --list seen.csv": "test_the_list_is_what_the_training_has_seen",
     "python train.py har device=cpu steps=45 log_every=1 digest_every=1 loss.class_weights=none exclude=sample:762":
         "test_the_same_bits_on_any_number_of_processes_and_until_the_first_of_them_comes",
