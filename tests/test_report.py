@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -110,8 +109,7 @@ def page(runs):
 
 def plain_loop(run):
     """(N,) true and predicted classes of the validation samples and their losses, by nothing of ours but the data."""
-    sys.path.insert(0, str(ROOT / "tests" / "tasks"))
-    from shown import NAMES, Scale, Sourced
+    from tests.tasks.shown import NAMES, Scale, Sourced
 
     file = json.loads((run / "manifest.json").read_text())["best"]
     state = torch.load(run / file, weights_only=True)
