@@ -172,11 +172,7 @@ class Config:
         "plain python on several GPUs: ddp starts torchrun, dp is DataParallel, auto is ddp if there are several",
     )
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
-    digest_every: int = option(
-        50,
-        "steps between digests of the weights, written at the next log point: by them runs are compared; 0 = none",
-        low=0,
-    )
+    digest_every: int = option(50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0)
     record: int = option(0, "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none", low=0)
     log_every: int = option(
         0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs, where the host waits for each", low=0
