@@ -47,7 +47,8 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/prove.py mine.py": "test_a_task_without_a_mistake_passes",
     "python tools/compare.py A B": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
     "python tools/replay.py RUN --all --processes 1": "test_a_run_that_was_killed_and_resumed_on_other_numbers",
-    "python tools/replay.py RUN --all --jobs 2 --processes 1": "test_a_run_that_was_killed_and_resumed_on_other_numbers",
+    "python tools/replay.py RUN --all --jobs 2 --processes 1":
+        "test_a_run_that_was_killed_and_resumed_on_other_numbers",
     "python tools/provenance.py RUN": "test_the_list_is_what_the_training_has_seen",
     "python tools/compare.py one three": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
     "python tools/compare.py gpu/record_step_1.npz cpu/record_step_1.npz":
