@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TOY, succeed
+from runs import records
 
 from engine.files import status
-from runs import records
 from tools import replay as tool
 from tools import running
 
