@@ -318,7 +318,7 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             with videos.opened(path) as (decoded, fps):
                 pictures = (videos.gray_square(frame, cutting.crop, cutting.size, path) for frame in decoded)
                 shown = tqdm(pictures, name, unit="frame", disable=None)
-                probabilities = videos.slide(shown, cutting, stride, loaded.classify, loaded.batch_size)
+                probabilities = videos.slide(shown, cutting, stride, loaded.classify, loaded.batch_size, fps)
             if not len(probabilities):
                 what = f"it has fewer frames than a trial, which has {cutting.span}"
                 raise videos.BrokenVideo(what, where=str(path), todo="leave it out")
@@ -326,7 +326,7 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             yield error
             continue
         rates, count = about["cutting"].get("fps", []), len(probabilities)
-        if fps and rates and not any(abs(fps - rate) < 0.02 * rate for rate in rates):
+        if fps and rates and not cutting.fps and not any(abs(fps - rate) < 0.02 * rate for rate in rates):
             known = " and ".join(f"{rate:g}" for rate in rates)
             print(f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}", file=sys.stderr)
         times = np.round(np.arange(count) / fps, 6).tolist() if fps else [""] * count
@@ -348,7 +348,8 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
         words = "note: the run does not know how its clips were cut out of videos: every frame is taken, whole"
         print(words + " (--every and --crop change that)", file=sys.stderr)
     crop = asked.crop or trained.get("crop")
-    cutting = videos.Cutting(length, asked.every or trained.get("stride", 1), tuple(crop) if crop else None, height)
+    every, rate = asked.every or trained.get("stride", 1), trained["fps"][0] if trained.get("resampled") else 0.0
+    cutting = videos.Cutting(length, every, tuple(crop) if crop else None, height, rate)
     if asked.stride > cutting.span:
         what = f"--stride {asked.stride} leaves out frames: a trial has {cutting.span}"
         raise LockstepError(what, "--stride", f"give {cutting.span} or less")
