@@ -499,8 +499,8 @@ def _classes(
         raise LockstepError(what, where, f"number the classes from 0, and {none} what has no label")
     if "classes" not in arrays:
         values, labels = np.unique(y, return_inverse=True)
-        none = by_step and values[0] == ("" if y.dtype.kind == "U" else -1)  # it comes first
-        classes = [str(value) for value in values[int(none) :]]
+        none = int(by_step and values[0] == ("" if y.dtype.kind == "U" else -1))  # it comes first
+        classes = [str(value) for value in values[none:]]
         labels = labels.astype(np.int64) - none
     else:
         classes = _strings(arrays, "classes", where)
