@@ -270,9 +270,9 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
     if path.stem.endswith("_TRAIN") or path.stem.endswith("_TEST"):
         name = path.stem.rsplit("_", 1)[0]
         paths = [path.with_name(f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
-    parts = [_parse_ts(p, labelled) for p in paths]
+    parts = [parse_ts(p, labelled) for p in paths]
     train, *others = parts
-    for _, _, classes in others:
+    for _, _, classes, _ in others:
         if classes != train[2]:
             what = f"classes {' '.join(classes)} differ from those of {paths[0].name}"
             raise LockstepError(what, str(paths[1]), "give both files the same @classLabel")
@@ -289,12 +289,19 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
     return _recordings(series, lengths, arrays, length, stride, str(path))
 
 
-def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return (recordings, each (T, C) float32; labels; classes). A line is one: channel:channel:…:label."""
+TsPart = tuple[list[np.ndarray], list[int], list[str], list[int]]
+
+
+def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
+    """Return (recordings, each (T, C) float32; labels; classes; lines). A line is one: channel:channel:…:label.
+
+    missing  whether values may be missing, `?` or NaN: they become NaN
+    """
     header: dict[str, list[str]] = {}
     series: list[np.ndarray] = []
     labels: list[int] = []
     classes: list[str] = []
+    lines: list[int] = []
     for number, line in enumerate(text_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
         if not line or line.startswith("#"):
@@ -312,14 +319,15 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
         if label.strip() not in classes:
             what = f"label {label.strip()!r} is not in @classLabel"
             raise LockstepError(what, where, f"choose one of {' '.join(classes)}, or add it there")
-        series.append(_ts_series(channels, header, where))
+        series.append(_ts_series(channels, header, where, missing))
         if series[-1].shape[1] != series[0].shape[1]:
             what = f"{len(channels)} channels, the first recording has {series[0].shape[1]}"
             raise LockstepError(what, where, "give each recording the same channels")
         labels.append(classes.index(label.strip()))
+        lines.append(number)
     if not series:
         raise LockstepError("no recordings after @data", str(path), "write one a line")
-    return series, labels, classes
+    return series, labels, classes, lines
 
 
 def _flag(header: dict[str, list[str]], key: str) -> str:
@@ -338,7 +346,7 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     return classes
 
 
-def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) -> np.ndarray:
+def _ts_series(channels: list[str], header: dict[str, list[str]], where: str, missing: bool) -> np.ndarray:
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
 
     def compare(count: int, unit: str, key: str) -> None:
@@ -350,7 +358,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     compare(len(channels), "channels", "dimensions")
     if not channels:
         raise LockstepError("no ':' between values and label", where, "write channel:channel:label")
-    rows = [channel.split(",") for channel in channels]
+    rows = [(channel.replace("?", "nan") if missing else channel).split(",") for channel in channels]
     sizes = sorted({len(row) for row in rows})
     if len(sizes) != 1:
         what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
@@ -362,7 +370,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
             values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
         raise LockstepError(f"not a number: {error}", where, FILL) from None
-    if not np.isfinite(values).all():
+    if not (np.isfinite(values) | (missing & np.isnan(values))).all():
         raise LockstepError("a value is NaN or infinite", where, FILL)
     return np.ascontiguousarray(values)
 
@@ -499,9 +507,9 @@ def _classes(
         raise LockstepError(what, where, f"number the classes from 0, and {none} what has no label")
     if "classes" not in arrays:
         values, labels = np.unique(y, return_inverse=True)
-        none = int(by_step and values[0] == ("" if y.dtype.kind == "U" else -1))  # it comes first
-        classes = [str(value) for value in values[none:]]
-        labels = labels.astype(np.int64) - none
+        first = int(by_step and values[0] == ("" if y.dtype.kind == "U" else -1))  # of a class: this comes before
+        classes = [str(value) for value in values[first:]]
+        labels = labels.astype(np.int64) - first
     else:
         classes = _strings(arrays, "classes", where)
         if y.dtype.kind == "U" or y.max() >= len(classes):
