@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,9 +76,8 @@ def even_pieces(
     usual = float(np.median(np.diff(time)))
     if not 0.19 < usual * rate_hz < 5.3:  # a fifth and five times, and jitter
         what, todo = f"a sample every {usual:g} s, taken at {rate_hz:g} Hz", "give the time in seconds, or another rate"
-        raise LockstepError(what, str(path), f"{todo} (for a lower one filter first)")
-    gap = min(GAP * usual, max(FEW * usual, shortest / rate_hz / 4))  # no window is mostly a line
-    ends = np.flatnonzero(np.diff(time) > 1.001 * gap)
+        raise LockstepError(what, str(path), todo)
+    ends = np.flatnonzero(np.diff(time) > 1.001 * widest_gap(usual, shortest / rate_hz))
     for before, after, line in zip(time[ends], time[ends + 1], lines[ends + 1], strict=True):
         notes.append(f"{path}:{line}: no sample for {after - before:.3g} s, from {before:g} s on: cut there")
     blocks = np.median(np.diff(time)[: len(time[1:]) // BLOCK * BLOCK].reshape(-1, BLOCK), 1)
@@ -85,16 +86,61 @@ def even_pieces(
         what = f"a sample every {blocks[other[0]]:.3g} s from {time[first]:g} s on, usually every {usual:.3g} s"
         notes.append(f"{path}:{lines[first]}: {what}: has the rate changed?")
     for part in np.split(table, ends + 1):
-        steps = int((part[-1, 0] - part[0, 0]) * rate_hz + 1e-6) + 1
-        if steps < shortest:
+        if steps_at(part[:, 0], rate_hz) < shortest:
             short += len(part)
-            continue
-        even = part[0, 0] + np.arange(steps) / rate_hz
-        columns = [np.interp(even, part[:, 0], column) for column in part.T[1:]]
-        pieces.append(np.stack(columns, 1).astype(np.float32))
+        else:
+            pieces.append(resampled(part[:, 0], part[:, 1:], rate_hz))
     if not pieces:
         what = f"no stretch without a gap has the {shortest} steps of a window at {rate_hz:g} Hz"
         raise LockstepError(what, str(path), "leave the recording out, or take shorter windows")
     if short:
         notes.append(f"{path}: {short} of {len(time)} samples are left out, in stretches shorter than a window")
     return pieces, notes
+
+
+def widest_gap(usual_s: float, window_s: float) -> float:
+    """Return the seconds without a sample from which on a recording is cut: no window is mostly a line."""
+    return min(GAP * usual_s, max(FEW * usual_s, window_s / 4))
+
+
+def steps_at(time: np.ndarray, rate_hz: float) -> int:
+    return int((time[-1] - time[0]) * rate_hz + 1e-6) + 1
+
+
+def rate_of(time: np.ndarray) -> float:
+    """Return the samples per second of (N,) times in seconds that rise: where most intervals are alike their mean,
+    because times are often rounded, without those over a lost sample; else the mean of all."""
+    intervals = np.diff(time)
+    usual = np.median(intervals)
+    alike = intervals[(intervals > 0.5 * usual) & (intervals < 1.5 * usual)]
+    return float(1 / (alike if len(alike) > 0.8 * len(intervals) else intervals).mean())
+
+
+def resampled(time: np.ndarray, values: np.ndarray, rate_hz: float) -> np.ndarray:
+    """(N,) times in seconds that rise, (N, C) -> (T, C) float32 at `rate_hz`, from the first time on.
+
+    Linear between samples. To a lower rate the samples are first taken evenly at their own rate, and what is above
+    1.06 times half the new rate is lowered by 50 dB or more, because it would come back as a slow motion: a Kaiser
+    window's low pass of 20 periods, its middle at 0.9 times half the new rate. Raises LockstepError without SciPy.
+    """
+    steps, own = steps_at(time, rate_hz), rate_of(time) if len(time) > 1 else rate_hz
+    share = Fraction(1)
+    if own > 1.1 * rate_hz:
+        share = Fraction(rate_hz / own).limit_denominator(max(100, round(2 * own / rate_hz)))
+    dense = rate_hz * share.denominator / share.numerator
+    even = time[0] + np.arange(steps_at(time, dense)) / dense
+    found = np.stack([np.interp(even, time, column) for column in values.T], 1)
+    if share < 1:
+        signal, most = _import_signal(), max(share.numerator, share.denominator)
+        low_pass = signal.firwin(20 * most + 1, 0.9 / most, window=("kaiser", 5.0))
+        found = signal.resample_poly(found, share.numerator, share.denominator, window=low_pass, padtype="line")
+    return found[:steps].astype(np.float32)
+
+
+def _import_signal() -> Any:
+    try:
+        import scipy.signal
+    except ImportError:
+        what = "a lower rate needs a low-pass filter, and SciPy is not installed"
+        raise LockstepError(what, "the sensors' rate", "pip install scipy") from None
+    return scipy.signal

@@ -282,6 +282,10 @@ def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         cells["start"] = windows.step.tolist()
         if found.rate_hz:
             cells["time_s"] = np.round(windows.step / found.rate_hz, 6).tolist()
+        if found.subjects:
+            cells["subject"] = windows.sources.tolist()
+            known = {name: side for side, names in task.about["subjects"].items() for name in names}
+            cells |= {"side": [known.get(name, "new") for name in cells["subject"]]} if known else {}
         yield Prediction(path.name, cells, loaded.classify_all(windows))
 
 
