@@ -49,6 +49,7 @@ class Recordings:
     length, stride  of a window, in steps
     rate_hz   steps per second, or None
     step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
+    axes      3 if each three channels may be the axes of one sensor, which an augmentation turns; 0: they are not
     """
 
     signal: np.ndarray
@@ -64,6 +65,7 @@ class Recordings:
     channels: list[str] = field(default_factory=list)
     rate_hz: float | None = None
     step_labels: np.ndarray | None = None
+    axes: int = 3
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -446,7 +448,7 @@ def _recordings(
     whole = _by_channel(signal)
     if channels[-1:] == [VALID] and not ((whole[:, -1] == 0) | (whole[:, -1] == 1)).all():
         raise LockstepError("the channel 'valid' holds more than 0 and 1", where, "give it another name")
-    about = (length, stride, where, channels, rate_hz, steps)
+    about = (length, stride, where, channels, rate_hz, steps, 3 if np.all(arrays.get("axes", 3) == 3) else 0)
     return Recordings(whole, lengths, labels, groups, val, classes, subjects, *about)
 
 

@@ -76,6 +76,7 @@ class Task(Classification):
     Settings = Settings
     splitting = "choose the people to validate on by dataset.val_subjects"
     masked = False  # the last channel says what is padding
+    axes = 3  # of each sensor; 0: the channels are none
     aliases = {"mode": "model.mode"}
     defaults = {
         "epochs": 12,
@@ -100,7 +101,7 @@ class Task(Classification):
         self.count(train.labels, self.recordings.where, val.labels, kept)
         self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
         self.mean, self.std = train.statistics(kept)
-        self.masked = self.recordings.masked
+        self.masked, self.axes = self.recordings.masked, self.recordings.axes
         return train, val
 
     def _people(self, chosen: np.ndarray) -> list[str]:
@@ -167,7 +168,8 @@ class Task(Classification):
         valid = x[:, -1:]
         x = x[:, :-1] if self.masked else x
         _, channels, steps = x.shape
-        sensors = channels // 3 if channels % 3 == 0 else 0  # groups of three axes; else no rotation, one scale for all
+        # Groups of three axes; else no rotation, and one scale for all.
+        sensors = channels // 3 if self.axes == 3 and channels % 3 == 0 else 0
         noise = channels * steps if cfg.jitter else 0
         draws = contract.uniform(seeds, 5 + max(1, sensors) + noise) * 2 - 1  # (B, ...) in [-1, 1)
         speed, shift, turn, gain = draws[:, :1], draws[:, 1:2], draws[:, 2:5], draws[:, 5 : 5 + max(1, sensors)]

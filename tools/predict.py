@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,12 @@ from engine.files.atomic import write_atomically
 from engine.metrics import packed
 from engine.seeds import seed_everything
 from engine.speed import memory
-from formats import videos
+from formats import behaviour, videos
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
-from tools.prepare_clips import read_annotations, whole_number
+from tools.prepare_clips import add_labels, read_annotations, whole_number
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
@@ -64,11 +64,11 @@ NOT_TRAINED_ON = ("held out", "held out?", "new")
 
 def main(argv: list[str]) -> int:
     by_split = any(word.split("=")[0] == "--split" for word in argv)
-    asked, rest = _parser(by_split).parse_known_args(argv)
+    asked, rest = parser(by_split).parse_known_args(argv)
     return guarded([asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust))
 
 
-def _parser(by_split: bool) -> argparse.ArgumentParser:
+def parser(by_split: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="predict.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -82,8 +82,9 @@ def _parser(by_split: bool) -> argparse.ArgumentParser:
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
-    seen = "what people saw, as for tools/prepare_clips.py: in the ethograms"
-    add("--annotations", type=Path, metavar="CSV", help=seen)
+    seen = "what people saw, a table or labels as for tools/prepare_clips.py: in the ethograms"
+    add("--annotations", type=Path, metavar="FILE", help=seen)
+    add_labels(parser.add_argument_group("of the annotations").add_argument)
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     return parser
@@ -313,8 +314,8 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError(what, str(asked.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    annotated = read_annotations(asked.annotations, cutting, [])[0] if asked.annotations else None
-    if annotated and not annotated.trials.keys() & {*names}:
+    seen_in, truth_of = annotated(asked, cutting)
+    if asked.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
         raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
     for path, name in zip(paths, names, strict=True):
@@ -337,8 +338,30 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
         if side := videos.side_of(os.path.abspath(path), about["videos"]):  # whatever folder DATA is
             cells["side"] = [side] * count
-        truth = annotated.class_of_frames(name, fps, count, classes) if annotated else None
-        yield Prediction(name, cells, probabilities, fps, truth)
+        yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
+
+
+Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
+"""(video, frames per second, N, classes) -> (N,) class numbers, -1 where nothing is annotated; None without any."""
+
+
+def annotated(asked: argparse.Namespace, cutting: videos.Cutting) -> tuple[Callable[[list[str]], list[str]], Truth]:
+    """Return a function that keeps those videos that people have annotated, and one for what they saw."""
+    if not asked.annotations:
+        return lambda names: [], lambda *_: None
+    if not behaviour.is_labels(asked.annotations):
+        plan, _ = read_annotations(asked.annotations, cutting, [])
+        return lambda names: [name for name in names if name in plan.trials], plan.class_of_frames
+    found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
+    labels = {one.stem: one.of(asked.subjects) for one in found}
+
+    def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+        if (one := labels.get(behaviour.stem_of(video))) is None:
+            return None
+        number = {name: c for c, name in enumerate(classes)}
+        return np.array([number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()])
+
+    return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
 
 
 def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:

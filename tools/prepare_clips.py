@@ -158,7 +158,7 @@ def plan_of_labels(asked: argparse.Namespace, cutting: Cutting, folder: Path, cl
     Raises LockstepError with the file and the line, also for a video that is not in the folder or is there twice.
     """
     plan = Plan("center_s" if asked.per_event else "start", cutting)
-    groups = _groups_of(asked.groups) if asked.groups else {}
+    groups = groups_of(asked.groups) if asked.groups else {}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     for labels in behaviour.read(asked.annotations, asked.behaviours, asked.offset):
         labels = labels.of(asked.subjects)
@@ -212,7 +212,7 @@ def _by_step(labels: behaviour.Labels, fps: float, plan: Plan, asked: argparse.N
     return trials
 
 
-def _groups_of(path: Path) -> dict[str, dict[str, Any]]:
+def groups_of(path: Path) -> dict[str, dict[str, Any]]:
     """Return {name of a video without its ending: its group and line} of a table `video,group`."""
     found: dict[str, dict[str, Any]] = {}
     for line, row in read_table(path, "\n".join(text_lines(path)), ("video", GROUP)):
