@@ -26,6 +26,7 @@ BACKGROUND = "background"
 SUFFIX = "_labels.csv"  # of DeepEthogram's files
 TARGETS = "targets_inserted"  # SimBA's folder
 KINDS = (".csv", ".tsv", ".xlsx")
+EXPORT = {".ods", ".xls", ".boris", ".gz", ".pkl"}  # kinds that BORIS writes, and that are not read
 READ = (
     f"events that BORIS exported, DeepEthogram's VIDEO{SUFFIX}, SimBA's targets_inserted/VIDEO.csv, or a folder of them"
 )
@@ -145,7 +146,7 @@ def read(path: Path, behaviours: Sequence[str] = (), offset: str = "") -> list[L
 
 def is_labels(path: Path) -> bool:
     """Return whether `read` is for this path; else it is a table of trials."""
-    if path.is_dir() or path.suffix == ".xlsx" or path.name.endswith(SUFFIX):
+    if path.is_dir() or path.suffix in {".xlsx", *EXPORT} or path.name.endswith(SUFFIX):
         return True
     lines = text_lines(path)
     return boris.layout_of(lines) is not None or _is_simba(csv_rows(path, lines[:1])[0])
@@ -154,6 +155,9 @@ def is_labels(path: Path) -> bool:
 def _read_file(path: Path, behaviours: Sequence[str], offset: str) -> list[Labels]:
     if path.name.endswith(SUFFIX):
         return [_deepethogram(path)]
+    if path.suffix in EXPORT:
+        todo = "in BORIS export events, tabular or aggregated, as CSV, TSV or .xlsx"
+        raise LockstepError(f"files of kind {path.suffix!r} are not read", str(path), todo)
     if path.suffix.lower() != ".xlsx":
         lines = text_lines(path)
         header = csv_rows(path, lines[:1])[0] if boris.layout_of(lines) is None else []

@@ -274,6 +274,7 @@ BAD_LABELS = {
     "another table": (lambda f: written(f / "x_labels.csv", table, ["a", "b"], []), r"the header has a, b \(.*csv:1\)"),
     "a number": (lambda f: written(f / "b_labels.csv", table, *TWO_SEEN), r"g is no 0, 1 or -1, .*csv:2\): give 1"),
     "no video": (lambda f: written(f / "b_labels.csv", per_frame, True, {"background": [1], "g": [1]}), "no video b"),
+    "a project": (lambda f: written(f / "e.boris", Path.write_bytes, b"{}"), r"kind '.boris' .*export events, tabular or"),
     "no sheet": (lambda f: written(f / "e.xlsx", Path.write_bytes, b"PK no"), r"no spreadsheet: .*e.xlsx.*: export"),
     "more frames": (
         lambda f: written(f / "a_labels.csv", per_frame, True, {"background": [0] * 60, "g": [1] * 60}),
