@@ -227,6 +227,9 @@ def test_two_behaviours_at_once_need_a_priority(tmp_path):
         assert labels.names(NUM_FRAMES, FPS, order).tolist() == wanted
 
 
+SHUFFLED = (0, 1, 5, 7, 6, 2, 4, 3)  # not in the order of time, also of one state
+
+
 def test_states_are_paired_for_each_subject_behaviour_and_modifier(tmp_path):
     rows = [(0.1, "m1", "up", "START"), (0.2, "m1", "", "START"), (0.3, "m2", "", "START"), (0.4, "m1", "up", "STOP")]
     rows += [(0.5, "m2", "", "STOP"), (0.6, "m1", "", "STOP"), (0.6, "m1", "", "START"), (0.9, "m1", "", "STOP")]
@@ -235,6 +238,11 @@ def test_states_are_paired_for_each_subject_behaviour_and_modifier(tmp_path):
     (labels,) = behaviour.read(tmp_path / "e.csv")
     found = [(e.subject, e.start_s, e.stop_s) for e in labels.events]
     assert found == [("m1", 0.1, 0.4), ("m1", 0.2, 0.6), ("m2", 0.3, 0.5), ("m1", 0.6, 0.9)]
+    table(
+        tmp_path / "e.csv", V8, [ABOUT | {"Behavior": "run"} | dict(zip(names, rows[n], strict=True)) for n in SHUFFLED]
+    )
+    again = behaviour.read(tmp_path / "e.csv")[0].events
+    assert [(e.subject, e.start_s, e.stop_s) for e in again] == found
     with pytest.raises(LockstepError, match=r"events of 2 subjects in a.mp4: m1, m2 .*--subjects m2"):
         labels.of([])
     assert np.flatnonzero(labels.of(["m2"]).per_frame(40, 20.0)[:, 0]).tolist() == [*range(6, 10)]
@@ -274,7 +282,7 @@ BAD_LABELS = {
     "another table": (lambda f: written(f / "x_labels.csv", table, ["a", "b"], []), r"the header has a, b \(.*csv:1\)"),
     "a number": (lambda f: written(f / "b_labels.csv", table, *TWO_SEEN), r"g is no 0, 1 or -1, .*csv:2\): give 1"),
     "no video": (lambda f: written(f / "b_labels.csv", per_frame, True, {"background": [1], "g": [1]}), "no video b"),
-    "a project": (lambda f: written(f / "e.boris", Path.write_bytes, b"{}"), r"kind '.boris' .*export events, tabular or"),
+    "a project": (lambda f: written(f / "e.boris", Path.write_bytes, b"{}"), r"kind '.boris' .*export events"),
     "no sheet": (lambda f: written(f / "e.xlsx", Path.write_bytes, b"PK no"), r"no spreadsheet: .*e.xlsx.*: export"),
     "more frames": (
         lambda f: written(f / "a_labels.csv", per_frame, True, {"background": [0] * 60, "g": [1] * 60}),
@@ -303,8 +311,8 @@ def test_an_offset_is_subtracted_or_ignored(tmp_path):
 # ---- tracks ----------------------------------------------------------------------------------------------------------
 
 PARTS = ("nose", "body_centre", "tail_base")
-BODY = np.array([[10.0, 0.0], [0.0, 0.0], [-14.0, 0.0]])  # in the animal's own frame
-LOST = {4: 1, 10: 3, 20: 12}  # first frame without the nose: how many
+BODY = np.array([[10.0, 0.0], [0.0, 0.0], [-14.0, 3.0]])  # in the animal's own frame
+LOST = {2: 1, 6: 10, 20: 11}  # first frame without the nose: how many
 
 
 def walk(seed: int = 0, count: int = NUM_FRAMES) -> tuple[np.ndarray, np.ndarray]:
@@ -381,20 +389,20 @@ def test_tracks_in_published_layouts_become_recordings(tmp_path, capsys, layout)
         *(f"{part}_likelihood" for part in PARTS),
         *("speed", "valid"),
     ]
-    lost = np.isin(np.arange(NUM_FRAMES), range(20, 32))  # 12 frames: longer than the gap
+    lost = np.isin(np.arange(NUM_FRAMES), range(20, 31))  # 11 frames: longer than the gap
     for n, (signal, seed) in enumerate(zip(np.split(found.signal, len(found)), (0, 1), strict=False)):
-        filled = np.isin(np.arange(NUM_FRAMES), [4, 10, 11, 12])
+        filled = np.isin(np.arange(NUM_FRAMES), [2, *range(6, 16)])
         whole = ~lost & ~filled
-        assert np.allclose(signal[whole][:, :4], [10, 0, -14, 0], atol=1e-3) and not signal[lost].any()
+        assert np.allclose(signal[whole][:, :4], [10, 0, -14, 3], atol=1e-3) and not signal[lost].any()
         assert np.allclose(signal[whole][:, 4:7], 0.95) and (signal[:, 8] == ~lost).all()
         assert np.allclose(signal[whole, 7], (walk(seed)[1] * FPS)[whole], rtol=1e-4), n
         xy = walk(seed)[0]
-        share = np.array([0.25, 0.5, 0.75])[:, None]
-        nose = xy[9, 0] * (1 - share) + xy[13, 0] * share
-        away, ahead = nose - xy[10:13, 1], xy[10:13, 0] - xy[10:13, 1]
-        assert np.allclose(signal[10:13, 0], np.linalg.norm(away, axis=1), rtol=1e-4), "the body points to the nose"
+        share = np.arange(1, 11)[:, None] / 11
+        nose = xy[5, 0] * (1 - share) + xy[16, 0] * share
+        away, ahead = nose - xy[6:16, 1], xy[6:16, 0] - xy[6:16, 1]
+        assert np.allclose(signal[6:16, 0], np.linalg.norm(away, axis=1), rtol=1e-4), "the body points to the nose"
         assert not np.allclose(away, ahead)
-    assert f"{100 * 4 / 120:.1f}% of the parts filled, {100 * 12 / 120:.1f}% missing, no animal in 12 frames" in said
+    assert "9.2% of the parts filled, 9.2% missing, no animal in 11 frames" in said
 
 
 def test_labels_and_tracks_of_several_animals(tmp_path, capsys):
@@ -412,7 +420,7 @@ def test_labels_and_tracks_of_several_animals(tmp_path, capsys):
     assert code == 0 and "at 20 frames/s" in out, err
     made = np.load(tmp_path / "o.npz")
     chase = ["chase" if 20 <= n < 31 else "background" for n in range(NUM_FRAMES)]
-    wanted = [name if not 20 <= n < 32 else "" for names in (TRUTH, chase) for n, name in enumerate(names)]
+    wanted = [name if not 20 <= n < 31 else "" for names in (TRUTH, chase) for n, name in enumerate(names)]
     assert ["" if n < 0 else made["classes"][n] for n in made["step_label"]] == wanted
     words = ["--labels", tmp_path / "e.csv", "--animals", "together"]
     code, _, err = run(prepare_tracks.main, capsys, path, tmp_path / "p.npz", *words)
@@ -424,7 +432,7 @@ def test_labels_and_tracks_of_several_animals(tmp_path, capsys):
     away = two[:, 1] - one[:, 1]
     ahead = (one[:, 0] - one[:, 1]) / 10
     seen = signal[:, -1] > 0
-    filled = np.isin(np.arange(NUM_FRAMES), [4, 10, 11, 12])
+    filled = np.isin(np.arange(NUM_FRAMES), [2, *range(6, 16)])
     assert np.allclose(
         signal[:, names.index("m1.to_m2_x")][seen & ~filled], (away * ahead).sum(1)[seen & ~filled], rtol=1e-4
     )
@@ -511,17 +519,18 @@ def test_a_new_video_is_annotated_by_its_labels_and_taken_as_the_training_took_i
 
 
 def test_the_axes_of_tracks_are_not_turned(tmp_path):
-    """Nine channels are no three sensors: the same window without rotation and with it."""
+    """24 channels are no eight sensors: the same window without rotation and with it."""
     import torch
 
     import tasks
     from engine.config import schema_of
 
-    deeplabcut(tmp_path / "aDLC_x.csv", ONE)
-    deeplabcut(tmp_path / "bDLC_x.csv", {"m": walk(5)[0]})
+    deeplabcut(tmp_path / "aDLC_x.csv", TWO)
+    deeplabcut(tmp_path / "bDLC_x.csv", {"m1": walk(5)[0], "m2": walk(6)[0]})
     for name in "ab":
         per_frame(tmp_path / f"{name}_labels.csv", True, {"background": [1, 0] * 20, "g": [0, 1] * 20})
     words = [tmp_path, tmp_path / "o.npz", "--fps", 20, "--labels", tmp_path]
+    words += ["--animals", "together", "--centre", "nose,tail_base"]
     assert prepare_tracks.main([*map(str, words)]) == 0
     cls = tasks.load("har")
     augmented = []
@@ -532,7 +541,7 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
         task = cls(cfg)
         train, _ = task.datasets()
         x = train.__getitems__([0, 1, 2])["x"]
-        assert x.shape[1] == 9
+        assert x.shape[1] == 24 + 1
         augmented.append(task.augment(x, torch.arange(3)))
     assert torch.equal(*augmented)
 
