@@ -41,6 +41,7 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats import cases, sensor_tables
 from formats.arrays import csv_rows, look_alikes, text_lines
+from formats.public_sensors import LIKE
 from formats.sensor_csv import rate_of, resampled, steps_at, widest_gap
 from formats.sensor_tables import Reading, Sheet
 from formats.windows import VALID
@@ -49,79 +50,6 @@ from tools.prepare_clips import whole_number
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
 SOME = 5  # sentences of a kind that are printed
-AXES = ("x", "y", "z")
-
-# ---- public sets as they are published ------------------------------------------------------------------------------
-
-_BODY = ("hand", "chest", "ankle")
-_IMU = ("temperature", *(f"{kind}_{axis}" for kind in ("acc16", "acc6", "gyro", "mag") for axis in AXES))
-_PAMAP2 = ["time", "activity", "heart_rate"]
-_PAMAP2 += [f"{place}_{what}" for place in _BODY for what in (*_IMU, *(f"orientation_{n}" for n in range(4)))]
-_ACTIVITIES = (
-    "1=lying,2=sitting,3=standing,4=walking,5=running,6=cycling,7=nordic walking,9=watching TV,10=computer work,"
-)
-_ACTIVITIES += (
-    "11=car driving,12=ascending stairs,13=descending stairs,16=vacuum cleaning,17=ironing,18=folding laundry,"
-)
-_ACTIVITIES += "19=house cleaning,20=playing soccer,24=rope jumping"
-_OPPORTUNITY = ["time", *(f"c{n}" for n in range(2, 38))]  # the columns of its documentation, counted from 1
-_OPPORTUNITY += [
-    f"{place}_{what}"
-    for place in ("back", "rua", "rla", "lua", "lla")
-    for what in (
-        *(f"{kind}_{axis}" for kind in ("acc", "gyro", "mag") for axis in AXES),
-        *(f"q{n}" for n in range(1, 5)),
-    )
-]
-_OPPORTUNITY += [f"c{n}" for n in range(103, 244)]
-_OPPORTUNITY += [
-    "locomotion",
-    "hl_activity",
-    "ll_left_arm",
-    "ll_left_object",
-    "ll_right_arm",
-    "ll_right_object",
-    "gesture",
-]
-
-LIKE: dict[str, dict[str, Any]] = {
-    "pamap2": {
-        "files": "*.dat",
-        "columns": ",".join(_PAMAP2),
-        "channels": "*_acc16_*,*_gyro_*",
-        "label": "activity",
-        "label_map": _ACTIVITIES,
-        "exclude_label": "0",
-        "file_subject": r"subject(\d+)",
-        "missing": "fill",
-    },
-    "wisdm": {
-        "files": "*_raw.txt",
-        "columns": "user,activity,time,x,y,z",
-        "time_unit": "ns",
-        "bad_lines": "skip",
-    },
-    "opportunity": {
-        "files": "S*.dat",
-        "columns": ",".join(_OPPORTUNITY),
-        "channels": "*_acc_*,*_gyro_*",
-        "time_unit": "ms",
-        "label": "locomotion",
-        "label_map": "1=stand,2=walk,4=sit,5=lie",
-        "exclude_label": "0",
-        "file_subject": r"S(\d+)-",
-        "missing": "fill",
-    },
-    "capture24": {
-        "files": "P[0-9]*.csv*",
-        "channels": "x,y,z",
-        "time_unit": "datetime",
-        "label_map": "annotation-label-dictionary.csv:label:Willetts2018",
-        "file_subject": r"(P\d+)",
-    },
-}
-"""Settings of each, which options of the command line overrule."""
-
 
 # ---- what is written ------------------------------------------------------------------------------------------------
 
@@ -308,10 +236,9 @@ class Labels:
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
-        for flag, names in (("--keep-classes", self.keep), ("--exclude-label", sorted(self.exclude))):
-            if missing := [name for name in names if name not in self.seen]:
-                some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
-                raise LockstepError(f"no label {missing[0]!r}", flag, f"the data have {some}")
+        if missing := [name for name in self.keep if name not in self.seen]:
+            some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
+            raise LockstepError(f"no label {missing[0]!r}", "--keep-classes", f"the data have {some}")
         if not self.names:
             raise LockstepError("not one sample has a label", "--label", "name its column, or give --no-label")
 
@@ -485,6 +412,25 @@ def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
+TEXTS = {
+    "--files": ("PATTERN", "the files of the folder to read, such as *.csv"),
+    "--columns": ("A,B,…", "names of the columns, for files without a header"),
+    "--time": ("COLUMN", "default: time, timestamp, …; none: the samples are even, at --rate"),
+    "--time-unit": ("UNIT", "s (the default), ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S"),
+    "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
+    "--label": ("COLUMN", "default: label, activity, …"),
+    "--subject": ("COLUMN", "the person; default: subject, user, …"),
+    "--recording": ("COLUMN", "what belongs to one recording; default: recording, session, …"),
+    "--file-label": ("REGEX", "finds the label in a file's name, in its group"),
+    "--file-subject": ("REGEX", "finds the person in a file's name, such as 'subject(\\d+)'"),
+    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN, whose first column is old"),
+    "--keep-classes": ("A,B,…", "keep these alone"),
+    "--exclude-label": ("A,B,…", "leave out what has these, such as 0"),
+    "--separator": ("CHAR", "of the cells (default: what the first line has most of)"),
+    "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
+}
+"""Options that take a text, empty unless given: form and help."""
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -494,66 +440,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("data", type=Path, metavar="TABLE|FOLDER", help="a table, a folder of them, or cases of an archive")
     add("output", type=Path, metavar="OUT.npz", help="the file to write; must not exist")
     add("--like", choices=sorted(LIKE), help="a public set as it is published: its columns, labels and people")
-    add("--files", default="", metavar="PATTERN", help="the files of the folder to read, such as *.csv")
-    add(
-        "--table",
-        type=Path,
-        metavar="CSV",
-        help=f"names file, subject and label (default: FOLDER/{TABLE} if it is there)",
-    )
-    names = "names of the columns, for files without a header"
-    add("--columns", default="", metavar="A,B,…", help=names)
-    add(
-        "--time",
-        default="",
-        metavar="COLUMN",
-        help="default: time, timestamp, …; none: the samples are even, at --rate",
-    )
-    add(
-        "--time-unit",
-        default="s",
-        metavar="UNIT",
-        help="s, ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S",
-    )
-    add(
-        "--channels",
-        default="",
-        metavar="A,B,…",
-        help="columns to learn from, * for any text; default: all other numbers",
-    )
-    add("--label", default="", metavar="COLUMN", help="default: label, activity, …")
-    add("--subject", default="", metavar="COLUMN", help="the person; default: subject, user, …")
-    add(
-        "--recording",
-        default="",
-        metavar="COLUMN",
-        help="what belongs to one recording; default: recording, session, …",
-    )
-    add("--file-label", default="", metavar="REGEX", help="finds the label in a file's name, in its group")
-    add(
-        "--file-subject", default="", metavar="REGEX", help="finds the person in a file's name, such as 'subject(\\d+)'"
-    )
+    told = f"names file, subject and label (default: FOLDER/{TABLE} if it is there)"
+    add("--table", type=Path, metavar="CSV", help=told)
+    for flag, (form, told) in TEXTS.items():
+        add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=told)
     add("--no-label", action="store_true", help="of data to predict")
-    add("--label-map", default="", metavar="MAP", help="old=new,old=new, or FILE.csv:COLUMN, whose first column is old")
-    add("--keep-classes", default="", metavar="A,B,…", help="keep these alone")
-    add("--exclude-label", "--drop-label", default="", metavar="A,B,…", help="leave out what has these, such as 0")
     add("--mixed", action="store_true", help="keep recordings whole: a window has the label of its middle")
     add("--rate", type=float, default=0.0, metavar="HZ", help="steps a second to write (default: the recordings' own)")
-    add(
-        "--length",
-        type=whole_number(2),
-        default=0,
-        metavar="STEPS",
-        help="of a window (default: 128; cases: their own)",
-    )
+    told = "of a window (default: 128; cases: their own)"
+    add("--length", type=whole_number(2), default=0, metavar="STEPS", help=told)
     add("--pad", action="store_true", help="pad what is shorter, and add a channel `valid`; cases to the longest")
-    add("--max-gap", type=float, default=0.0, metavar="S", help="cut where no sample came for longer (default: 20 usual"
-        " intervals, or a quarter of a window if that is more than 3)")  # fmt: skip
-    add("--missing", choices=("refuse", "fill", "cut"), default="refuse",
-        help="empty cells and NaN: refuse them, draw a line over them up to --max-gap, or cut there")  # fmt: skip
+    told = "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a window if that is more"
+    add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
+    told = "empty cells and NaN: refuse them (the default), draw a line over them up to --max-gap, or cut there"
+    add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=told)
     add("--bad-lines", choices=("refuse", "skip"), default="refuse", help="lines that cannot be read")
-    add("--separator", default="", metavar="CHAR", help="of the cells (default: what the first line has most of)")
-    add("--scale", default="", metavar="F,…", help="multiply all channels, or each, such as 9.81 for g to m/s2")
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
     asked = parser.parse_args(argv)
