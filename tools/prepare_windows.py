@@ -159,7 +159,7 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
         return [Source(data)]
     table = asked.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
-        return _listed(data, table, asked.label or "label", said)
+        return _listed(data, table, said)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(path for path in data.rglob(asked.files or "*") if path.is_file() and not path.name.startswith("."))
     found = [path for path in found if path.name.lower().endswith(endings)]
@@ -171,7 +171,7 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
     return [Source(path) for path in found]
 
 
-def _listed(folder: Path, table: Path, label: str, said: Said) -> list[Source]:
+def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
@@ -180,14 +180,14 @@ def _listed(folder: Path, table: Path, label: str, said: Said) -> list[Source]:
     for line, cells in rows:
         row = dict(zip(header, [cell.strip() for cell in cells], strict=False))
         where, path = f"{table}:{line}", folder / row.get("file", "")
-        for name in ("file", *({"subject", label} & {*header})):
+        for name in ("file", *sorted({"subject", "label"} & {*header})):
             if not row.get(name):
                 raise LockstepError(f"{name} is empty", where, "give each recording a file, a person and a label")
         if not path.is_file():
             raise LockstepError(f"no file {row['file']}", where, f"put it into {folder}, or fix the name")
         if twin := [other.where for other in found if os.path.samefile(other.path, path)]:
             raise LockstepError(f"{row['file']} stands twice, also in {twin[0]}", where, "keep one")
-        found.append(Source(path, row.get("subject", ""), row.get(label, ""), where))
+        found.append(Source(path, row.get("subject", ""), row.get("label", ""), where))
     if not found:
         raise LockstepError("no recordings", str(table), "write a row for each")
     known = {source.path.resolve() for source in found} | {table.resolve()}
@@ -253,43 +253,32 @@ class Recordings:
     def __init__(self, asked: argparse.Namespace, labels: Labels, said: Said):
         self.asked, self.labels, self.said = asked, labels, said
         self.rate, self.first = asked.rate, ""
-        self.scale: np.ndarray | None = None
+        self.scale = np.array([float(one) for one in _words(asked.scale)] or [1.0])
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
-        values = self._scaled(sheet)
-        number = self._labels(sheet, source)
+        """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
+        if len(self.scale) not in (1, len(sheet.channels)):
+            what = f"{len(self.scale)} factors for {len(sheet.channels)} channels"
+            raise LockstepError(what, "--scale", "give one, or one for each")
+        labels = self._labels(sheet, source)
         subject = self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
-        keys, whole = [], np.zeros(len(values), np.int64)
-        for what in ("subject", "recording"):
-            if what in sheet.texts:
-                codes, names = sheet.texts[what]
-                whole = whole * len(names) + codes
-                keys.append(what)
-        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
-        for group in np.argsort(first):
-            rows = np.flatnonzero(inverse == group)
-            who = subject
-            if "subject" in keys:
-                codes, names = sheet.texts["subject"]
-                who = names[codes[rows[0]]]
-            for piece in self._cut(sheet, rows, values, number[rows]):
-                piece.subject = who
+        codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
+        others, _ = sheet.texts.get("recording", (np.zeros(len(labels), np.int64), [""]))
+        whole = codes + len(names) * others
+        _, first = np.unique(whole, return_index=True)
+        for row in np.sort(first).tolist():
+            rows = np.flatnonzero(whole == whole[row])
+            for piece in self._cut(sheet, rows, labels[rows]):
+                piece.subject = names[codes[row]]
                 yield piece
 
-    def _scaled(self, sheet: Sheet) -> np.ndarray:
-        if self.scale is None:
-            given = _words(self.asked.scale)
-            if len(given) not in (0, 1, len(sheet.channels)):
-                what = f"{len(given)} factors for {len(sheet.channels)} channels"
-                raise LockstepError(what, "--scale", "give one, or one for each")
-            self.scale = np.array([float(one) for one in given] or [1.0])
-        return sheet.values * self.scale
-
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return what a pattern's group finds in the name of a file."""
+        """Return what a pattern's group finds in the name of a file, below the folder that was given."""
         if not pattern:
             return ""
-        found = re.search(pattern, path.as_posix())
+        found = re.search(
+            pattern, path.relative_to(self.asked.data).as_posix() if path != self.asked.data else path.name
+        )
         if not found or not found[1]:
             raise LockstepError(f"{pattern!r} finds nothing in the name", str(path), f"change {flag}")
         return found[1]
@@ -298,26 +287,24 @@ class Recordings:
         """Return (N,) the class of each row, -1 where there is none."""
         if self.asked.no_label:
             return np.zeros(len(sheet.values), np.int64)
-        if "label" in sheet.texts and not source.label:
+        if "label" in sheet.texts:
             codes, names = sheet.texts["label"]
-            firsts = {code: row for row, code in reversed([*zip(range(len(codes)), codes.tolist(), strict=True)])}
-            return np.array(
-                [self.labels.number(name, sheet.at(firsts[n])) if n in firsts else -1 for n, name in enumerate(names)]
-            )[codes]
+            found, first = np.unique(codes, return_index=True)
+            table = np.full(len(names), -1)
+            for code, row in zip(found.tolist(), first.tolist(), strict=True):
+                table[code] = self.labels.number(names[code], sheet.at(row))
+            return table[codes]
         text = self._pattern(self.asked.file_label, "--file-label", sheet.path) or source.label
         if not text:
             todo = f"name its column in --label, its place in the file's name in --file-label, or write {TABLE}"
             raise LockstepError("no label", str(sheet.path), f"{todo}; --no-label is for data to predict")
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
-    def _cut(self, sheet: Sheet, rows: np.ndarray, values: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
+    def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
         """Yield the pieces of one recording, without a gap and, unless --mixed, of one label each."""
-        values, time = (
-            values[rows],
-            np.arange(len(rows)) / (self.rate or 1.0) if sheet.time is None else sheet.time[rows],
-        )
         if sheet.time is None and not self.rate:
             raise LockstepError("no column of times", str(sheet.path), "name it in --time, or give --rate")
+        values, time = sheet.values[rows], np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows]
         breaks = np.zeros(len(rows), dtype=bool)  # whether a piece begins here
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
@@ -350,6 +337,8 @@ class Recordings:
         if not self.rate:
             near = round(own)
             self.rate, self.first = near if near and abs(own - near) < 0.01 * own else float(f"{own:.4g}"), str(path)
+            if not 0.2 < own < 20000:
+                self.said.add("unit", f"{path}: {own:.3g} samples a second: is the time in another unit (--time-unit)?")
         if self.first and abs(own - self.rate) > 0.05 * self.rate:
             what = f"{own:.4g} samples a second, {self.first} has {self.rate:g}"
             raise LockstepError(what, str(path), "--rate takes all at one rate")
@@ -375,22 +364,19 @@ class Recordings:
         begins[wide + 1] = True
         begins |= alive != np.append(alive[:1], alive[:-1])
         for part in np.split(np.arange(len(time)), np.flatnonzero(begins)):
-            if not len(part) or not alive[part[0]]:
+            if not len(part) or not alive[part[0]] or steps_at(time[part], self.rate) < 2:
                 continue
-            if steps_at(time[part], self.rate) < 2:
-                continue
-            signal = resampled(time[part], values[part], self.rate)
+            signal = resampled(time[part], values[part] * self.scale, self.rate)
             even = time[part[0]] + np.arange(len(signal)) / self.rate
             middles = (time[part][1:] + time[part][:-1]) / 2
             steps = labels[part][np.searchsorted(middles, even)]  # of the sample next to each
             yield from self._by_label(signal, steps)
 
     def _by_label(self, signal: np.ndarray, steps: np.ndarray) -> Iterator[Piece]:
-        if self.asked.mixed:
+        if self.asked.mixed and (steps >= 0).any():
             yield Piece(signal, 0, steps=steps)
-            return
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
-            if steps[part[0]] >= 0:
+            if steps[part[0]] >= 0 and not self.asked.mixed:
                 yield Piece(signal[part], int(steps[part[0]]))
 
 
