@@ -39,6 +39,7 @@ LINES = 1 << 16
 """Lines of text in memory at once."""
 
 DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
+EMPTY = "give a file with a row for each sample"
 PARQUET = (".parquet", ".pq")
 
 
@@ -162,12 +163,16 @@ def _separator(line: str) -> str:
     return most if most in line else ""
 
 
+def is_missing(cell: str) -> bool:
+    return cell.strip().lower() in MISSING
+
+
 def is_number(cell: str) -> bool:
     cell = cell.strip()
     try:
         float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
     except ValueError:
-        return cell.lower() in MISSING
+        return is_missing(cell)
     return True
 
 
@@ -179,7 +184,7 @@ def _read_text(path: Path, how: Reading) -> Sheet:
         parser.add(block, first)
         first += len(block)
     if parser is None or not parser.lines:
-        raise LockstepError("no rows of data", str(path), "give a file with a row for each sample")
+        raise LockstepError("no rows of data", str(path), EMPTY)
     return parser.sheet()
 
 
@@ -190,7 +195,7 @@ class _Parser:
         self.path, self.how = path, how
         full = [line for line in block if line.strip()]
         if not full:
-            raise LockstepError("the file is empty", str(path), "fetch it again, or leave it out")
+            raise LockstepError("no rows of data", str(path), EMPTY)
         self.separator = how.separator or _separator(full[0])
         if self.separator == " ":
             self.separator = ""
@@ -202,13 +207,11 @@ class _Parser:
         if not how.columns and all(is_number(cell) for cell in top):
             todo = f"name its {len(top)} columns: --columns a,b,c"
             raise LockstepError("the first line has numbers, no names", f"{path}:1", todo)
-        rows = self.split(full[(not how.columns) :][:50], 1)
-        numeric = [False] * len(self.header)
-        for c in range(len(self.header)):
-            cells = [row[c] for row in rows if len(row) > c]
-            numeric[c] = (
-                bool(cells) and all(map(is_number, cells)) and any(c.strip().lower() not in MISSING for c in cells)
-            )
+        rows = self.split(block[self.skip_lines :][:50], self.skip_lines + 1)
+        if not any(map(any, rows)):
+            raise LockstepError("no rows of data", str(path), EMPTY)
+        cells = [[row[c] for row in rows if len(row) > c] for c in range(len(self.header))]
+        numeric = [2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each)) for each in cells]
         self.places = _choose(self.header, how, path, numeric)
         self.channels = [self.header[c] for c in self.places["channels"]]
         how.channels = self.channels
@@ -298,7 +301,7 @@ class _Parser:
         try:
             return float(cell)
         except ValueError:
-            return float("nan" if cell.strip().lower() in MISSING else "inf")
+            return float("nan" if is_missing(cell) else "inf")
 
     def _time(self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]) -> np.ndarray | None:
         """Return (N,) float64 in the table's unit; puts what is no time into `bad`."""
@@ -417,6 +420,6 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
             todo = "fill it in" if of_time else "--missing fill draws a line over it, --missing cut cuts there"
             raise LockstepError(f"{name} is empty or no number", f"{path}, row {wrong[0] + 1}, column {name}", todo)
     if not len(values):
-        raise LockstepError("no rows of data", str(path), "give a file with a row for each sample")
+        raise LockstepError("no rows of data", str(path), EMPTY)
     time = None if time is None else _since_first(time, how.unit)
     return Sheet(path, np.arange(1, len(values) + 1), time, values, channels, texts, used, [])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, succeed
+from conftest import succeed
 
 from formats import windows
 from formats.sensor_csv import rate_of, resampled
@@ -230,3 +230,390 @@ def test_the_defects_of_wisdm_are_told(tmp_path, prepare):
     )
     code, _, err = prepare(".", "--like wisdm --bad-lines refuse --missing cut")
     assert code == 2 and "11 cells, --columns names 6 (" in err and not (tmp_path / "out.npz").exists()
+
+
+# ---- cases of the archives -------------------------------------------------------------------------------------------
+
+SERIES = [np.round(np.random.default_rng(n).normal(size=(size, 2)), 3) for n, size in enumerate((9, 9, 7, 5, 9, 6))]
+SIDES = "up up down down up down".split()  # the last two are of the file _TEST
+
+
+def ucr(root: Path, univariate: bool = True) -> str:
+    """No header: label, tab, values; short cases end in NaN."""
+    for part, chosen in (("TRAIN", range(4)), ("TEST", range(4, 6))):
+        rows = []
+        for n in chosen:
+            cells = [f"{v:g}" for v in SERIES[n][:, 0]] + ["NaN"] * (9 - len(SERIES[n]))
+            rows.append("\t".join(["1" if SIDES[n] == "up" else "-1", *cells]))
+        (root / f"Gun_{part}.tsv").write_text("\n".join(rows) + "\n")
+    return "Gun_TRAIN.tsv"
+
+
+def arff(root: Path) -> str:
+    """Multivariate: a quoted case, its channels apart by the two characters \\n; short cases end in ?."""
+    head = "% a comment: 5 \xb5m\n@relation 'Toy'\n@attribute relationalAtt relational\n"
+    head += "".join(f"  @attribute att{n} numeric\n" for n in range(9))
+    head += "@end relationalAtt\n@attribute side {'up', down}\n\n@data\n"
+    for part, chosen in (("TRAIN", range(4)), ("TEST", range(4, 6))):
+        rows = []
+        for n in chosen:
+            channels = [",".join([f"{v:g}" for v in c] + ["?"] * (9 - len(c))) for c in SERIES[n].T]
+            rows.append("'" + "\\n".join(channels) + f"',{SIDES[n]}")
+        (root / f"Toy_{part}.arff").write_bytes((head + "\n".join(rows) + "\n").encode("latin-1"))
+    return "Toy_TRAIN.arff"
+
+
+def arff_of_one_channel(root: Path) -> str:
+    head = "@relation Toy\n" + "".join(f"@attribute att{n} numeric\n" for n in range(9))
+    rows = [
+        ",".join([f"{v:g}" for v in one[:, 0]] + ["?"] * (9 - len(one)) + [side])
+        for one, side in zip(SERIES, SIDES, strict=True)
+    ]
+    (root / "Toy.arff").write_text(f"{head}@attribute target {{up,down}}\n@data\n" + "\n".join(rows))
+    return "Toy.arff"
+
+
+def ts(root: Path) -> str:
+    """In a folder, as the archive has it: with .arff files of each dimension beside it."""
+    head = "#A toy\n@problemName Toy\n@timeStamps false\n@missing true\n@univariate false\n@dimensions 2\n"
+    head += "@equalLength false\n@classLabel true up down\n@data\n"
+    for part, chosen in (("TRAIN", range(4)), ("TEST", range(4, 6))):
+        cells = [[",".join(f"{v:g}" for v in c) for c in SERIES[n].T] for n in chosen]
+        rows = [":".join([*channels, SIDES[n]]) for n, channels in zip(chosen, cells, strict=True)]
+        (root / f"Toy_{part}.ts").write_text(head + "\n".join(rows) + "\n")
+        (root / f"ToyDimension1_{part}.arff").write_text("")
+    return "."
+
+
+@pytest.mark.parametrize("make", [ucr, arff, arff_of_one_channel, ts])
+def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
+    data, count = make(tmp_path), 1 if make in (ucr, arff_of_one_channel) else 2
+    code, _, err = prepare(data)
+    assert code == 2 and "cases of 5 to 9 steps (" in err
+    assert "--pad pads them to 9 with a mask, --length 5 cuts each into windows" in err
+    assert not (tmp_path / "out.npz").exists()
+    code, out, _ = prepare(data, "--pad")
+    assert code == 0 and "dataset.length=9 dataset.stride=9" in out
+    found = windows.read(tmp_path / "out.npz", length=9, stride=9)
+    names = dict(zip(("up", "down"), ("1", "-1"), strict=True)) if make is ucr else {"up": "up", "down": "down"}
+    assert [found.classes[n] for n in found.labels] == [names[side] for side in SIDES]
+    assert (found.val is None) == (make is arff_of_one_channel) or found.val.tolist() == [False] * 4 + [True] * 2
+    assert found.masked and found.signal.shape == (54, count + 1)
+    for one, padded in zip(SERIES, np.split(found.signal, 6), strict=True):
+        assert np.allclose(padded[: len(one), :count], one[:, :count]) and not padded[len(one) :].any()
+        assert padded[:, -1].tolist() == [1.0] * len(one) + [0.0] * (9 - len(one))
+    code, out, _ = prepare(data, "--length 6", "cut.npz")
+    assert code == 0 and "5 of 45 steps are left out, in pieces shorter than 6" in out
+    cut = windows.read(tmp_path / "cut.npz", length=6, stride=1)
+    assert cut.lengths.tolist() == [9, 9, 7, 9, 6] and not cut.masked
+    assert np.allclose(cut.signal, np.concatenate([one[:, :count] for one in SERIES if len(one) > 5]))
+
+
+def test_what_cases_lack(tmp_path, prepare):
+    path = tmp_path / "a.tsv"
+    for text, options, says in (
+        (
+            "1\t1\tNaN\t3\n2\t1\t2\t3\n",
+            "",
+            "1 values are missing, the first in channel 1, step 2 (%s:1): --missing fill",
+        ),
+        ("1\t1\tx\t3\n", "", "not a number: "),
+        ("1\t1\t2\n2\tNaN\tNaN\n", "", "all values are missing (%s:2)"),
+        ("1\t1\tinf\n", "", "a value is infinite (%s:1, column 3)"),
+        ("1\n", "", "one cell (%s:1)"),
+    ):
+        path.write_text(text)
+        code, _, err = prepare("a.tsv", options)
+        assert code == 2 and (says % path if "%s" in says else says) in err and err.count("\n") == 1
+    path.write_text("1\t1\tNaN\t3\n2\t4\t5\t6\n")
+    assert prepare("a.tsv", "--missing fill")[0] == 0
+    assert windows.read(tmp_path / "out.npz", 3, 3).signal[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    arff(tmp_path)
+    whole = (tmp_path / "Toy_TRAIN.arff").read_bytes()
+    for old, new, says in (
+        (b"',up", b"',left", "label 'left' is not among up down ("),
+        (b"\\n", b"\\n1,", "channels of 9 and 10 steps ("),
+        (b"{'up', down}", b"numeric", "no attribute {class,class,"),
+        (b"relational\n", b"numeric\n", "not a number"),
+    ):
+        (tmp_path / "Toy_TRAIN.arff").write_bytes(whole.replace(old, new, 1))
+        code, _, err = prepare("Toy_TRAIN.arff", "--pad", "arff.npz")
+        assert code == 2 and says in err and "Toy_TRAIN.arff:" in err and err.count("\n") == 1, err
+
+
+# ---- cutting and labels ----------------------------------------------------------------------------------------------
+
+
+def table(path: Path, rows: list[str], header: str = "time,x,label,subject") -> None:
+    path.write_text("\n".join([header, *rows]))
+
+
+def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_path, prepare):
+    """Each sample holds its own line: what lies together in a piece was measured together."""
+    rows, time = [], 0.0
+    for n in range(2, 1002):
+        time += 0.02
+        time += {200: 8.0, 400: -5.0}.get(n, 0.0)
+        label = "walk" if n < 300 else "" if n < 350 else "sit"
+        rows.append(f"{time:.3f},{n if n not in (600, 601) else ''},{label},ann")
+    table(tmp_path / "a.csv", rows)
+    code, out, _ = prepare("a.csv", "--missing cut --length 20")
+    assert code == 0
+    cut = [(label, int(signal[0, 0]), int(signal[-1, 0])) for label, _, signal in pieces(tmp_path / "out.npz")]
+    assert cut == [("walk", 2, 199), ("walk", 200, 299), ("sit", 350, 399), ("sit", 400, 599), ("sit", 602, 1001)]
+    name = tmp_path / "a.csv"
+    assert f"warning: {name}:200: no sample for 8.02 s, 3.9400 s after the first: cut there" in out
+    assert f"warning: {name}:400: time goes back by 4.98 s: cut there" in out
+    assert f"warning: {name}:600: values are missing: cut there" in out
+    assert "warning: all is of one person" in out and "walk 2" in out
+    for options, ends in (
+        ("--missing fill", [(400, 1001)]),
+        ("--missing fill --max-gap 0.05", [(400, 599), (602, 1001)]),
+        ("--missing cut --max-gap 9 --label none --file-label (a)", [(2, 399), (400, 599), (602, 1001)]),
+    ):
+        assert prepare("a.csv", f"{options} --length 20", "b.npz")[0] == 0
+        cut = [(round(signal[0, 0]), round(signal[-1, 0])) for _, _, signal in pieces(tmp_path / "b.npz")]
+        assert cut[-len(ends) :] == ends
+        (tmp_path / "b.npz").unlink()
+
+
+def test_mixed_keeps_recordings_whole_and_a_window_has_the_label_of_its_middle(tmp_path, prepare):
+    labels = ["walk"] * 30 + [""] * 7 + ["0"] * 20 + ["sit"] * 43
+    table(tmp_path / "a.csv", [f"{n / 10},{n},{label},{who}" for who in "ab" for n, label in enumerate(labels)])
+    assert prepare("a.csv", "--mixed --length 10 --exclude-label 0")[0] == 0
+    found = windows.read(tmp_path / "out.npz", length=10, stride=1)
+    assert found.lengths.tolist() == [100, 100] and found.classes == ["sit", "walk"] and found.subjects == ["a", "b"]
+    data = windows.Windows(found, np.array([True, False]))
+    truth = [(n, labels[n + 5]) for n in range(91) if labels[n + 5] in ("walk", "sit")]
+    assert [(n, found.classes[y]) for n, y in zip(data.step.tolist(), data.labels, strict=True)] == truth
+
+
+def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
+    rows = [f"{n / 10},{n},{n // 20},{who}" for who in "ab" for n in range(100)]
+    table(tmp_path / "a.csv", rows)
+    for number, (options, names) in enumerate(
+        {
+            "": [*"01234"],
+            "--exclude-label 0,3": [*"124"],
+            "--label-map 1=walk,2=walk --keep-classes walk,4": ["4", "walk"],
+            "--label-map map.csv:class": ["run", "walk"],
+        }.items()
+    ):
+        (tmp_path / "map.csv").write_text("code,other,class\n0,x,walk\n1,x,run\n2,x,walk\n3,x,run\n4,x,\n")
+        code, _, err = prepare("a.csv", f"{options} --length 10", f"{number}.npz")
+        assert code == 0, err
+        assert windows.read(tmp_path / f"{number}.npz", 10, 10).classes == names
+    sizes = [len(one) for _, _, one in pieces(tmp_path / "2.npz")]
+    assert sizes == [40, 20, 40, 20], "what is called alike is one piece"
+    (tmp_path / "map.csv").write_text("code,class\n0,walk\n")
+    for options, says in (
+        ("--label-map map.csv:class", "label '1' is not in {0}/map.csv ({0}/a.csv:22): add it there"),
+        ("--label-map map.csv:kind", "no column 'kind' ({0}/map.csv:1): --label-map map.csv:class"),
+        ("--keep-classes 1,7", "no label '7' (--keep-classes): the data have 0, 1, 2, 3, 4"),
+        ("--exclude-label 0,1,2,3,4", "not one sample has a label (--label)"),
+        (
+            "--length 50",
+            "all 200 steps are in pieces shorter than the 50 of a window ({0}/a.csv): give a smaller --length",
+        ),
+    ):
+        code, _, err = prepare("a.csv", f"--length 10 {options}", "no.npz")
+        assert code == 2 and says.format(tmp_path) in err and not (tmp_path / "no.npz").exists(), err
+
+
+def test_doubts_are_told(tmp_path, prepare):
+    rows = [
+        f"{n / 10},{n},{label},{who}"
+        for who, label in (
+            ("ann", "walking"),
+            ("ann", "walking"),
+            ("bob", "walking"),
+            ("Bob", "walkin"),
+            ("bob", "sit"),
+        )
+        for n in range(50)
+    ]
+    table(tmp_path / "a.csv", rows)
+    code, out, _ = prepare("a.csv", "--length 20")
+    assert code == 0 and "'walkin' (1) is spelled nearly as 'walking' (3)" in out and "'sit' occurs once" in out
+    assert "'Bob' (1) is spelled nearly as 'bob'" in out
+    (tmp_path / "out.npz").unlink()
+    code, out, _ = prepare("a.csv", "--length 20 --subject none --recording none --time none --rate 10")
+    assert (
+        code == 0 and "nothing says who was recorded: training will split by piece (--subject, --file-subject)" in out
+    )
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["even", "jitter", "rounded", "lost"])
+def test_a_lower_rate_keeps_slow_motion_and_drops_what_would_come_back_as_one(kind):
+    """100 Hz to 30: tones below half of it stay as they are at those times, tones above it go."""
+    rng, time = np.random.default_rng(0), np.arange(0, 30, 0.01)
+    time = {
+        "even": time,
+        "jitter": time + rng.uniform(-0.002, 0.002, len(time)),
+        "rounded": np.round(time * 0.999 + 0.0003, 3),
+        "lost": np.delete(time, rng.choice(len(time), 60, replace=False)),
+    }[kind]
+    assert rate_of(time) == pytest.approx(100, rel=0.01)
+    for hertz, stays in ((2, True), (10, True), (17, False), (28, False), (45, False)):
+        new = resampled(time, np.sin(2 * np.pi * hertz * time)[:, None], 30.0)[:, 0]
+        at = time[0] + np.arange(len(new)) / 30
+        assert len(new) == int((time[-1] - time[0]) * 30 + 1e-6) + 1 and new.dtype == np.float32
+        off = (new - stays * np.sin(2 * np.pi * hertz * at))[30:-30]
+        # Of uneven samples the fastest tone, four and a half periods of which have ten, is lowered sixfold: a line is drawn
+        # between them. Without a filter .7 is left.
+        assert np.sqrt((off**2).mean()) < (0.004 if kind == "even" else 0.12), hertz
+
+
+def test_the_command_line_filters_too_and_takes_the_label_of_the_nearest_sample(tmp_path, prepare):
+    time = np.arange(0, 20, 0.01)
+    rows = [
+        f"{t:.2f},{np.sin(2 * np.pi * 19 * t):.5f},{t:.2f},{'a' if t < 9.984 else 'b'},{w}" for w in "pq" for t in time
+    ]
+    table(tmp_path / "a.csv", rows, "time,tone,ramp,label,subject")
+    code, out, err = prepare("a.csv", "--rate 25 --length 50 --scale 3,1")
+    assert code == 0, err
+    assert "at 25 Hz" in out
+    cut = pieces(tmp_path / "out.npz")
+    assert [(label, len(one)) for label, _, one in cut] == [("a", 250), ("b", 250)] * 2
+    for label, _, one in cut:
+        assert np.abs(one[20:-20, 0]).max() < 0.02, "19 Hz would be one of 6 Hz"
+        begin = 0 if label == "a" else 10
+        assert np.allclose(one[10:-10, 1], (begin + np.arange(250) / 25)[10:-10], atol=2e-3)
+    (tmp_path / "out.npz").unlink()
+    code, _, _ = prepare("a.csv", "--length 50 --scale 3 --channels tone")
+    assert code == 0 and np.abs(pieces(tmp_path / "out.npz")[0][2]).max() == pytest.approx(3, abs=0.05)
+
+
+def test_without_scipy_a_lower_rate_is_refused(tmp_path, prepare, monkeypatch):
+    table(tmp_path / "a.csv", [f"{n / 100},{n},a,b" for n in range(500)])
+    monkeypatch.setitem(__import__("sys").modules, "scipy.signal", None)
+    code, _, err = prepare("a.csv", "--rate 50")
+    assert code == 2 and "SciPy is not installed (the sensors' rate): pip install scipy" in err
+    assert prepare("a.csv")[0] == 0
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+GOOD = [f"{n / 50:.2f},{n},{2 * n},walk,ann" for n in range(300)]
+HEAD = "time,x,y,label,subject"
+
+
+@pytest.mark.parametrize(
+    ("line", "row", "options", "says"),
+    [
+        (5, "0.06,,6,walk,ann", "", "x is empty (PATH:5, column 2): --missing fill draws a line over it"),
+        (5, "0.06,3,NaN,walk,ann", "", "y is 'NaN' (PATH:5, column 3): --missing fill"),
+        (5, "0.06,3,six,walk,ann", "--missing fill", "y is 'six' (PATH:5, column 3): write a number, or --bad"),
+        (5, "0.06,3,1e39,walk,ann", "", "y is '1e39' (PATH:5, column 3): write a number that float32 has"),
+        (5, "0.06,3,6", "--missing fill --label none", "no label (PATH)"),
+        (5, "0,06,3,6,walk,ann", "", "6 cells, the header names 5 (PATH:5): write a decimal point in numbers"),
+        (5, ",3,6,walk,ann", "", "time is empty (PATH:5, column 1): write a number"),
+        (5, "07:12:30,3,6,walk,ann", "", "time is '07:12:30' (PATH:5, column 1): it looks like a date: --time-unit"),
+        (5, '0.06,"3,6,walk,ann', "", "a quote opens that does not end on its line (PATH:5): close it"),
+        (5, None, "--label activity", "no column 'activity' (PATH:1): --label may name time, x, y, label, subject"),
+        (5, None, "--channels x,acc*", "no column 'acc*' for a channel (PATH:1): --channels may name x, y"),
+        (1, "1,2,3,4,5", "", "the first line has numbers, no names (PATH:1): name its 5 columns: --columns a,b,c"),
+        (1, "time,x,x,label,subject", "", "the header names x twice (PATH:1)"),
+        (1, "time,x,valid,label,subject", "", "a channel of the name 'valid' (PATH): rename it"),
+        (5, None, "--time-unit minutes", "unit 'minutes' (--time-unit): give s, ms"),
+        (5, None, "--time-unit datetime", "time is '0.00' (PATH:2, column 1): write it as 2026-"),
+        (5, None, "--rate 1000", "50 samples a second, taken at 1000 (PATH): give another --time-unit or --rate"),
+        (5, None, "--time none", "no column of times (PATH): name it in --time, or give --rate"),
+        (5, None, "--scale 1,2,3", "3 factors for 2 channels (--scale): give one, or one for each"),
+        (5, None, "--columns a,b", "5 cells, --columns names 2 (PATH:1)"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_with_line_column_and_cure(tmp_path, prepare, line, row, options, says):
+    lines = [HEAD, *GOOD]
+    lines[line - 1] = lines[line - 1] if row is None else row
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines))
+    code, out, err = prepare("a.csv", options)
+    assert code == 2 and err.startswith(f"error: {says.replace('PATH', str(path))}"), err
+    assert err.count("\n") == 1 and not out and sorted(p.name for p in tmp_path.iterdir()) == ["a.csv"]
+
+
+def test_faults_of_order_files_and_folders(tmp_path, prepare):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join([HEAD, *np.random.default_rng(0).permutation(GOOD)]))
+    code, _, err = prepare("a.csv")
+    assert code == 2 and re.search(
+        r"time goes back \d+ times, the first to .* \(\S+a.csv:\d+\): sort the rows, or name", err
+    )
+    path.write_text("\n".join([HEAD, *(row.replace(row.split(",")[0], "7") for row in GOOD)]))
+    assert "300 samples have 1 different times" in prepare("a.csv")[2]
+    path.write_text("")
+    assert "no rows of data (" in prepare("a.csv")[2]
+    path.write_text(HEAD)
+    assert "no rows of data (" in prepare("a.csv")[2]
+    path.write_bytes(b"time,x\n\xff\xfe")
+    assert "not a text file (" in prepare("a.csv")[2]
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress("\n".join([HEAD, *GOOD]).encode())[:300])
+    assert "no whole .gz file" in prepare("b.csv.gz")[2]
+    (tmp_path / "b.csv.gz").unlink()
+    path.write_text("\n".join([HEAD, *GOOD]))
+    (tmp_path / "b.csv").write_text("\n".join([HEAD, *(f"{n / 20},{n},{n},sit,bob" for n in range(300))]))
+    code, _, err = prepare(".")
+    assert code == 2 and f"20 samples a second, {path} has 50 ({tmp_path}/b.csv): --rate takes all at one" in err
+    assert prepare(".", "--rate 20")[0] == 0
+    assert "it exists (" in prepare(".", "--rate 20")[2]
+    (tmp_path / "b.csv").write_text("\n".join(["time,x,label,subject", *GOOD]))
+    assert re.search(r"no column 'y' for a channel \(\S+b.csv:1\)", prepare(".", "", "c.npz")[2])
+    for text, says in (
+        ("file,subject,label\nb.csv,bob,\n", "label is empty ({0}/recordings.csv:2)"),
+        ("file,subject,label\nb.csv,bob,sit\n./b.csv,bob,sit\n", "stands twice, also in {0}/recordings.csv:2 ({0}/rec"),
+        ("file,subject,label\nc.csv,bob,sit\n", "no file c.csv ({0}/recordings.csv:2): put it into {0}"),
+        ("name,subject,label\nb.csv,bob,sit\n", "the header has name, subject, label ({0}/recordings.csv:1)"),
+    ):
+        (tmp_path / "recordings.csv").write_text(text)
+        code, _, err = prepare(".", "", "c.npz")
+        assert code == 2 and says.format(tmp_path) in err, err
+    (tmp_path / "recordings.csv").unlink()
+    assert "finds nothing in the name (" in prepare(".", "--file-subject (P\\d+)", "c.npz")[2]
+    assert "no tables *.dat (" in prepare(".", "--files *.dat", "c.npz")[2]
+    (tmp_path / "empty").mkdir()
+    assert "no tables (" in prepare("empty", "", "c.npz")[2]
+    assert "no such file or folder (" in prepare("gone", "", "c.npz")[2]
+    (tmp_path / "UCI HAR Dataset" / "train" / "Inertial Signals").mkdir(parents=True)
+    says = f"har reads it as it is ({tmp_path}/UCI HAR Dataset): python train.py har dataset.root="
+    assert says in prepare(".", "", "c.npz")[2]
+    assert not (tmp_path / "c.npz").exists()
+
+
+def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, prepare):
+    table(tmp_path / "a.csv", [f"{20 * n},{n},{n}" for n in range(300)], "time,x,y")
+    code, out, _ = prepare("a.csv", "--no-label")
+    assert code == 0 and "0.05 samples a second: is the time in another unit (--time-unit)?" in out
+    (tmp_path / "out.npz").unlink()
+    code, out, _ = prepare("a.csv", "--no-label --time-unit ms")
+    found = windows.read(tmp_path / "out.npz", 128, 64, labelled=False)
+    assert code == 0 and "another unit" not in out and "train.py" not in out
+    assert found.rate_hz == 50 and len(found) == 1
+    first = (tmp_path / "out.npz").read_bytes()
+    (tmp_path / "out.npz").unlink()
+    assert prepare("a.csv", "--no-label --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["mixed pamap2", "padded cases"])
+def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
+    """Through the command line, and the people of each side are told from new ones."""
+    data, options = (
+        (ucr(tmp_path), ["--pad"]) if "cases" in layout else (pamap2(tmp_path), ["--like", "pamap2", "--mixed"])
+    )
+    out = str(tmp_path / "out.npz")
+    assert prepare_windows.main([str(tmp_path / data), out, *options]) == 0
+    words = capsys.readouterr().out.splitlines()[-1].split()
+    assert words[:3] == ["python", "train.py", "har"]
+    more = ["steps=3", "batch_size=4", "device=cpu", f"save_dir={tmp_path}/run", "model.width=8"]
+    done = succeed(launch.python(*words[1:], *more))
+    assert "the loss adds up" in done.out and ("without a label" in done.out) == ("pamap2" in layout)
+    if "pamap2" in layout:
+        table = tmp_path / "p.csv"
+        succeed(launch.python("tools/predict.py", f"{tmp_path}/run", out, "--out", str(table)))
+        sides = {tuple(row.split(",")[4:6]) for row in table.read_text().splitlines()[1:]}
+        assert {who for who, _ in sides} == {"101", "102", "103"} and len(sides) == 3
+        assert sorted(side for _, side in sides) == ["held out", "trained on", "trained on"]

@@ -358,7 +358,7 @@ class Recordings:
             self.said.add("values are missing", f"{sheet.at(rows[row])}: values are missing: cut there")
         wide = np.flatnonzero(np.diff(time) > 1.001 * gap)
         for row in wide.tolist():
-            text = f"no sample for {time[row + 1] - time[row]:.3g} s, from {time[row]:.10g} s on: cut there"
+            text = f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after the first: cut there"
             self.said.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
         begins = np.zeros(len(time), dtype=bool)
         begins[wide + 1] = True
@@ -484,8 +484,8 @@ def _is_cases(asked: argparse.Namespace) -> bool:
     path: Path = asked.data
     if path.suffix != ".tsv" or asked.columns:
         return path.suffix in cases.KINDS
-    first = next(sensor_tables.blocks(path, 1), [""])[0]
-    return all(sensor_tables.is_number(cell) for cell in first.split("\t"))
+    cell = next(sensor_tables.blocks(path, 1), [""])[0].split("\t")[0]
+    return sensor_tables.is_number(cell) and not sensor_tables.is_missing(cell)
 
 
 @dataclass
@@ -633,9 +633,8 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
     stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
-    lines.append(
-        f"python train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
-    )
+    words = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
+    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else words}")
     return "\n".join(lines)
 
 
