@@ -11,7 +11,7 @@ import pytest
 from conftest import succeed
 
 from formats import windows
-from formats.sensor_csv import rate_of, resampled
+from formats.rates import rate_of, resampled
 from tools import prepare_windows
 
 
@@ -462,8 +462,8 @@ def test_a_lower_rate_keeps_slow_motion_and_drops_what_would_come_back_as_one(ki
         at = time[0] + np.arange(len(new)) / 30
         assert len(new) == int((time[-1] - time[0]) * 30 + 1e-6) + 1 and new.dtype == np.float32
         off = (new - stays * np.sin(2 * np.pi * hertz * at))[30:-30]
-        # Of uneven samples the fastest tone, four and a half periods of which have ten, is lowered sixfold: a line is drawn
-        # between them. Without a filter .7 is left.
+        # Of uneven samples the fastest tone is lowered only sixfold, because a line is drawn between the
+        # two of each period. Without a filter .7 is left.
         assert np.sqrt((off**2).mean()) < (0.004 if kind == "even" else 0.12), hertz
 
 

@@ -42,7 +42,7 @@ from engine.files.atomic import write_atomically
 from formats import cases, sensor_tables
 from formats.arrays import csv_rows, look_alikes, text_lines
 from formats.public_sensors import LIKE
-from formats.sensor_csv import rate_of, resampled, steps_at, widest_gap
+from formats.rates import changed, rate_of, resampled, steps_at, widest_gap
 from formats.sensor_tables import Reading, Sheet
 from formats.windows import VALID
 from tools.prepare_clips import whole_number
@@ -329,6 +329,10 @@ class Recordings:
             return
         self._check_rate(rate_of(time[steady]), sheet.path)
         usual = float(np.median(np.diff(time[steady])))
+        if other := changed(time[steady]):
+            row, interval = steady[other[0]], other[1]
+            text = f"a sample every {interval:.3g} s from here on, usually every {usual:.3g} s: has the rate changed?"
+            self.said.add("the rate", f"{sheet.at(rows[row])}: {text}")
         gap = self.asked.max_gap or widest_gap(usual, self.asked.length / self.rate)
         for part in parts:
             yield from self._stretches(sheet, rows[part], time[part], values[part], labels[part], gap)
