@@ -13,7 +13,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,6 +39,7 @@ LINES = 1 << 16
 """Lines of text in memory at once."""
 
 DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
+EMPTY = "give a file with a row for each sample"
 PARQUET = (".parquet", ".pq")
 
 
@@ -71,7 +72,7 @@ class Sheet:
     """A file's rows.
 
     lines   (N,) int64, the line of each in its file, or its row from 1 on
-    time    (N,) float64 in seconds, or None
+    time    (N,) float64 in seconds since the first, or None
     values  (N, C) float64; NaN is missing
     texts   {label, subject, recording: ((N,) int64 codes, names)}, of those that the file has
     used    {what: column} of all that was read, for people
@@ -162,12 +163,16 @@ def _separator(line: str) -> str:
     return most if most in line else ""
 
 
+def is_missing(cell: str) -> bool:
+    return cell.strip().lower() in MISSING
+
+
 def is_number(cell: str) -> bool:
     cell = cell.strip()
     try:
         float(cell.replace(",", ".") if DECIMAL_COMMA.fullmatch(cell) else cell)
     except ValueError:
-        return cell.lower() in MISSING
+        return is_missing(cell)
     return True
 
 
@@ -179,7 +184,7 @@ def _read_text(path: Path, how: Reading) -> Sheet:
         parser.add(block, first)
         first += len(block)
     if parser is None or not parser.lines:
-        raise LockstepError("no rows of data", str(path), "give a file with a row for each sample")
+        raise LockstepError("no rows of data", str(path), EMPTY)
     return parser.sheet()
 
 
@@ -190,7 +195,7 @@ class _Parser:
         self.path, self.how = path, how
         full = [line for line in block if line.strip()]
         if not full:
-            raise LockstepError("the file is empty", str(path), "fetch it again, or leave it out")
+            raise LockstepError("no rows of data", str(path), EMPTY)
         self.separator = how.separator or _separator(full[0])
         if self.separator == " ":
             self.separator = ""
@@ -202,16 +207,14 @@ class _Parser:
         if not how.columns and all(is_number(cell) for cell in top):
             todo = f"name its {len(top)} columns: --columns a,b,c"
             raise LockstepError("the first line has numbers, no names", f"{path}:1", todo)
-        rows = self.split(full[(not how.columns) :][:50], 1)
-        numeric = [False] * len(self.header)
-        for c in range(len(self.header)):
-            cells = [row[c] for row in rows if len(row) > c]
-            numeric[c] = (
-                bool(cells) and all(map(is_number, cells)) and any(c.strip().lower() not in MISSING for c in cells)
-            )
+        rows = self.split(block[self.skip_lines :][:50], self.skip_lines + 1)
+        if not any(map(any, rows)):
+            raise LockstepError("no rows of data", str(path), EMPTY)
+        cells = [[row[c] for row in rows if len(row) > c] for c in range(len(self.header))]
+        numeric = [2 * sum(map(is_number, each)) > len(each) > sum(map(is_missing, each)) for each in cells]
         self.places = _choose(self.header, how, path, numeric)
         self.channels = [self.header[c] for c in self.places["channels"]]
-        how.channels = how.channels or self.channels
+        how.channels = self.channels
         self.lines: list[np.ndarray] = []
         self.time: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
@@ -239,20 +242,20 @@ class _Parser:
         rows, lines = self.split(block, first), np.arange(first, first + len(block))
         if first == 1 and self.skip_lines:
             rows, lines = rows[self.skip_lines :], lines[self.skip_lines :]
+        bad: dict[int, str] = {}  # line: what is wrong
         if {*map(len, rows)} != {len(self.header)}:
-            rows, lines = self._fit(rows, lines, len(self.header))
-        if not rows:
-            return
-        columns, bad = [*zip(*rows, strict=True)], dict[int, str]()  # bad: row -> what is wrong
+            rows, lines = self._fit(rows, lines, bad)
+        columns = [*zip(*rows, strict=True)] if rows else [()] * len(self.header)
         time = self._time(columns, lines, bad)
         values = np.stack([self._numbers(columns[c], c, lines, bad) for c in self.places["channels"]], 1)
         for row, n in [] if self.how.missing else np.argwhere(np.isnan(values)).tolist():
             place = self.places["channels"][n]
             todo = "--missing fill draws a line over it, --missing cut cuts the recording there"
-            bad.setdefault(row, self._say(columns[place][row], place, lines[row], todo))
-        self._reject(bad)
-        kept = np.ones(len(rows), dtype=bool)
-        kept[[*bad]] = False
+            bad.setdefault(lines[row], self._say(columns[place][row], place, lines[row], todo))
+        if bad and not self.how.skip:
+            raise LockstepError(f"{bad[min(bad)]}, or --bad-lines skip leaves out such lines")
+        self.bad += [bad[line] for line in sorted(bad)]
+        kept = ~np.isin(lines, [*bad])
         self.lines.append(lines[kept])
         self.values.append(values[kept])
         if time is not None:
@@ -260,27 +263,20 @@ class _Parser:
         for what, known in self.names.items():
             if (place := self.places[what]) is not None:
                 codes = [known.setdefault(cell, len(known)) for cell in columns[place]]
-                self.codes[what].append(np.array(codes)[kept])
+                self.codes[what].append(np.array(codes, dtype=np.int64)[kept])
 
-    def _fit(self, rows: list[list[str]], lines: np.ndarray, count: int) -> tuple[list[list[str]], np.ndarray]:
-        """Return the rows that are not blank with `count` cells each."""
-        full, bad = [n for n, row in enumerate(rows) if any(cell.strip() for cell in row)], dict[int, str]()
-        for n in full:
-            row = rows[n]
-            if any(cell.strip() for cell in row[count:]) or (not self.separator and len(row) != count):
+    def _fit(self, rows: list[list[str]], lines: np.ndarray, bad: dict[int, str]) -> tuple[list[list[str]], np.ndarray]:
+        """Return the rows that are not blank with a cell for each column; puts those that have more into `bad`."""
+        count, full = len(self.header), []
+        for n, row in enumerate(rows):
+            if any(cell.strip() for cell in row[count:]) or (row and not self.separator and len(row) != count):
                 what = f"{len(row)} cells, {'--columns names' if self.how.columns else 'the header names'} {count}"
                 todo = "write a decimal point in numbers, quote a text that has the separator, or name the column"
-                bad[n] = str(LockstepError(what, f"{self.path}:{lines[n]}", todo))
-            rows[n] = [*row[:count], *[""] * (count - len(row))]
-        self._reject(bad)
-        full = [n for n in full if n not in bad]
+                bad[lines[n]] = str(LockstepError(what, f"{self.path}:{lines[n]}", todo))
+            elif any(cell.strip() for cell in row):
+                rows[n] = [*row[:count], *[""] * (count - len(row))]
+                full.append(n)
         return [rows[n] for n in full], lines[full]
-
-    def _reject(self, bad: dict[int, str]) -> None:
-        """Raise LockstepError for the first bad row, or keep them all for a note."""
-        if bad and not self.how.skip:
-            raise LockstepError(f"{bad[min(bad)]}, or --bad-lines skip leaves out such lines")
-        self.bad += [bad[row] for row in sorted(bad)]
 
     def _say(self, cell: str, place: int, line: int, todo: str) -> str:
         name, cell = self.header[place], cell.strip()
@@ -295,7 +291,7 @@ class _Parser:
             values = np.array([self._number(cell) for cell in cells])
         for row in np.flatnonzero(np.abs(values) > MOST).tolist():
             todo = "write a number that float32 has" if is_number(cells[row]) else "write a number"
-            bad.setdefault(row, self._say(cells[row], place, lines[row], todo))
+            bad.setdefault(lines[row], self._say(cells[row], place, lines[row], todo))
         return values
 
     def _number(self, cell: str) -> float:
@@ -305,23 +301,22 @@ class _Parser:
         try:
             return float(cell)
         except ValueError:
-            return float("nan" if cell.strip().lower() in MISSING else "inf")
+            return float("nan" if is_missing(cell) else "inf")
 
     def _time(self, columns: Sequence[Sequence[str]], lines: np.ndarray, bad: dict[int, str]) -> np.ndarray | None:
-        """Return (N,) float64 in seconds; puts what is no time into `bad`."""
+        """Return (N,) float64 in the table's unit; puts what is no time into `bad`."""
         if (place := self.places["time"]) is None:
             return None
         cells, unit = columns[place], self.how.unit
         if unit in UNITS:
-            values = self._numbers(cells, place, lines, bad) * UNITS[unit]
+            values = self._numbers(cells, place, lines, bad)
             todo, clock = "write a number", "it looks like a date: --time-unit datetime, or a format such as %d.%m.%Y"
         else:
             values, todo = _dates(cells, unit), "write it as 2026-11-23 07:09:38.25, or give its form, as for strptime"
             clock = f"{todo}, to --time-unit"
-        for row in np.flatnonzero(~np.isfinite(values) | np.array([row in bad for row in range(len(cells))])).tolist():
-            bad[row] = self._say(
-                cells[row], place, lines[row], clock if re.search(r"\d[-/.:]\d+[-/.:]", cells[row]) else todo
-            )
+        for row in np.flatnonzero(~np.isfinite(values)).tolist():
+            is_clock = re.search(r"\d[-/.:]\d+[-/.:]", cells[row])
+            bad[lines[row]] = self._say(cells[row], place, lines[row], clock if is_clock else todo)
         return values
 
     def sheet(self) -> Sheet:
@@ -335,7 +330,7 @@ class _Parser:
             for what, known in self.names.items()
             if self.codes[what]
         }
-        time = np.concatenate(self.time) if self.time else None
+        time = _since_first(np.concatenate(self.time), self.how.unit) if self.time else None
         lines, values = np.concatenate(self.lines), np.concatenate(self.values)
         return Sheet(self.path, lines, time, values, self.channels, texts, _used(self.header, self.places), notes)
 
@@ -349,12 +344,17 @@ def _stripped(codes: np.ndarray, names: list[str], path: Path) -> tuple[np.ndarr
     return table[codes], [*unique]
 
 
+def _since_first(time: np.ndarray, unit: str) -> np.ndarray:
+    """(N,) float64 in a unit -> seconds since the first: a float64 of seconds since 1970 has seven digits after it."""
+    return (time - time[:1]) * UNITS.get(unit, 1e-6)
+
+
 def _dates(cells: Sequence[str], unit: str) -> np.ndarray:
-    """Return (N,) seconds since 1970, without regard to time zones where none is written; NaN for what is no date."""
+    """Return (N,) float64, the microseconds since 1970, where no time zone is written in UTC; NaN for no date."""
     if unit == "datetime" and not re.search(r"[+-]\d\d:?\d\d\s*$", cells[0]):  # NumPy knows no time zones
         with contextlib.suppress(ValueError):
             found = np.array([cell.strip().rstrip("Z") for cell in cells], "datetime64[us]")
-            return np.where(np.isnat(found), np.nan, found.astype(np.int64) / 1e6)
+            return np.where(np.isnat(found), np.nan, found.astype(np.int64))
     return np.array([_date(cell.strip(), unit) for cell in cells])
 
 
@@ -363,7 +363,7 @@ def _date(cell: str, unit: str) -> float:
         found = datetime.fromisoformat(cell) if unit == "datetime" else datetime.strptime(cell, unit)
     except ValueError:
         return float("nan")
-    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+    return round((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp() * 1e6)
 
 
 # ---- parquet --------------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     except (OSError, pa.ArrowException) as error:
         what = f"no whole parquet file: {str(error).splitlines()[0][:120]}"
         raise LockstepError(what, str(path), "write it again") from None
-    how.channels = how.channels or channels
+    how.channels = channels
 
     def numbers(name: str) -> np.ndarray:
         if not numeric[header.index(name)]:
@@ -400,9 +400,10 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     time = None
     if name := used.get("time"):
         if pa.types.is_timestamp(kinds[name]):
-            time = np.asarray(table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy()) / 1e6
+            how = replace(how, unit="datetime")
+            time = np.asarray(table[name].cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy(), np.float64)
         elif how.unit in UNITS:
-            time = numbers(name) * UNITS[how.unit]
+            time = numbers(name)
         else:
             time = _dates(pc.fill_null(table[name].cast(pa.string()), "").to_pylist(), how.unit)
     texts = {}
@@ -419,5 +420,6 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
             todo = "fill it in" if of_time else "--missing fill draws a line over it, --missing cut cuts there"
             raise LockstepError(f"{name} is empty or no number", f"{path}, row {wrong[0] + 1}, column {name}", todo)
     if not len(values):
-        raise LockstepError("no rows of data", str(path), "give a file with a row for each sample")
+        raise LockstepError("no rows of data", str(path), EMPTY)
+    time = None if time is None else _since_first(time, how.unit)
     return Sheet(path, np.arange(1, len(values) + 1), time, values, channels, texts, used, [])

@@ -41,7 +41,8 @@ from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats import cases, sensor_tables
 from formats.arrays import csv_rows, look_alikes, text_lines
-from formats.sensor_csv import rate_of, resampled, steps_at, widest_gap
+from formats.public_sensors import LIKE
+from formats.rates import changed, rate_of, resampled, steps_at, widest_gap
 from formats.sensor_tables import Reading, Sheet
 from formats.windows import VALID
 from tools.prepare_clips import whole_number
@@ -49,79 +50,6 @@ from tools.prepare_clips import whole_number
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
 SOME = 5  # sentences of a kind that are printed
-AXES = ("x", "y", "z")
-
-# ---- public sets as they are published ------------------------------------------------------------------------------
-
-_BODY = ("hand", "chest", "ankle")
-_IMU = ("temperature", *(f"{kind}_{axis}" for kind in ("acc16", "acc6", "gyro", "mag") for axis in AXES))
-_PAMAP2 = ["time", "activity", "heart_rate"]
-_PAMAP2 += [f"{place}_{what}" for place in _BODY for what in (*_IMU, *(f"orientation_{n}" for n in range(4)))]
-_ACTIVITIES = (
-    "1=lying,2=sitting,3=standing,4=walking,5=running,6=cycling,7=nordic walking,9=watching TV,10=computer work,"
-)
-_ACTIVITIES += (
-    "11=car driving,12=ascending stairs,13=descending stairs,16=vacuum cleaning,17=ironing,18=folding laundry,"
-)
-_ACTIVITIES += "19=house cleaning,20=playing soccer,24=rope jumping"
-_OPPORTUNITY = ["time", *(f"c{n}" for n in range(2, 38))]  # the columns of its documentation, counted from 1
-_OPPORTUNITY += [
-    f"{place}_{what}"
-    for place in ("back", "rua", "rla", "lua", "lla")
-    for what in (
-        *(f"{kind}_{axis}" for kind in ("acc", "gyro", "mag") for axis in AXES),
-        *(f"q{n}" for n in range(1, 5)),
-    )
-]
-_OPPORTUNITY += [f"c{n}" for n in range(103, 244)]
-_OPPORTUNITY += [
-    "locomotion",
-    "hl_activity",
-    "ll_left_arm",
-    "ll_left_object",
-    "ll_right_arm",
-    "ll_right_object",
-    "gesture",
-]
-
-LIKE: dict[str, dict[str, Any]] = {
-    "pamap2": {
-        "files": "*.dat",
-        "columns": ",".join(_PAMAP2),
-        "channels": "*_acc16_*,*_gyro_*",
-        "label": "activity",
-        "label_map": _ACTIVITIES,
-        "exclude_label": "0",
-        "file_subject": r"subject(\d+)",
-        "missing": "fill",
-    },
-    "wisdm": {
-        "files": "*_raw.txt",
-        "columns": "user,activity,time,x,y,z",
-        "time_unit": "ns",
-        "bad_lines": "skip",
-    },
-    "opportunity": {
-        "files": "S*.dat",
-        "columns": ",".join(_OPPORTUNITY),
-        "channels": "*_acc_*,*_gyro_*",
-        "time_unit": "ms",
-        "label": "locomotion",
-        "label_map": "1=stand,2=walk,4=sit,5=lie",
-        "exclude_label": "0",
-        "file_subject": r"S(\d+)-",
-        "missing": "fill",
-    },
-    "capture24": {
-        "files": "P[0-9]*.csv*",
-        "channels": "x,y,z",
-        "time_unit": "datetime",
-        "label_map": "annotation-label-dictionary.csv:label:Willetts2018",
-        "file_subject": r"(P\d+)",
-    },
-}
-"""Settings of each, which options of the command line overrule."""
-
 
 # ---- what is written ------------------------------------------------------------------------------------------------
 
@@ -231,7 +159,7 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
         return [Source(data)]
     table = asked.table or (data / TABLE if (data / TABLE).is_file() else None)
     if table:
-        return _listed(data, table, asked.label or "label", said)
+        return _listed(data, table, said)
     endings = tuple(f"{kind}{gz}" for kind in TABLES for gz in ("", ".gz"))
     found = sorted(path for path in data.rglob(asked.files or "*") if path.is_file() and not path.name.startswith("."))
     found = [path for path in found if path.name.lower().endswith(endings)]
@@ -243,7 +171,7 @@ def sources_of(asked: argparse.Namespace, said: Said) -> list[Source]:
     return [Source(path) for path in found]
 
 
-def _listed(folder: Path, table: Path, label: str, said: Said) -> list[Source]:
+def _listed(folder: Path, table: Path, said: Said) -> list[Source]:
     lines = text_lines(table)
     header, rows = csv_rows(table, lines)
     if "file" not in header:
@@ -252,14 +180,14 @@ def _listed(folder: Path, table: Path, label: str, said: Said) -> list[Source]:
     for line, cells in rows:
         row = dict(zip(header, [cell.strip() for cell in cells], strict=False))
         where, path = f"{table}:{line}", folder / row.get("file", "")
-        for name in ("file", *({"subject", label} & {*header})):
+        for name in ("file", *sorted({"subject", "label"} & {*header})):
             if not row.get(name):
                 raise LockstepError(f"{name} is empty", where, "give each recording a file, a person and a label")
         if not path.is_file():
             raise LockstepError(f"no file {row['file']}", where, f"put it into {folder}, or fix the name")
         if twin := [other.where for other in found if os.path.samefile(other.path, path)]:
             raise LockstepError(f"{row['file']} stands twice, also in {twin[0]}", where, "keep one")
-        found.append(Source(path, row.get("subject", ""), row.get(label, ""), where))
+        found.append(Source(path, row.get("subject", ""), row.get("label", ""), where))
     if not found:
         raise LockstepError("no recordings", str(table), "write a row for each")
     known = {source.path.resolve() for source in found} | {table.resolve()}
@@ -308,10 +236,9 @@ class Labels:
         return self.names.setdefault(name, len(self.names))
 
     def check(self) -> None:
-        for flag, names in (("--keep-classes", self.keep), ("--exclude-label", sorted(self.exclude))):
-            if missing := [name for name in names if name not in self.seen]:
-                some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
-                raise LockstepError(f"no label {missing[0]!r}", flag, f"the data have {some}")
+        if missing := [name for name in self.keep if name not in self.seen]:
+            some = ", ".join(sorted(self.seen - {""}, key=cases.natural)[:12])
+            raise LockstepError(f"no label {missing[0]!r}", "--keep-classes", f"the data have {some}")
         if not self.names:
             raise LockstepError("not one sample has a label", "--label", "name its column, or give --no-label")
 
@@ -326,43 +253,32 @@ class Recordings:
     def __init__(self, asked: argparse.Namespace, labels: Labels, said: Said):
         self.asked, self.labels, self.said = asked, labels, said
         self.rate, self.first = asked.rate, ""
-        self.scale: np.ndarray | None = None
+        self.scale = np.array([float(one) for one in _words(asked.scale)] or [1.0])
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
-        values = self._scaled(sheet)
-        number = self._labels(sheet, source)
+        """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
+        if len(self.scale) not in (1, len(sheet.channels)):
+            what = f"{len(self.scale)} factors for {len(sheet.channels)} channels"
+            raise LockstepError(what, "--scale", "give one, or one for each")
+        labels = self._labels(sheet, source)
         subject = self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
-        keys, whole = [], np.zeros(len(values), np.int64)
-        for what in ("subject", "recording"):
-            if what in sheet.texts:
-                codes, names = sheet.texts[what]
-                whole = whole * len(names) + codes
-                keys.append(what)
-        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
-        for group in np.argsort(first):
-            rows = np.flatnonzero(inverse == group)
-            who = subject
-            if "subject" in keys:
-                codes, names = sheet.texts["subject"]
-                who = names[codes[rows[0]]]
-            for piece in self._cut(sheet, rows, values, number[rows]):
-                piece.subject = who
+        codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
+        others, _ = sheet.texts.get("recording", (np.zeros(len(labels), np.int64), [""]))
+        whole = codes + len(names) * others
+        _, first = np.unique(whole, return_index=True)
+        for row in np.sort(first).tolist():
+            rows = np.flatnonzero(whole == whole[row])
+            for piece in self._cut(sheet, rows, labels[rows]):
+                piece.subject = names[codes[row]]
                 yield piece
 
-    def _scaled(self, sheet: Sheet) -> np.ndarray:
-        if self.scale is None:
-            given = _words(self.asked.scale)
-            if len(given) not in (0, 1, len(sheet.channels)):
-                what = f"{len(given)} factors for {len(sheet.channels)} channels"
-                raise LockstepError(what, "--scale", "give one, or one for each")
-            self.scale = np.array([float(one) for one in given] or [1.0])
-        return sheet.values * self.scale
-
     def _pattern(self, pattern: str, flag: str, path: Path) -> str:
-        """Return what a pattern's group finds in the name of a file."""
+        """Return what a pattern's group finds in the name of a file, below the folder that was given."""
         if not pattern:
             return ""
-        found = re.search(pattern, path.as_posix())
+        found = re.search(
+            pattern, path.relative_to(self.asked.data).as_posix() if path != self.asked.data else path.name
+        )
         if not found or not found[1]:
             raise LockstepError(f"{pattern!r} finds nothing in the name", str(path), f"change {flag}")
         return found[1]
@@ -371,26 +287,24 @@ class Recordings:
         """Return (N,) the class of each row, -1 where there is none."""
         if self.asked.no_label:
             return np.zeros(len(sheet.values), np.int64)
-        if "label" in sheet.texts and not source.label:
+        if "label" in sheet.texts:
             codes, names = sheet.texts["label"]
-            firsts = {code: row for row, code in reversed([*zip(range(len(codes)), codes.tolist(), strict=True)])}
-            return np.array(
-                [self.labels.number(name, sheet.at(firsts[n])) if n in firsts else -1 for n, name in enumerate(names)]
-            )[codes]
+            found, first = np.unique(codes, return_index=True)
+            table = np.full(len(names), -1)
+            for code, row in zip(found.tolist(), first.tolist(), strict=True):
+                table[code] = self.labels.number(names[code], sheet.at(row))
+            return table[codes]
         text = self._pattern(self.asked.file_label, "--file-label", sheet.path) or source.label
         if not text:
             todo = f"name its column in --label, its place in the file's name in --file-label, or write {TABLE}"
             raise LockstepError("no label", str(sheet.path), f"{todo}; --no-label is for data to predict")
         return np.full(len(sheet.values), self.labels.number(text, source.where or str(sheet.path)))
 
-    def _cut(self, sheet: Sheet, rows: np.ndarray, values: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
+    def _cut(self, sheet: Sheet, rows: np.ndarray, labels: np.ndarray) -> Iterator[Piece]:
         """Yield the pieces of one recording, without a gap and, unless --mixed, of one label each."""
-        values, time = (
-            values[rows],
-            np.arange(len(rows)) / (self.rate or 1.0) if sheet.time is None else sheet.time[rows],
-        )
         if sheet.time is None and not self.rate:
             raise LockstepError("no column of times", str(sheet.path), "name it in --time, or give --rate")
+        values, time = sheet.values[rows], np.arange(len(rows)) / self.rate if sheet.time is None else sheet.time[rows]
         breaks = np.zeros(len(rows), dtype=bool)  # whether a piece begins here
         back = np.flatnonzero(np.diff(time) < 0) + 1
         if len(back) > 1 + len(rows) / 100:
@@ -415,6 +329,10 @@ class Recordings:
             return
         self._check_rate(rate_of(time[steady]), sheet.path)
         usual = float(np.median(np.diff(time[steady])))
+        if other := changed(time[steady]):
+            row, interval = steady[other[0]], other[1]
+            text = f"a sample every {interval:.3g} s from here on, usually every {usual:.3g} s: has the rate changed?"
+            self.said.add("the rate", f"{sheet.at(rows[row])}: {text}")
         gap = self.asked.max_gap or widest_gap(usual, self.asked.length / self.rate)
         for part in parts:
             yield from self._stretches(sheet, rows[part], time[part], values[part], labels[part], gap)
@@ -423,6 +341,8 @@ class Recordings:
         if not self.rate:
             near = round(own)
             self.rate, self.first = near if near and abs(own - near) < 0.01 * own else float(f"{own:.4g}"), str(path)
+            if not 0.2 < own < 20000:
+                self.said.add("unit", f"{path}: {own:.3g} samples a second: is the time in another unit (--time-unit)?")
         if self.first and abs(own - self.rate) > 0.05 * self.rate:
             what = f"{own:.4g} samples a second, {self.first} has {self.rate:g}"
             raise LockstepError(what, str(path), "--rate takes all at one rate")
@@ -442,28 +362,25 @@ class Recordings:
             self.said.add("values are missing", f"{sheet.at(rows[row])}: values are missing: cut there")
         wide = np.flatnonzero(np.diff(time) > 1.001 * gap)
         for row in wide.tolist():
-            text = f"no sample for {time[row + 1] - time[row]:.3g} s, from {time[row]:.10g} s on: cut there"
+            text = f"no sample for {time[row + 1] - time[row]:.3g} s, {time[row]:.4f} s after the first: cut there"
             self.said.add("no sample", f"{sheet.at(rows[row + 1])}: {text}")
         begins = np.zeros(len(time), dtype=bool)
         begins[wide + 1] = True
         begins |= alive != np.append(alive[:1], alive[:-1])
         for part in np.split(np.arange(len(time)), np.flatnonzero(begins)):
-            if not len(part) or not alive[part[0]]:
+            if not len(part) or not alive[part[0]] or steps_at(time[part], self.rate) < 2:
                 continue
-            if steps_at(time[part], self.rate) < 2:
-                continue
-            signal = resampled(time[part], values[part], self.rate)
+            signal = resampled(time[part], values[part] * self.scale, self.rate)
             even = time[part[0]] + np.arange(len(signal)) / self.rate
             middles = (time[part][1:] + time[part][:-1]) / 2
             steps = labels[part][np.searchsorted(middles, even)]  # of the sample next to each
             yield from self._by_label(signal, steps)
 
     def _by_label(self, signal: np.ndarray, steps: np.ndarray) -> Iterator[Piece]:
-        if self.asked.mixed:
+        if self.asked.mixed and (steps >= 0).any():
             yield Piece(signal, 0, steps=steps)
-            return
         for part in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
-            if steps[part[0]] >= 0:
+            if steps[part[0]] >= 0 and not self.asked.mixed:
                 yield Piece(signal[part], int(steps[part[0]]))
 
 
@@ -485,6 +402,25 @@ def _filled(time: np.ndarray, values: np.ndarray, gap: float) -> np.ndarray:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
+TEXTS = {
+    "--files": ("PATTERN", "the files of the folder to read, such as *.csv"),
+    "--columns": ("A,B,…", "names of the columns, for files without a header"),
+    "--time": ("COLUMN", "default: time, timestamp, …; none: the samples are even, at --rate"),
+    "--time-unit": ("UNIT", "s (the default), ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S"),
+    "--channels": ("A,B,…", "columns to learn from, * for any text; default: all other numbers"),
+    "--label": ("COLUMN", "default: label, activity, …"),
+    "--subject": ("COLUMN", "the person; default: subject, user, …"),
+    "--recording": ("COLUMN", "what belongs to one recording; default: recording, session, …"),
+    "--file-label": ("REGEX", "finds the label in a file's name, in its group"),
+    "--file-subject": ("REGEX", "finds the person in a file's name, such as 'subject(\\d+)'"),
+    "--label-map": ("MAP", "old=new,old=new, or FILE.csv:COLUMN, whose first column is old"),
+    "--keep-classes": ("A,B,…", "keep these alone"),
+    "--exclude-label": ("A,B,…", "leave out what has these, such as 0"),
+    "--separator": ("CHAR", "of the cells (default: what the first line has most of)"),
+    "--scale": ("F,…", "multiply all channels, or each, such as 9.81 for g to m/s2"),
+}
+"""Options that take a text, empty unless given: form and help."""
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -494,66 +430,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("data", type=Path, metavar="TABLE|FOLDER", help="a table, a folder of them, or cases of an archive")
     add("output", type=Path, metavar="OUT.npz", help="the file to write; must not exist")
     add("--like", choices=sorted(LIKE), help="a public set as it is published: its columns, labels and people")
-    add("--files", default="", metavar="PATTERN", help="the files of the folder to read, such as *.csv")
-    add(
-        "--table",
-        type=Path,
-        metavar="CSV",
-        help=f"names file, subject and label (default: FOLDER/{TABLE} if it is there)",
-    )
-    names = "names of the columns, for files without a header"
-    add("--columns", default="", metavar="A,B,…", help=names)
-    add(
-        "--time",
-        default="",
-        metavar="COLUMN",
-        help="default: time, timestamp, …; none: the samples are even, at --rate",
-    )
-    add(
-        "--time-unit",
-        default="s",
-        metavar="UNIT",
-        help="s, ms, us, ns, datetime, or a form such as %%d.%%m.%%Y %%H:%%M:%%S",
-    )
-    add(
-        "--channels",
-        default="",
-        metavar="A,B,…",
-        help="columns to learn from, * for any text; default: all other numbers",
-    )
-    add("--label", default="", metavar="COLUMN", help="default: label, activity, …")
-    add("--subject", default="", metavar="COLUMN", help="the person; default: subject, user, …")
-    add(
-        "--recording",
-        default="",
-        metavar="COLUMN",
-        help="what belongs to one recording; default: recording, session, …",
-    )
-    add("--file-label", default="", metavar="REGEX", help="finds the label in a file's name, in its group")
-    add(
-        "--file-subject", default="", metavar="REGEX", help="finds the person in a file's name, such as 'subject(\\d+)'"
-    )
+    told = f"names file, subject and label (default: FOLDER/{TABLE} if it is there)"
+    add("--table", type=Path, metavar="CSV", help=told)
+    for flag, (form, told) in TEXTS.items():
+        add(flag, default="s" if flag == "--time-unit" else "", metavar=form, help=told)
     add("--no-label", action="store_true", help="of data to predict")
-    add("--label-map", default="", metavar="MAP", help="old=new,old=new, or FILE.csv:COLUMN, whose first column is old")
-    add("--keep-classes", default="", metavar="A,B,…", help="keep these alone")
-    add("--exclude-label", "--drop-label", default="", metavar="A,B,…", help="leave out what has these, such as 0")
     add("--mixed", action="store_true", help="keep recordings whole: a window has the label of its middle")
     add("--rate", type=float, default=0.0, metavar="HZ", help="steps a second to write (default: the recordings' own)")
-    add(
-        "--length",
-        type=whole_number(2),
-        default=0,
-        metavar="STEPS",
-        help="of a window (default: 128; cases: their own)",
-    )
+    told = "of a window (default: 128; cases: their own)"
+    add("--length", type=whole_number(2), default=0, metavar="STEPS", help=told)
     add("--pad", action="store_true", help="pad what is shorter, and add a channel `valid`; cases to the longest")
-    add("--max-gap", type=float, default=0.0, metavar="S", help="cut where no sample came for longer (default: 20 usual"
-        " intervals, or a quarter of a window if that is more than 3)")  # fmt: skip
-    add("--missing", choices=("refuse", "fill", "cut"), default="refuse",
-        help="empty cells and NaN: refuse them, draw a line over them up to --max-gap, or cut there")  # fmt: skip
+    told = "cut where no sample came for longer (default: 20 usual intervals, or a quarter of a window if that is more"
+    add("--max-gap", type=float, default=0.0, metavar="S", help=f"{told} than 3)")
+    told = "empty cells and NaN: refuse them (the default), draw a line over them up to --max-gap, or cut there"
+    add("--missing", choices=("refuse", "fill", "cut"), default="refuse", help=told)
     add("--bad-lines", choices=("refuse", "skip"), default="refuse", help="lines that cannot be read")
-    add("--separator", default="", metavar="CHAR", help="of the cells (default: what the first line has most of)")
-    add("--scale", default="", metavar="F,…", help="multiply all channels, or each, such as 9.81 for g to m/s2")
     first, _ = parser.parse_known_args(argv)
     parser.set_defaults(**LIKE.get(first.like or "", {}))
     asked = parser.parse_args(argv)
@@ -597,8 +488,8 @@ def _is_cases(asked: argparse.Namespace) -> bool:
     path: Path = asked.data
     if path.suffix != ".tsv" or asked.columns:
         return path.suffix in cases.KINDS
-    first = next(sensor_tables.blocks(path, 1), [""])[0]
-    return all(sensor_tables.is_number(cell) for cell in first.split("\t"))
+    cell = next(sensor_tables.blocks(path, 1), [""])[0].split("\t")[0]
+    return sensor_tables.is_number(cell) and not sensor_tables.is_missing(cell)
 
 
 @dataclass
@@ -746,9 +637,8 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
     stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
-    lines.append(
-        f"python train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
-    )
+    words = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
+    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else words}")
     return "\n".join(lines)
 
 
