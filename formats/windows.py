@@ -50,6 +50,7 @@ class Recordings:
     rate_hz   steps per second, or None
     step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
     axes      3 if each three channels may be the axes of one sensor, which an augmentation turns; 0: they are not
+    names     of the recordings, such as those of their videos; empty if unknown
     """
 
     signal: np.ndarray
@@ -66,6 +67,7 @@ class Recordings:
     rate_hz: float | None = None
     step_labels: np.ndarray | None = None
     axes: int = 3
+    names: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -448,7 +450,11 @@ def _recordings(
     whole = _by_channel(signal)
     if channels[-1:] == [VALID] and not ((whole[:, -1] == 0) | (whole[:, -1] == 1)).all():
         raise LockstepError("the channel 'valid' holds more than 0 and 1", where, "give it another name")
-    about = (length, stride, where, channels, rate_hz, steps, 3 if np.all(arrays.get("axes", 3) == 3) else 0)
+    names = _strings(arrays, "recording", where)
+    if names and len(names) != len(lengths):
+        what = f"{len(names)} names of recordings for {len(lengths)} recordings"
+        raise LockstepError(what, where, "name each recording once, or none")
+    about = (length, stride, where, channels, rate_hz, steps, 3 if np.all(arrays.get("axes", 3) == 3) else 0, names)
     return Recordings(whole, lengths, labels, groups, val, classes, subjects, *about)
 
 

@@ -114,6 +114,13 @@ class Classification(contract.Task):
             )
         self.classes, self.train_counts = metadata["classes"], np.array(metadata["train_counts"], dtype=np.int64)
 
+    exclusive = True
+    """Whether a sample has one class, and not any number of them."""
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """(B, C) -> (B, C)"""
+        return logits.softmax(1)
+
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)` and nothing else."""
         return x
@@ -182,7 +189,7 @@ class Classification(contract.Task):
         return metrics
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        shares = model(batch["x"]).float().softmax(1)  # (B, C)
+        shares = self.probabilities(model(batch["x"]).float())  # (B, C)
         labels = [self.classes[c] for c in shares.argmax(1).tolist()]
         return {"label": labels, **{f"p_{name}": shares[:, c] for c, name in enumerate(self.classes)}}
 

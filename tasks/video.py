@@ -236,6 +236,7 @@ def draw_ethogram(
     title: str = "",
     truth: np.ndarray | None = None,
     width: int = 1200,
+    labels: np.ndarray | None = None,
 ) -> np.ndarray:
     """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of the labels' colours,
     above it the annotation's if there is one, and below a row per class, as high as its probability and pale where
@@ -243,6 +244,7 @@ def draw_ethogram(
 
     truth  (N,) class numbers, -1 where nothing is annotated
     width  pixels of the axis; W' adds room for the names
+    labels  (N,) class numbers, -1 for none; the most probable ones by default
     """
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
@@ -261,7 +263,7 @@ def draw_ethogram(
         return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
 
     colours = np.array([colorsys.hsv_to_rgb(c / num_classes, 0.75, 0.8) for c in range(num_classes)]) * 255
-    labels = probabilities.argmax(1)
+    labels = probabilities.argmax(1) if labels is None else labels
     strips = ({} if truth is None else {"annotated": strip(truth)}) | {"predicted": strip(labels)}
     font = ImageFont.load_default(14)
     margin = 16 + max(text_width(name) for name in (*classes, *strips))

@@ -76,6 +76,7 @@ def prepare(asked: argparse.Namespace) -> str:
     if not paths:
         raise LockstepError("no tracks", str(asked.tracks), f"give {tracks.READ}")
     made: list[tuple[np.ndarray, np.ndarray]] = []
+    recordings = list[str]()
     subjects, channels, rates, notes = list[str](), list[str](), set[float](), list[str]()
     for path in tqdm(paths, unit="file", disable=None):
         found = tracks.read(path)
@@ -92,12 +93,13 @@ def prepare(asked: argparse.Namespace) -> str:
             seen = np.full(len(signal), "") if of is None else _names(of, len(signal), fps, asked)
             made.append((signal, np.where(signal[:, -1] > 0, seen, "")))
             subjects.append(groups[found[0].video]["group"] if groups else found[0].video)
+            recordings.append(found[0].video + f" {animals[0].animal}" * (len(animals) < len(found)))
             notes.append(note)
         rates.add(fps)
     if max(rates) > 1.02 * min(rates):
         what = f"tracks at {min(rates):g} and {max(rates):g} frames/s"
         raise LockstepError(what, str(asked.tracks), "convert each rate to a file of its own")
-    return _write(asked, made, subjects, channels, max(rates), notes)
+    return _write(asked, made, subjects, recordings, channels, max(rates), notes)
 
 
 def _is_labels(path: Path) -> bool:
@@ -196,6 +198,7 @@ def _write(
     asked: argparse.Namespace,
     made: list[tuple[np.ndarray, np.ndarray]],
     subjects: list[str],
+    recordings: list[str],
     channels: list[str],
     fps: float,
     notes: list[str],
@@ -203,6 +206,7 @@ def _write(
     arrays: dict[str, Any] = {"signal": np.concatenate([signal for signal, _ in made])}
     arrays |= {"lengths": np.array([len(signal) for signal, _ in made]), "subject": np.array(subjects)}
     arrays |= {"channels": np.array(channels), "rate_hz": np.array(fps), "axes": np.array(0)}
+    arrays["recording"] = np.array(recordings)
     lines = notes
     if asked.labels:
         names = np.concatenate([seen for _, seen in made])
