@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, Loss, PerSample, Sums
+from formats.mixup import Mixed
+from tasks._calibration import bins_of, draw_reliability, ece
 from tasks._pictures import text_width
+
+PARTNER = 0x5851F42D4C957F2D
+"""Turns a sample's seed into that of its partner's augmentation."""
 
 
 @dataclass
@@ -23,6 +28,7 @@ class LossSettings:
         "inverse", "weight of a class in the loss: inverse frequency, effective number of samples, or none"
     )
     label_smoothing: float = option(0.0, "share of the target spread evenly over all classes", low=0.0, high=1.0)
+    focal: float = option(0.0, "gamma of the focal loss: what is sure already counts less; 0: cross-entropy", low=0.0)
 
 
 def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndarray:
@@ -134,7 +140,50 @@ class Classification(contract.Task):
         return cached
 
     def prepare(self, batch: Batch) -> Batch:
-        return batch | {"x": self.augment(batch["x"], batch["lockstep"].seed)}
+        seed = batch["lockstep"].seed
+        x = self.augment(batch["x"], seed)
+        if "x2" not in batch:
+            return batch | {"x": x}
+        rest = {name: values for name, values in batch.items() if name not in ("x2", "share")}
+        second = self.augment(batch["x2"], seed ^ PARTNER)
+        return rest | {"x": self.mix(x, second, batch["share"]), "mixed": batch["share"]}
+
+    def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        """Return the mixtures of (B, ...) inputs in (B,) shares of the first."""
+        first = share.to(x.dtype if x.is_floating_point() else torch.float32).view(-1, *[1] * (x.dim() - 1))
+        mixed = first * x + (1 - first) * other
+        return mixed if x.is_floating_point() else mixed.round().to(x.dtype)
+
+    def with_mixup(self, train: Any) -> Any:
+        """Return the dataset to train on with partners, if `augment.mixup` asks for them."""
+        if not (alpha := self.cfg.augment.mixup):
+            return train
+        if getattr(self.cfg.model, "features", "") == "cached":
+            what, todo = "cached features are of whole samples", "drop it, or train from the samples themselves"
+            raise contract.LockstepError(what, f"augment.mixup={alpha:g}", todo)
+        return Mixed(train, alpha, self.kept(train))
+
+    def losses_of(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the (B,) weighted losses. The focal loss (Lin et al., ICCV 2017) is (1 - p)^gamma times each, where p
+        is the probability of the label; the weight by which a sum is divided does not change."""
+        settings, weights = self.cfg.loss, self.weights(logits)
+        losses = F.cross_entropy(logits, y, weight=weights, label_smoothing=settings.label_smoothing, reduction="none")
+        if not settings.focal:
+            return losses
+        sure = logits.log_softmax(1).gather(1, y[:, None]).squeeze(1)
+        # Clamped: at p = 1 the slope of a power below 1 is infinite.
+        return losses * (-torch.expm1(sure)).clamp(min=1e-12) ** settings.focal
+
+    def _unusual_loss(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return (total, weight) of the focal loss, and of mixtures: each label counts with its share, also in the
+        weight, as its class does."""
+        y, weights = batch["y"], self.weights(logits)
+        losses, mine = self.losses_of(logits, y), weights[y]
+        if "mixed" in batch:
+            share, y2 = batch["mixed"].to(losses.dtype), batch["y2"]
+            losses = share * losses + (1 - share) * self.losses_of(logits, y2)
+            mine = share * mine + (1 - share) * weights[y2]
+        return losses.sum(), mine.sum()
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
@@ -142,10 +191,12 @@ class Classification(contract.Task):
         # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         weights = self.weights(logits)
+        hits = (logits.argmax(1) == y).sum()
+        if self.cfg.loss.focal or "mixed" in batch:
+            return Loss(*self._unusual_loss(logits, batch), Sums(accuracy=hits, count=y.new_full((), len(y))))
         total = F.cross_entropy(
             logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="sum"
         )
-        hits = (logits.argmax(1) == y).sum()
         return Loss(total, weights[y].sum(), Sums(accuracy=hits, count=y.new_full((), len(y))))
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
@@ -153,10 +204,9 @@ class Classification(contract.Task):
         logits = model(batch["x"])
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         weights = self.weights(logits)
-        losses = F.cross_entropy(
-            logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="none"
-        )
+        losses = self.losses_of(logits, y)
         num_classes, guesses = logits.shape[1], logits.argmax(1)
+        counts, shares = bins_of(logits.softmax(1).amax(1), guesses == y)
         self.guessed(batch, guesses)
         # Not bincount, which is a sync point: it asks for the largest.
         cells = y.new_zeros(num_classes**2).scatter_add_(0, y * num_classes + guesses, torch.ones_like(y))
@@ -164,6 +214,8 @@ class Classification(contract.Task):
             loss_total=losses.double().sum(),
             loss_weight=weights[y].double().sum(),
             confusion=cells.view(num_classes, num_classes),  # [true, predicted]
+            bins=counts,
+            bin_shares=shares,
             count=y.new_full((), len(y)),
         )
 
@@ -180,6 +232,8 @@ class Classification(contract.Task):
             "accuracy": float(np.trace(matrix) / max(1.0, matrix.sum())),
             "macro_f1": float(f1[known].mean()) if known.any() else 0.0,
         }
+        if "bins" in sums:  # a task with a `score` of its own may have none
+            metrics["ece"] = ece(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
         for c, name in enumerate(self.classes):
             metrics |= {
                 f"precision/{name}": float(precision[c]),
@@ -197,7 +251,10 @@ class Classification(contract.Task):
         return Deployed(model), lambda batch: batch["x"]
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        return {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+        found = {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+        if "bins" in sums:
+            found["reliability"] = draw_reliability(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
+        return found
 
 
 def _some(names: list[str]) -> str:

@@ -60,6 +60,7 @@ class AugmentSettings:
     rotate_deg: float = option(20.0, "turn the 3-axis sensors by up to this angle about each axis", low=0.0, high=90.0)
     scale: float = option(0.2, "multiply each 3-axis sensor by 1 plus or minus up to this", low=0.0, high=0.9)
     jitter: float = option(0.05, "add noise of this share of the channel's standard deviation", low=0.0)
+    mixup: float = option(0.0, "mix pairs of windows in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Task(Classification):
         "schedule.warmup_epochs": 1,
     }
 
-    def datasets(self) -> tuple[windows.Windows, windows.Windows]:
+    def datasets(self) -> tuple[Any, windows.Windows]:
         cfg = self.cfg.dataset
         self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
         given = cfg.split == "given"
@@ -102,7 +103,16 @@ class Task(Classification):
         self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
         self.mean, self.std = train.statistics(kept)
         self.masked, self.axes = self.recordings.masked, self.recordings.axes
-        return train, val
+        return self.with_mixup(train), val
+
+    def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        """Where only one of the two was measured, the mixture counts as padding."""
+        mixed = super().mix(x, other, share)
+        if not self.masked:
+            return mixed
+        valid = x[:, -1:] * other[:, -1:]
+        valid = torch.where(share.view(-1, 1, 1) == 1, x[:, -1:], valid)
+        return torch.cat([mixed[:, :-1] * valid, valid], 1)
 
     def _people(self, chosen: np.ndarray) -> list[str]:
         """Return the subjects of some recordings, or nothing if the data name none."""

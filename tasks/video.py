@@ -53,6 +53,7 @@ class Augment:
     shift: float = option(0.08, "largest shift, as a share of height and width", low=0.0, high=0.5)
     jitter: int = option(1, "largest shift in time, in frames", low=0)
     brightness: float = option(0.15, "largest change of gain, and of offset as a share of white", low=0.0, high=1.0)
+    mixup: float = option(0.0, "mix pairs of clips in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Task(Classification):
         self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
         return clips
 
-    def datasets(self) -> tuple[Clips, Clips]:
+    def datasets(self) -> tuple[Any, Clips]:
         wanted = self.cfg.dataset
         clips = self._clips(wanted.frames)
         how = wanted.val_share, wanted.split_seed, wanted.val_videos, clips.groups, wanted.val_groups
@@ -106,7 +107,7 @@ class Task(Classification):
             lines.append(f"Held-out groups: {_some(sorted({*clips.groups[val].tolist()}))} of {len({*clips.groups})})")
         self._found = "\n".join([*lines, _of_a_clip(clips, wanted)])
         self._val = clips.subset(val)
-        return part, self._val
+        return self.with_mixup(part), self._val
 
     def metadata(self) -> dict[str, Any]:
         return super().metadata() | self.about

@@ -54,6 +54,7 @@ from engine.files import archive, status
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
 from engine.seeds import kept_generators, seed_everything
+from formats.mixup import Mixed
 from tools.evaluate import TRUST, aligned, of_run
 from tools.running import alone, guarded
 
@@ -142,6 +143,9 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     train_set, val_set = load_datasets(task, "", None)
+    if isinstance(train_set, Mixed):
+        what = "augment.mixup: a step has also seen the partners of its samples, which are not counted here"
+        raise LockstepError(what, str(path), "train without it where this has to be told")
     data = fingerprint(train_set, val_set, random_samples="stop" if contents_too else "warn")
     if (len(train_set), data) != (saved.num_samples, saved.data):
         what = f"the data are not those of the checkpoint ({saved.data} -> {data})"
