@@ -23,6 +23,15 @@ def one_hot(labels: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
+def columns_of(labels: np.ndarray, names: Sequence[str], classes: Sequence[str]) -> np.ndarray:
+    """(N, len(names)) int8 -> (N, len(classes)): columns by name; of a class that is not there nobody looked."""
+    found = np.full((len(labels), len(classes)), -1, dtype=np.int8)
+    for c, name in enumerate(classes):
+        if name in names:
+            found[:, c] = labels[:, list(names).index(name)]
+    return found
+
+
 def runs(on: np.ndarray) -> np.ndarray:
     """(N,) bool -> (K, 2) int64: first frame and the one after the last, of each maximal run, in their order."""
     edges = np.diff(np.concatenate([[0], np.asarray(on, dtype=np.int8), [0]]))

@@ -21,6 +21,9 @@ from tasks._pictures import text_width
 PARTNER = 0x5851F42D4C957F2D
 """Turns a sample's seed into that of its partner's augmentation."""
 
+LEVELS = 100
+"""Of a probability, in the counts of a binary evaluation."""
+
 
 @dataclass
 class LossSettings:
@@ -29,6 +32,12 @@ class LossSettings:
     )
     label_smoothing: float = option(0.0, "share of the target spread evenly over all classes", low=0.0, high=1.0)
     focal: float = option(0.0, "gamma of the focal loss: what is sure already counts less; 0: cross-entropy", low=0.0)
+    kind: Literal["softmax", "binary"] = option(
+        "softmax", "one class for each sample; or binary: any number of them, where labels overlap"
+    )
+    positive_exponent: float = option(
+        1.0, "binary: what is on weighs (off / on)^this of its class: 1 balances, 0 does nothing", low=0.0, high=2.0
+    )
 
 
 def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndarray:
@@ -72,6 +81,7 @@ class Classification(contract.Task):
     higher_is_better = True
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
+    looked_counts: np.ndarray  # (C,) int64, binary: samples of which it is known whether the class is on
     val_counts: np.ndarray | None = None
     splitting = "choose another split"
 
@@ -80,6 +90,9 @@ class Classification(contract.Task):
     ) -> None:
         """Set `train_counts` and `val_counts` from the (N,) labels of each split; of those to train on only what is
         `kept`, (N,) bool, counts. Raises LockstepError if all of these are of one class."""
+        if labels.ndim == 2:
+            self._count_binary(labels, where, val_labels, kept)
+            return
         for each in (labels, labels[:0] if val_labels is None else val_labels):
             if wrong := np.flatnonzero((each < 0) | (each >= len(self.classes))).tolist():
                 what = f"sample {wrong[0]} has the label {each[wrong[0]]}, and there are {len(self.classes)} classes"
@@ -95,9 +108,28 @@ class Classification(contract.Task):
                 todo="give data of at least two classes, or another split",
             )
 
+    def _count_binary(
+        self, labels: np.ndarray, where: str, val_labels: np.ndarray | None, kept: np.ndarray | None
+    ) -> None:
+        labels = labels if kept is None else labels[kept]
+        self.train_counts, self.looked_counts = (labels == 1).sum(0), (labels >= 0).sum(0)
+        if val_labels is not None:
+            self.val_counts = (val_labels == 1).sum(0)
+        if not ((self.train_counts > 0) & (self.train_counts < self.looked_counts)).any():
+            todo = "give data in which a class is on here and off there, or another split"
+            raise contract.LockstepError("no class is both on and off in what is trained on", where, todo)
+
+    def class_weights(self) -> np.ndarray:
+        """Return (C,) weights; binary: those of what is on, where what is off weighs 1."""
+        settings, counts = self.cfg.loss, np.asarray(self.train_counts, dtype=np.float64)
+        if self.exclusive:
+            return class_weights(self.train_counts, settings.class_weights)
+        off = self.looked_counts - counts
+        return np.where((counts > 0) & (off > 0), (off / np.maximum(counts, 1)) ** settings.positive_exponent, 1.0)
+
     def class_summary(self) -> str:
         """Return the table of classes, with a warning about those that one side of the split lacks."""
-        weights, val = class_weights(self.train_counts, self.cfg.loss.class_weights), self.val_counts
+        weights, val = self.class_weights(), self.val_counts
         warnings = [class_table(self.classes, self.train_counts, weights, val)]
         never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
         unseen = [] if val is None else [name for name, count in zip(self.classes, val, strict=True) if not count]
@@ -108,7 +140,8 @@ class Classification(contract.Task):
         return "\n".join(warnings)
 
     def metadata(self) -> dict[str, Any]:
-        return {"classes": self.classes, "train_counts": self.train_counts.tolist()}
+        more = {} if self.exclusive else {"looked_counts": self.looked_counts.tolist()}
+        return {"classes": self.classes, "train_counts": self.train_counts.tolist()} | more
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         if "classes" not in metadata:
@@ -119,13 +152,32 @@ class Classification(contract.Task):
                 exit_code=3,
             )
         self.classes, self.train_counts = metadata["classes"], np.array(metadata["train_counts"], dtype=np.int64)
+        self.looked_counts = np.array(metadata.get("looked_counts", []), dtype=np.int64)
 
-    exclusive = True
-    """Whether a sample has one class, and not any number of them."""
+    @property
+    def exclusive(self) -> bool:
+        """Whether a sample has one class, and not any number of them."""
+        return bool(self.cfg.loss.kind == "softmax")
+
+    def with_targets(self, *parts: Any) -> None:
+        """Give datasets with `one_hot` and `overlapping` the `y` that the loss takes. Raises LockstepError for labels
+        that overlap, where it takes one."""
+        for part in parts:
+            if part is not None and self.exclusive and part.overlapping:
+                todo = "give loss.kind=binary, or make the data without --multi"
+                raise contract.LockstepError("the labels of these data may overlap", "loss.kind=softmax", todo)
+            if part is not None and not self.exclusive:
+                self._check_no_features("loss.kind=binary")
+                part.one_hot()
+
+    def _check_no_features(self, key: str) -> None:
+        if getattr(self.cfg.model, "features", "") == "cached":
+            todo = "drop one of the two: the features come with one label each, and are of whole samples"
+            raise contract.LockstepError("cached features", key, todo)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(B, C) -> (B, C)"""
-        return logits.softmax(1)
+        return logits.softmax(1) if self.exclusive else logits.sigmoid()
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)` and nothing else."""
@@ -135,7 +187,7 @@ class Classification(contract.Task):
         """Return (C,) class weights on the device of `like`, cached because the copy is a sync point."""
         cached: Tensor | None = getattr(self, "_weights", None)
         if cached is None or cached.device != like.device or cached.dtype != like.dtype:
-            values = class_weights(self.train_counts, self.cfg.loss.class_weights)
+            values = self.class_weights()
             self._weights = cached = torch.as_tensor(values, dtype=like.dtype, device=like.device)
         return cached
 
@@ -158,9 +210,7 @@ class Classification(contract.Task):
         """Return the dataset to train on with partners, if `augment.mixup` asks for them."""
         if not (alpha := self.cfg.augment.mixup):
             return train
-        if getattr(self.cfg.model, "features", "") == "cached":
-            what, todo = "cached features are of whole samples", "drop it, or train from the samples themselves"
-            raise contract.LockstepError(what, f"augment.mixup={alpha:g}", todo)
+        self._check_no_features(f"augment.mixup={alpha:g}")
         return Mixed(train, alpha, self.kept(train))
 
     def losses_of(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -190,6 +240,8 @@ class Classification(contract.Task):
         logits = net(batch["x"])  # (B, C)
         # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if not self.exclusive:
+            return self._binary_loss(logits, batch)
         weights = self.weights(logits)
         hits = (logits.argmax(1) == y).sum()
         if self.cfg.loss.focal or "mixed" in batch:
@@ -203,6 +255,8 @@ class Classification(contract.Task):
         y = batch["y"]
         logits = model(batch["x"])
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if not self.exclusive:
+            return self._binary_score(logits, y)
         weights = self.weights(logits)
         losses = self.losses_of(logits, y)
         num_classes, guesses = logits.shape[1], logits.argmax(1)
@@ -219,10 +273,63 @@ class Classification(contract.Task):
             count=y.new_full((), len(y)),
         )
 
+    def _binary_parts(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B, C) losses and weights of sigmoids; both are 0 where y is -1."""
+        settings, looked, on = self.cfg.loss, y >= 0, y.clamp(min=0).to(logits.dtype)
+        weights = torch.where(y == 1, self.weights(logits), 1.0) * looked
+        target = on * (1 - settings.label_smoothing) + settings.label_smoothing / 2
+        losses = weights * F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        if settings.focal:
+            sure = F.logsigmoid(torch.where(y == 1, logits, -logits))
+            losses = losses * (-torch.expm1(sure)).clamp(min=1e-12) ** settings.focal
+        return losses, weights
+
+    def _binary_loss(self, logits: Tensor, batch: Batch) -> Loss:
+        y = batch["y"]
+        losses, weights = self._binary_parts(logits, y)
+        if "mixed" in batch:
+            share = batch["mixed"].to(losses.dtype)[:, None]
+            others = self._binary_parts(logits, batch["y2"])
+            losses, weights = (share * a + (1 - share) * b for a, b in zip((losses, weights), others, strict=True))
+        hits = (((logits > 0) == (y == 1)) | (y < 0)).all(1).sum()
+        return Loss(losses.sum(), weights.sum(), Sums(accuracy=hits, count=hits.new_full((), len(y))))
+
+    def _binary_score(self, logits: Tensor, y: Tensor) -> Sums:
+        losses, weights = self._binary_parts(logits, y)
+        place = (logits.sigmoid() * LEVELS).floor().long().clamp(max=LEVELS - 1)  # (B, C)
+        # Of each class: how many samples that are off, and that are on, have a probability of each level.
+        cells = (torch.arange(y.shape[1], device=y.device) * 2 + (y == 1)) * LEVELS + place
+        levels = torch.zeros(y.shape[1] * 2 * LEVELS, dtype=torch.int64, device=y.device)
+        levels.scatter_add_(0, cells.flatten(), (y >= 0).long().flatten())
+        return Sums(
+            loss_total=losses.double().sum(),
+            loss_weight=weights.double().sum(),
+            levels=levels.view(-1, 2, LEVELS),
+            count=levels.new_full((), len(y)),
+        )
+
+    def _binary_report(self, sums: Sums) -> dict[str, float]:
+        weight = sums["loss_weight"]
+        metrics = {"loss": float(sums["loss_total"] / weight) if weight > 0 else float("nan")}
+        rows: dict[str, list[float]] = {"precision": [], "recall": [], "f1": [], "ap": []}
+        levels = sums["levels"].cpu().numpy()
+        for off, on in levels:
+            wrong, hits, all_on = int(off[LEVELS // 2 :].sum()), int(on[LEVELS // 2 :].sum()), int(on.sum())
+            rows["precision"].append(hits / max(1, hits + wrong))
+            rows["recall"].append(hits / max(1, all_on))
+            rows["f1"].append(2 * hits / max(1, hits + wrong + all_on))
+            rows["ap"].append(average_precision(off, on))
+        known = [c for c in range(len(levels)) if levels[c, 1].sum()]
+        metrics["macro_f1"] = sum(rows["f1"][c] for c in known) / max(1, len(known))
+        metrics["mean_ap"] = sum(rows["ap"][c] for c in known) / max(1, len(known))
+        return metrics | {f"{kind}/{name}": row[c] for c, name in enumerate(self.classes) for kind, row in rows.items()}
+
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
         """Hook: an evaluation predicted (B,) class numbers, on the batch's device; keep them for `pictures`."""
 
     def report(self, sums: Sums) -> dict[str, float]:
+        if not self.exclusive:
+            return self._binary_report(sums)
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
         precision, recall, f1 = precision_recall_f1(matrix)
         # Classes that neither occur nor are predicted have no F1; the mean is over the others.
@@ -245,12 +352,16 @@ class Classification(contract.Task):
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         shares = self.probabilities(model(batch["x"]).float())  # (B, C)
         labels = [self.classes[c] for c in shares.argmax(1).tolist()]
+        if not self.exclusive:
+            labels = ["+".join(name for name, p in zip(self.classes, row, strict=True) if p >= 0.5) for row in shares]
         return {"label": labels, **{f"p_{name}": shares[:, c] for c, name in enumerate(self.classes)}}
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        return Deployed(model), lambda batch: batch["x"]
+        return Deployed(model, binary=not self.exclusive), lambda batch: batch["x"]
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
+        if "confusion" not in sums:
+            return {}
         found = {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
         if "bins" in sums:
             found["reliability"] = draw_reliability(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
@@ -267,13 +378,21 @@ class Deployed(nn.Module):
     by_step  the input is (B, T, channels), as sensor data are stored, not (B, channels, T)
     """
 
-    def __init__(self, model: nn.Module, by_step: bool = False):
+    def __init__(self, model: nn.Module, by_step: bool = False, binary: bool = False):
         super().__init__()
-        self.model, self.by_step = model, by_step
+        self.model, self.by_step, self.binary = model, by_step, binary
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = self.model(x.transpose(1, 2) if self.by_step else x).float()
-        return {"logits": logits, "probabilities": logits.softmax(1)}
+        return {"logits": logits, "probabilities": logits.sigmoid() if self.binary else logits.softmax(1)}
+
+
+def average_precision(off: np.ndarray, on: np.ndarray) -> float:
+    """(L,) counts of negatives and positives by rising probability -> the average precision, 0 without positives:
+    scikit-learn's, of probabilities rounded down to their level."""
+    hits, wrong = np.cumsum(on[::-1]), np.cumsum(off[::-1])
+    precision = hits / np.maximum(1, hits + wrong)
+    return float((precision * on[::-1]).sum() / max(1, on.sum()))
 
 
 def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -98,8 +98,9 @@ class Task(Classification):
         if not all(self.counts):
             what = "{} windows with a label to train on and {} to validate on".format(*self.counts)
             raise contract.LockstepError(what, self.recordings.where, f"label more, or {self.splitting}")
+        self.with_targets(train, val)
         kept = self.kept(train)
-        self.count(train.labels, self.recordings.where, val.labels, kept)
+        self.count(train.targets, self.recordings.where, val.targets, kept)
         self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
         self.mean, self.std = train.statistics(kept)
         self.masked, self.axes = self.recordings.masked, self.recordings.axes
@@ -137,6 +138,7 @@ class Task(Classification):
         self.val = np.ones(len(found), dtype=bool)
         every = windows.Windows(found, self.val)
         self.counts = 0, len(every)
+        self.with_targets(every)
         return every
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
@@ -148,7 +150,7 @@ class Task(Classification):
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module takes windows (B, T, C) in sensor units, as they are stored."""
-        return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
+        return Deployed(model, by_step=True, binary=not self.exclusive), lambda batch: batch["x"].transpose(1, 2)
 
     def model(self) -> nn.Module:
         model = self._network()

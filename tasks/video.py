@@ -95,8 +95,9 @@ class Task(Classification):
         how = wanted.val_share, wanted.split_seed, wanted.val_videos, clips.groups, wanted.val_groups
         train, val = split_by_video(clips.videos, clips.labels, *how)
         self.classes = clips.classes
+        self.with_targets(clips)
         kept = self.kept(part := clips.subset(train))
-        self.count(part.labels, str(clips.folder), clips.labels[val], kept)
+        self.count(part.targets, str(clips.folder), clips.targets[val], kept)
         held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
@@ -119,7 +120,9 @@ class Task(Classification):
     def full_dataset(self) -> Clips:
         clips = self.fitting(self._clips(self.about["shape"][0]))
         self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
-        return clips.renumbered(self.classes)
+        clips = clips.renumbered(self.classes)
+        self.with_targets(clips)
+        return clips
 
     def fitting(self, clips: Clips) -> Clips:
         """Return other clips, after `load_metadata`; raises LockstepError if they differ in size from the model's."""

@@ -57,7 +57,7 @@ from engine.seeds import seed_everything
 from engine.speed import memory
 from formats import behaviour, videos
 from formats.arrays import load_npz, stays_below
-from formats.bouts import Smoothing, decide, one_hot
+from formats.bouts import Smoothing, columns_of, decide, one_hot
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
@@ -401,6 +401,7 @@ def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> 
             truth = None
             if labelled and found.step_labels is not None:
                 truth = one_hot(number[found.step_labels[first:stop]], len(classes))
+                truth = truth if found.multi is None else columns_of(found.multi[first:stop], found.classes, classes)
             absent = found.signal[first:stop, -1] == 0 if found.masked else None
             yield Prediction(name, cells, values, fps, truth, absent)
 
@@ -447,7 +448,7 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") ->
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError(what, str(asked.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    seen_in, truth_of = annotated(asked, cutting)
+    seen_in, truth_of = annotated(asked, cutting, loaded.task.exclusive)
     if asked.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
         raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
@@ -474,29 +475,38 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") ->
         cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
         if side:
             cells["side"] = [side] * count
-        truth = truth_of(name, fps, count, classes)
-        yield Prediction(name, cells, probabilities, fps, None if truth is None else one_hot(truth, len(classes)))
+        yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
 
 
 Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
-"""(video, frames per second, N, classes) -> (N,) class numbers, -1 where nothing is annotated; None without any."""
+"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 where nothing is annotated; None without any."""
 
 
-def annotated(asked: argparse.Namespace, cutting: videos.Cutting) -> tuple[Callable[[list[str]], list[str]], Truth]:
+def annotated(
+    asked: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
+) -> tuple[Callable[[list[str]], list[str]], Truth]:
     """Return a function that keeps those videos that people have annotated, and one for what they saw."""
     if not asked.annotations:
         return lambda names: [], lambda *_: None
     if not behaviour.is_labels(asked.annotations):
         plan, _ = read_annotations(asked.annotations, cutting, [])
-        return lambda names: [name for name in names if name in plan.trials], plan.class_of_frames
+
+        def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+            found = plan.class_of_frames(video, fps, count, classes)
+            return None if found is None else one_hot(found, len(classes))
+
+        return lambda names: [name for name in names if name in plan.trials], of_trials
     found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
     labels = {one.stem: one.of(asked.subjects) for one in found}
 
     def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
         if (one := labels.get(behaviour.stem_of(video))) is None:
             return None
+        if not exclusive:
+            return one.overlapping(count, fps, classes)
         number = {name: c for c, name in enumerate(classes)}
-        return np.array([number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()])
+        numbers = [number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()]
+        return one_hot(np.array(numbers), len(classes))
 
     return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
 
@@ -559,7 +569,9 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
     path = folder / f"{found.name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     truth, labels = (
-        None if each is None else np.where((each == 1).any(1), each.argmax(1), -1) for each in (found.truth, found.on)
+        # Of several labels the first one is drawn.
+        None if each is None else np.where((each == 1).any(1), (each == 1).argmax(1), -1)
+        for each in (found.truth, found.on)
     )
     picture = video.draw_ethogram(found.shown, classes, found.fps or 0.0, found.name, truth, labels=labels)
     write_atomically(path, lambda file: Image.fromarray(picture).save(file, "PNG"))
