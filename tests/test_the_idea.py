@@ -54,8 +54,15 @@ def runs_of(cut, folder):
         yield [*common, f"save_dir={folder}/{cut}/{name}"]
         if task in ("har", TOY):
             yield [*common, "sampler=balanced", f"save_dir={folder}/{cut}/{name}_balanced"]
-        if task in ("har", "video"):  # partners and their shares, and a focal loss
-            yield [*common, "augment.mixup=0.4", "loss.focal=2", f"save_dir={folder}/{cut}/{name}_mixup"]
+        if task in ("har", "video"):  # partners and their shares, a focal loss, and sigmoids
+            kind = "binary" if task == "video" else "softmax"
+            yield [
+                *common,
+                "augment.mixup=0.4",
+                "loss.focal=2",
+                f"loss.kind={kind}",
+                f"save_dir={folder}/{cut}/{name}_mixup",
+            ]
         if task == "robot":
             yield [*common, *SMALL_ACT, "sampler=balanced", f"save_dir={folder}/{cut}/{name}_act"]
         if cut in ("1x12", *NAIVE):

@@ -381,6 +381,8 @@ def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> 
         known = {name: side for side, subjects in task.about["subjects"].items() for name in subjects}
         sides = [known.get(found.subjects[g], "new") if found.subjects and known else "" for g in found.groups]
         chosen = np.array([only in ("", side) for side in sides])
+        if not chosen.any():
+            continue
         windows = Windows(replace(found, step_labels=None), chosen)
         probabilities, centres = loaded.classify_all(windows), windows.step + found.length // 2
         number = np.array([classes.index(name) if name in classes else -1 for name in [*found.classes, ""]])
