@@ -53,7 +53,9 @@ def test_the_calibration_error_is_a_plain_loops_in_any_parts():
 
 
 def test_a_probability_of_one_and_the_edges_have_their_bins():
-    counts, shares = bins_of(torch.tensor([1.0, 1 / 3, 0.4, 0.4 + 1e-6]), torch.tensor([True, False, True, True]))
+    counts, shares = bins_of(
+        torch.tensor([1.0, 1 / 3, 0.4, 0.4 + 1e-6], dtype=torch.float64), torch.tensor([True, False, True, True])
+    )
     assert counts[0].nonzero().flatten().tolist() == [4, 5, 6, 14] and counts[1].sum() == 3
     assert float(shares[14]) == 1.0
     picture = draw_reliability(counts.numpy(), shares.numpy())
@@ -214,11 +216,11 @@ def test_classes_that_are_never_on_or_always_have_no_weight_of_their_own():
     task._count_binary(np.array([[1, 0, -1], [0, 0, 1], [1, -1, 1]], dtype=np.int8), "here", None, None)
     assert task.train_counts.tolist() == [2, 0, 2] and task.looked_counts.tolist() == [3, 2, 2]
     assert task.class_weights().tolist() == [0.5, 1, 1]
-    with pytest.raises(contract.LockstepError, match="no class is both on and off"):
-        task._count_binary(np.array([[1, 0], [1, -1]], dtype=np.int8), "here", None, None)
     again = Classification(SimpleNamespace(loss=LossSettings(kind="binary")))
     again.load_metadata(task.metadata())
     assert again.class_weights().tolist() == [0.5, 1, 1]
+    with pytest.raises(contract.LockstepError, match="no class is both on and off"):
+        task._count_binary(np.array([[1, 0], [1, -1]], dtype=np.int8), "here", None, None)
 
 
 def test_cached_features_mix_nothing():

@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
     add("data", metavar="DATA", type=Path, nargs="?", help="videos, or recordings with a label per step")
     add("--annotations", type=Path, metavar="FILE", help="what people saw in the videos, as for tools/prepare_clips.py")
+    only = "leave temperature and thresholds as they are: the data that RUN was trained on are not needed"
+    add("--only-smoothing", action="store_true", help=only)
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add_labels(parser.add_argument_group("of the annotations").add_argument)
     add("--trust", action="store_true", help=TRUST)
@@ -64,25 +66,38 @@ def main(argv: list[str]) -> int:
 
 def _decide(args: config.Args, asked: argparse.Namespace) -> int:
     alone("one process chooses", "decide.py")
-    loaded, val = load(args, "val")
+    if asked.only_smoothing and not asked.data:
+        raise LockstepError("a smoothing is chosen on videos or recordings", "--only-smoothing", "give DATA, too")
+    loaded, _ = load(args)
     if not isinstance(loaded.task, Classification):
         raise LockstepError("the task predicts no classes", "task", "there is nothing to decide")
-    of_data, _ = load(args)
+    lines = [f"{loaded.checkpoint}, step {loaded.step}, chosen on validation:"]
+    if asked.only_smoothing:
+        decision = decisions.read(loaded.checkpoint)
+    else:
+        decision, told = _of_samples(args, loaded)
+        lines += told
+    if asked.data:
+        lines += _smoothing(decision, loaded, asked)
+    path = decisions.write(loaded.checkpoint, decision)
+    print("\n".join([*lines, f"Wrote {path}"]))
+    return status.set_exit_code(status.DONE)
+
+
+def _of_samples(args: config.Args, of_data: LoadedModel) -> tuple[Decision, list[str]]:
+    """Choose what the samples of the validation split tell."""
+    loaded, val = load(args, "val")
     sides = getattr(of_data.task, "about", {}).get("subjects" if isinstance(of_data.task, har.Task) else "videos", {})
     names = sorted({*map(str, val.sources)})
     if sides and (other := [name for name in names if name not in sides.get(HELD_OUT, [])]):
         todo = "give the run's own data: what is trained on chooses nothing"
         raise LockstepError(f"{other[0]} was not held out when the run was trained", "dataset.root", todo)
     logits, labels = outputs(loaded, val)
-    decision, lines = Decision(), [f"{loaded.checkpoint}, step {loaded.step}, chosen on validation:"]
-    lines += _temperature(decision, logits, labels)
+    decision = Decision()
+    lines = _temperature(decision, logits, labels)
     if not loaded.task.exclusive:
         lines += _thresholds(decision, loaded.task.classes, logits, labels)
-    if asked.data:
-        lines += _smoothing(decision, of_data, asked)
-    path = decisions.write(loaded.checkpoint, decision)
-    print("\n".join([*lines, f"Wrote {path}"]))
-    return status.set_exit_code(status.DONE)
+    return decision, lines
 
 
 def outputs(loaded: LoadedModel, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -150,8 +165,8 @@ def _smoothing(decision: Decision, loaded: LoadedModel, asked: argparse.Namespac
         todo = "give the videos or recordings that it was validated on: on others it would be no honest choice"
         raise LockstepError(what, str(asked.data), todo)
     thresholds = None
-    if decision.thresholds:
-        thresholds = [decision.thresholds[name] for name in classes]
+    if not loaded.task.exclusive:
+        thresholds = [(decision.thresholds or {}).get(name, 0.5) for name in classes]
     videos = [(each.probabilities, each.truth, each.fps or 0.0) for each in labelled if each.truth is not None]
     chosen, f1, plain = bouts.choose(videos, classes, BACKGROUND, thresholds)
     decision.smoothing = chosen
