@@ -18,8 +18,6 @@ from engine.errors import LockstepError
 from engine.report.tensorboard import encoded
 
 ENDED = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-MOST = 100
-"""Settings that MLflow takes in one request."""
 
 
 def require(cfg: Any) -> None:
@@ -33,34 +31,33 @@ class MLflow:
     name = "mlflow"
 
     def __init__(self, cfg: Any, folder: Path, earlier: str):
-        wanted = cfg.mlflow
+        import mlflow
+        from mlflow.entities import Param
+
+        wanted, params = cfg.mlflow, config.flatten(config.to_dict(cfg))
         try:
-            self.client = _client(wanted.uri)
-            self.id, self.logged = (earlier, self._last_step(earlier)) if earlier else ("", -1)
-            if not self.id:
+            uri = wanted.uri or mlflow.get_tracking_uri()
+            if "://" not in uri or uri.startswith("file:"):
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer ones refuse a folder without it
+            mlflow.set_tracking_uri(uri)
+            self.client, self.id, self.logged = mlflow.MlflowClient(), earlier, -1
+            if earlier:  # what is logged twice is shown twice
+                names = self.client.get_run(earlier).data.metrics
+                points = (point for name in names for point in self.client.get_metric_history(earlier, name))
+                self.logged = max((point.step for point in points), default=-1)
+                self.client.update_run(earlier, "RUNNING")
+            else:
                 found = self.client.get_experiment_by_name(wanted.experiment)
                 number = found.experiment_id if found else self.client.create_experiment(wanted.experiment)
                 self.id = self.client.create_run(number, run_name=wanted.name or folder.name).info.run_id
-                self._params(config.flatten(config.to_dict(cfg)))
-            self.client.update_run(self.id, "RUNNING")
+                settings = [Param(name, str(value)[:6000]) for name, value in params.items()]
+                for first in range(0, len(settings), 100):  # as many as it takes at once
+                    self.client.log_batch(self.id, params=settings[first : first + 100])
         except Exception as error:
             what = f"MLflow cannot be started: {(str(error).splitlines() or [type(error).__name__])[0]}"
             todo = "set mlflow.uri or MLFLOW_TRACKING_URI, or mlflow.enable=false"
             raise LockstepError(what, "mlflow.enable", todo) from error
         atexit.register(self._end, "failed")  # an error ends the process without a call of `close`
-
-    def _last_step(self, earlier: str) -> int:
-        """Return the last step that this run's earlier processes have logged: MLflow keeps what is logged twice."""
-        metrics = self.client.get_run(earlier).data.metrics
-        points = (each for name in metrics for each in self.client.get_metric_history(earlier, name))
-        return max((each.step for each in points), default=-1)
-
-    def _params(self, flat: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(name, str(value)[:6000]) for name, value in flat.items()]
-        for first in range(0, len(params), MOST):
-            self.client.log_batch(self.id, params=params[first : first + MOST])
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -86,16 +83,6 @@ class MLflow:
 
         mlflow.flush_async_logging()
         self.client.set_terminated(self.id, ENDED[status])
-
-
-def _client(uri: str) -> Any:
-    import mlflow
-
-    uri = uri or mlflow.get_tracking_uri()
-    if "://" not in uri or uri.startswith("file:"):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is asked for, which newer ones refuse
-    mlflow.set_tracking_uri(uri)
-    return mlflow.MlflowClient(uri)
 
 
 def _name(name: str) -> str:
