@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -553,17 +554,20 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
         how.subject = None
     recordings = Recordings(asked, labels, said)
     rows, used = 0, dict[str, str]()
-    for source in tqdm(sources, "reading", unit="file", disable=None if len(sources) > 1 else True):
-        sheet = sensor_tables.read(source.path, how)
-        for note in sheet.notes:
-            said.add("lines and commas", note)
-        if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
-            source.subject = source.path.name if len(sources) > 1 else ""
-            todo = "each file counts as a person of its own" if source.subject else "training will split by piece"
-            said.once("person", f"nothing says who was recorded: {todo} (--subject, --file-subject)")
-        rows, used = rows + len(sheet.lines), used | sheet.used
-        for piece in recordings.pieces(sheet, source):
-            out.add(piece, str(source.path))
+    with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
+        how.tell = bar.update
+        for number, source in enumerate(sources, 1):
+            bar.set_description(f"{source.path.name}, {number} of {len(sources)}")
+            sheet = sensor_tables.read(source.path, how)
+            for note in sheet.notes:
+                said.add("lines and commas", note)
+            if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
+                source.subject = source.path.name if len(sources) > 1 else ""
+                todo = "each file counts as a person of its own" if source.subject else "training will split by piece"
+                said.once("person", f"nothing says who was recorded: {todo} (--subject, --file-subject)")
+            rows, used = rows + len(sheet.lines), used | sheet.used
+            for piece in recordings.pieces(sheet, source):
+                out.add(piece, str(source.path))
     if not asked.no_label:
         labels.check()
     if VALID in how.channels:
@@ -571,6 +575,16 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
     taken = "".join(f"{what} {name}, " for what, name in used.items())
     line = f"{amount(rows, 'sample')} in {amount(len(sources), 'file')}: {taken}channels {', '.join(how.channels)}"
     return About([*labels.names], line, how.channels, {"rate_hz": np.array(float(recordings.rate))}, "step")
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as reading them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _reading(asked: argparse.Namespace) -> Reading:
