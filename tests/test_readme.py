@@ -68,6 +68,9 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python examples/own_sensors.py checkpoints/own_sensors": "test_own_data_from_raw_files_to_metrics",
     "python examples/own_videos.py checkpoints/own_videos": "test_own_data_from_raw_files_to_metrics",
     "python examples/own_robot.py checkpoints/own_robot": "test_own_data_from_raw_files_to_metrics",
+    "python tools/prepare_windows.py walks.csv walks.npz --rate 25": "test_a_layout_is_read_at_the_first_try",
+    "python train.py har dataset.root=walks.npz dataset.length=128 dataset.stride=64":
+        "test_what_is_prepared_is_trained_on",
     "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256":
         "test_own_data_from_raw_files_to_metrics",
     "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice": "test_own_data_from_raw_files_to_metrics",
