@@ -222,7 +222,12 @@ def test_a_layout_is_read_at_the_first_try(tmp_path, prepare, layout, request):
 
 def test_the_defects_of_wisdm_are_told(tmp_path, prepare):
     code, out, _ = prepare(wisdm(tmp_path), "--like wisdm")
-    assert code == 0 and ": 4 lines are left out, the first: z is empty (" in out and "_raw.txt:601, column 6)" in out
+    assert (
+        code == 0
+        and "1800 samples in 1 file" in out
+        and ": 4 lines are left out, the first: z is empty (" in out
+        and "_raw.txt:601, column 6)" in out
+    )
     (tmp_path / "out.npz").unlink()
     code, _, err = prepare(".", "--like wisdm --bad-lines refuse")
     assert code == 2 and re.search(
@@ -302,7 +307,9 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     for one, padded in zip(SERIES, np.split(found.signal, 6), strict=True):
         assert np.allclose(padded[: len(one), :count], one[:, :count]) and not padded[len(one) :].any()
         assert padded[:, -1].tolist() == [1.0] * len(one) + [0.0] * (9 - len(one))
-    code, out, _ = prepare(data, "--length 6", "cut.npz")
+    code, _, err = prepare(data, "--pad --scale 1,2,3", "no.npz")
+    assert code == 2 and f"3 factors for {count} channel" in err
+    code, out, _ = prepare(data, "--length 6 --mixed", "cut.npz")  # a case has one label anyway
     assert code == 0 and "5 of 45 steps are left out, in pieces shorter than 6" in out
     cut = windows.read(tmp_path / "cut.npz", length=6, stride=1)
     assert cut.lengths.tolist() == [9, 9, 7, 9, 6] and not cut.masked
@@ -378,7 +385,7 @@ def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_pat
 
 
 def test_mixed_keeps_recordings_whole_and_a_window_has_the_label_of_its_middle(tmp_path, prepare):
-    labels = ["walk"] * 30 + [""] * 7 + ["0"] * 20 + ["sit"] * 43
+    labels = ["walk"] * 30 + [""] * 4 + ["nan"] * 3 + ["0"] * 20 + ["sit"] * 43
     table(tmp_path / "a.csv", [f"{n / 10},{n},{label},{who}" for who in "ab" for n, label in enumerate(labels)])
     assert prepare("a.csv", "--mixed --length 10 --exclude-label 0")[0] == 0
     found = windows.read(tmp_path / "out.npz", length=10, stride=1)
@@ -395,6 +402,7 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         {
             "": [*"01234"],
             "--exclude-label 0,3": [*"124"],
+            "--exclude-label 1 --label-map 1=walk,2=walk": ["0", "3", "4", "walk"],
             "--label-map 1=walk,2=walk --keep-classes walk,4": ["4", "walk"],
             "--label-map map.csv:class": ["run", "walk"],
         }.items()
@@ -403,7 +411,7 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         code, _, err = prepare("a.csv", f"{options} --length 10", f"{number}.npz")
         assert code == 0, err
         assert windows.read(tmp_path / f"{number}.npz", 10, 10).classes == names
-    sizes = [len(one) for _, _, one in pieces(tmp_path / "2.npz")]
+    sizes = [len(one) for _, _, one in pieces(tmp_path / "3.npz")]
     assert sizes == [40, 20, 40, 20], "what is called alike is one piece"
     (tmp_path / "map.csv").write_text("code,class\n0,walk\n")
     for options, says in (
@@ -418,6 +426,22 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
     ):
         code, _, err = prepare("a.csv", f"--length 10 {options}", "no.npz")
         assert code == 2 and says.format(tmp_path) in err and not (tmp_path / "no.npz").exists(), err
+
+
+def test_recordings_of_one_person_are_kept_apart_and_bad_lines_out(tmp_path, prepare):
+    """Two devices that wrote into one table by turns, each with a clock of its own."""
+    rows = [f"{n / 10 + 100 * d},{1000 * d + n},walk,ann,{d}" for n in range(60) for d in (0, 1)]
+    rows[40] = "2.0,oops,walk,ann,0"
+    table(tmp_path / "a.csv", rows, "time,x,label,subject,session")
+    code, out, err = prepare("a.csv", "--length 20 --bad-lines skip")
+    assert code == 0, err
+    assert (
+        "recording session" in out
+        and "119 samples" in out
+        and "a.csv: 1 lines are left out, the first: x is 'oops'" in out
+    )
+    cut = [signal[:, 0] for _, _, signal in pieces(tmp_path / "out.npz")]
+    assert np.allclose(np.concatenate(cut), [1000 * d + n for d in (0, 1) for n in range(60)], atol=1e-3)
 
 
 def test_doubts_are_told(tmp_path, prepare):
@@ -594,7 +618,9 @@ def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, pre
     assert found.rate_hz == 50 and len(found) == 1
     first = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "out.npz").unlink()
-    assert prepare("a.csv", "--no-label --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    assert (
+        prepare("a.csv", "--no-label --mixed --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    )
 
 
 @pytest.mark.slow

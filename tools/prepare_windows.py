@@ -228,6 +228,7 @@ class Labels:
 
     def number(self, text: str, where: str) -> int:
         """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a file lacks."""
+        text = "" if text.lower() == "nan" else text
         if self.all_mapped and text and text not in self.mapping:
             raise LockstepError(f"label {text[:60]!r} is not in {self.where}", where, "add it there")
         name = self.mapping.get(text, text)
@@ -248,19 +249,26 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _factors(asked: argparse.Namespace, channels: int) -> np.ndarray:
+    """Return (C,) or (1,) of --scale."""
+    found = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+    if len(found) not in (1, channels):
+        what = f"{len(found)} factors for {amount(channels, 'channel')}"
+        raise LockstepError(what, "--scale", "give one, or one for each")
+    return found
+
+
 class Recordings:
     """Cuts the rows of sheets into pieces."""
 
     def __init__(self, asked: argparse.Namespace, labels: Labels, said: Said):
         self.asked, self.labels, self.said = asked, labels, said
         self.rate, self.first = asked.rate, ""
-        self.scale = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+        self.scale = np.ones(1)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
         """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
-        if len(self.scale) not in (1, len(sheet.channels)):
-            what = f"{len(self.scale)} factors for {len(sheet.channels)} channels"
-            raise LockstepError(what, "--scale", "give one, or one for each")
+        self.scale = _factors(self.asked, len(sheet.channels))
         labels = self._labels(sheet, source)
         subject = self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
         codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
@@ -460,8 +468,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --scale: {asked.scale!r} is no number")
     if asked.output.suffix != ".npz":
         parser.error(f"argument OUT.npz: {asked.output} does not end in .npz")
-    if asked.rate < 0 or asked.max_gap < 0:
+    if not (0 <= asked.rate < 1e9 and 0 <= asked.max_gap < 1e9):
         parser.error("argument --rate, --max-gap: give a number above 0")
+    asked.mixed &= not asked.no_label  # then nothing is cut for its label
     return asked
 
 
@@ -525,22 +534,18 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
         what = f"cases of {low} to {high} steps"
         todo = f"--pad pads them to {high} with a mask, --length {low} cuts each into windows"
         raise LockstepError(what, str(path), todo)
-    out.length = asked.length = asked.length or high
-    factor = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+    out.length, asked.mixed = asked.length or high, False
+    asked.length = out.length
+    factor = _factors(asked, count := found.series[0].shape[1])
     for n, (series, number) in enumerate(zip(found.series, chosen, strict=True)):
         if number >= 0:
             test = bool(found.test is not None and found.test[n])
             out.add(Piece((series * factor).astype(np.float32), number, test=test), str(path))
-    count, span = found.series[0].shape[1], f"{low} to {high}" if high > low else str(low)
+    span = f"{low} to {high}" if high > low else str(low)
     line = f"{amount(len(sizes), 'case')} of {span} steps x {amount(count, 'channel')}"
     more = {"rate_hz": np.array(asked.rate)} if asked.rate else {}
-    return About(
-        [*labels.names],
-        line,
-        [f"channel_{n + 1}" for n in range(count)],
-        more,
-        "case" if low == high or asked.pad else "step",
-    )
+    names = [f"channel_{n + 1}" for n in range(count)]
+    return About([*labels.names], line, names, more, "case" if low == high or asked.pad else "step")
 
 
 def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
@@ -589,9 +594,8 @@ def _uncollected() -> Iterator[None]:
 
 def _reading(asked: argparse.Namespace) -> Reading:
     if asked.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in asked.time_unit:
-        raise LockstepError(
-            f"unit {asked.time_unit!r}", "--time-unit", "give s, ms, us, ns, datetime, or a form with %"
-        )
+        todo = "give s, ms, us, ns, datetime, or a form with %"
+        raise LockstepError(f"unit {asked.time_unit!r}", "--time-unit", todo)
     how = Reading(_words(asked.columns), _words(asked.channels), unit=asked.time_unit)
     for what in sensor_tables.GUESSES:
         name = getattr(asked, what)
@@ -634,7 +638,7 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         seen = [
             (classes[n], who)  # of each recording, or of each label in it
             for piece, (label, who) in enumerate(zip(labels.tolist(), out.subjects, strict=True))
-            for n in ({*place[out.steps[piece]].tolist()} - {-1} if asked.mixed else [label])
+            for n in ({*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label])
         ]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
