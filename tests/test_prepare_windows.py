@@ -560,6 +560,17 @@ def test_a_fault_is_named_with_line_column_and_cure(tmp_path, prepare, line, row
     assert err.count("\n") == 1 and not out and sorted(p.name for p in tmp_path.iterdir()) == ["a.csv"]
 
 
+def test_the_line_of_a_fault_far_down_and_of_a_gap_there(tmp_path, prepare):
+    """Beyond the first block of lines."""
+    rows = [f"{n / 50 + 9 * (n >= 9500):.2f},{n},{n},walk,ann" for n in range(10_000)]
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    code, out, _ = prepare("a.csv")
+    assert code == 0 and f"{tmp_path}/a.csv:9502: no sample for 9.02 s" in out
+    rows[9000] = "180,,1,walk,ann"
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    assert f"x is empty ({tmp_path}/a.csv:9002, column 2)" in prepare("a.csv", "", "no.npz")[2]
+
+
 def test_faults_of_order_files_and_folders(tmp_path, prepare):
     path = tmp_path / "a.csv"
     path.write_text("\n".join([HEAD, *np.random.default_rng(0).permutation(GOOD)]))
@@ -643,3 +654,9 @@ def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
         sides = {tuple(row.split(",")[4:6]) for row in table.read_text().splitlines()[1:]}
         assert {who for who, _ in sides} == {"101", "102", "103"} and len(sides) == 3
         assert sorted(side for _, side in sides) == ["held out", "trained on", "trained on"]
+        with np.load(out) as arrays:
+            np.savez(tmp_path / "new.npz", **dict(arrays) | {"subject": np.array(["101", "x", "103"])})
+        new = str(tmp_path / "new.npz")
+        succeed(launch.python("tools/predict.py", f"{tmp_path}/run", new, "--out", str(tmp_path / "q.csv")))
+        rows = [row.split(",")[4:6] for row in (tmp_path / "q.csv").read_text().splitlines()[1:]]
+        assert {side for who, side in rows if who == "x"} == {"new"} and {side for _, side in rows} > {"new"}
