@@ -411,6 +411,9 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         code, _, err = prepare("a.csv", f"{options} --length 10", f"{number}.npz")
         assert code == 0, err
         assert windows.read(tmp_path / f"{number}.npz", 10, 10).classes == names
+    assert {len(one) for label, _, one in pieces(tmp_path / "2.npz") if label == "walk"} == {20}, (
+        "1 is out, whatever it is"
+    )
     sizes = [len(one) for _, _, one in pieces(tmp_path / "3.npz")]
     assert sizes == [40, 20, 40, 20], "what is called alike is one piece"
     (tmp_path / "map.csv").write_text("code,class\n0,walk\n")
