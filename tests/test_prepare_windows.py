@@ -298,7 +298,7 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     assert "--pad pads them to 9 with a mask, --length 5 cuts each into windows" in err
     assert not (tmp_path / "out.npz").exists()
     code, out, _ = prepare(data, "--pad")
-    assert code == 0 and "dataset.length=9 dataset.stride=9" in out
+    assert code == 0 and "dataset.length=9 dataset.stride=9" in out and "warning" not in out
     found = windows.read(tmp_path / "out.npz", length=9, stride=9)
     names = dict(zip(("up", "down"), ("1", "-1"), strict=True)) if make is ucr else {"up": "up", "down": "down"}
     assert [found.classes[n] for n in found.labels] == [names[side] for side in SIDES]

@@ -642,7 +642,8 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         ]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
-        doubts += look_alikes(counts) + look_alikes(Counter(out.subjects), typos=False)
+        words = {name: count for name, count in counts.items() if cases.natural(name)[0]}  # -1 is no typo of 1
+        doubts += look_alikes(words) + look_alikes(Counter(out.subjects), typos=False)
         for name, count in counts.items():
             of = {who for other, who in seen if other == name}
             if count == 1:
@@ -655,8 +656,8 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
     stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
-    words = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
-    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else words}")
+    command = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
+    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else command}")
     return "\n".join(lines)
 
 
