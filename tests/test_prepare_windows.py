@@ -222,7 +222,12 @@ def test_a_layout_is_read_at_the_first_try(tmp_path, prepare, layout, request):
 
 def test_the_defects_of_wisdm_are_told(tmp_path, prepare):
     code, out, _ = prepare(wisdm(tmp_path), "--like wisdm")
-    assert code == 0 and ": 4 lines are left out, the first: z is empty (" in out and "_raw.txt:601, column 6)" in out
+    assert (
+        code == 0
+        and "1800 samples in 1 file" in out
+        and ": 4 lines are left out, the first: z is empty (" in out
+        and "_raw.txt:601, column 6)" in out
+    )
     (tmp_path / "out.npz").unlink()
     code, _, err = prepare(".", "--like wisdm --bad-lines refuse")
     assert code == 2 and re.search(
@@ -293,7 +298,7 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     assert "--pad pads them to 9 with a mask, --length 5 cuts each into windows" in err
     assert not (tmp_path / "out.npz").exists()
     code, out, _ = prepare(data, "--pad")
-    assert code == 0 and "dataset.length=9 dataset.stride=9" in out
+    assert code == 0 and "dataset.length=9 dataset.stride=9" in out and "warning" not in out
     found = windows.read(tmp_path / "out.npz", length=9, stride=9)
     names = dict(zip(("up", "down"), ("1", "-1"), strict=True)) if make is ucr else {"up": "up", "down": "down"}
     assert [found.classes[n] for n in found.labels] == [names[side] for side in SIDES]
@@ -302,7 +307,9 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     for one, padded in zip(SERIES, np.split(found.signal, 6), strict=True):
         assert np.allclose(padded[: len(one), :count], one[:, :count]) and not padded[len(one) :].any()
         assert padded[:, -1].tolist() == [1.0] * len(one) + [0.0] * (9 - len(one))
-    code, out, _ = prepare(data, "--length 6", "cut.npz")
+    code, _, err = prepare(data, "--pad --scale 1,2,3", "no.npz")
+    assert code == 2 and f"3 factors for {count} channel" in err
+    code, out, _ = prepare(data, "--length 6 --mixed", "cut.npz")  # a case has one label anyway
     assert code == 0 and "5 of 45 steps are left out, in pieces shorter than 6" in out
     cut = windows.read(tmp_path / "cut.npz", length=6, stride=1)
     assert cut.lengths.tolist() == [9, 9, 7, 9, 6] and not cut.masked
@@ -378,7 +385,7 @@ def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_pat
 
 
 def test_mixed_keeps_recordings_whole_and_a_window_has_the_label_of_its_middle(tmp_path, prepare):
-    labels = ["walk"] * 30 + [""] * 7 + ["0"] * 20 + ["sit"] * 43
+    labels = ["walk"] * 30 + [""] * 4 + ["nan"] * 3 + ["0"] * 20 + ["sit"] * 43
     table(tmp_path / "a.csv", [f"{n / 10},{n},{label},{who}" for who in "ab" for n, label in enumerate(labels)])
     assert prepare("a.csv", "--mixed --length 10 --exclude-label 0")[0] == 0
     found = windows.read(tmp_path / "out.npz", length=10, stride=1)
@@ -395,6 +402,7 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         {
             "": [*"01234"],
             "--exclude-label 0,3": [*"124"],
+            "--exclude-label 1 --label-map 1=walk,2=walk": ["0", "3", "4", "walk"],
             "--label-map 1=walk,2=walk --keep-classes walk,4": ["4", "walk"],
             "--label-map map.csv:class": ["run", "walk"],
         }.items()
@@ -403,7 +411,10 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         code, _, err = prepare("a.csv", f"{options} --length 10", f"{number}.npz")
         assert code == 0, err
         assert windows.read(tmp_path / f"{number}.npz", 10, 10).classes == names
-    sizes = [len(one) for _, _, one in pieces(tmp_path / "2.npz")]
+    assert {len(one) for label, _, one in pieces(tmp_path / "2.npz") if label == "walk"} == {20}, (
+        "1 is out, whatever it is"
+    )
+    sizes = [len(one) for _, _, one in pieces(tmp_path / "3.npz")]
     assert sizes == [40, 20, 40, 20], "what is called alike is one piece"
     (tmp_path / "map.csv").write_text("code,class\n0,walk\n")
     for options, says in (
@@ -418,6 +429,22 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
     ):
         code, _, err = prepare("a.csv", f"--length 10 {options}", "no.npz")
         assert code == 2 and says.format(tmp_path) in err and not (tmp_path / "no.npz").exists(), err
+
+
+def test_recordings_of_one_person_are_kept_apart_and_bad_lines_out(tmp_path, prepare):
+    """Two devices that wrote into one table by turns, each with a clock of its own."""
+    rows = [f"{n / 10 + 100 * d},{1000 * d + n},walk,ann,{d}" for n in range(60) for d in (0, 1)]
+    rows[40] = "2.0,oops,walk,ann,0"
+    table(tmp_path / "a.csv", rows, "time,x,label,subject,session")
+    code, out, err = prepare("a.csv", "--length 20 --bad-lines skip")
+    assert code == 0, err
+    assert (
+        "recording session" in out
+        and "119 samples" in out
+        and "a.csv: 1 lines are left out, the first: x is 'oops'" in out
+    )
+    cut = [signal[:, 0] for _, _, signal in pieces(tmp_path / "out.npz")]
+    assert np.allclose(np.concatenate(cut), [1000 * d + n for d in (0, 1) for n in range(60)], atol=1e-3)
 
 
 def test_doubts_are_told(tmp_path, prepare):
@@ -536,6 +563,17 @@ def test_a_fault_is_named_with_line_column_and_cure(tmp_path, prepare, line, row
     assert err.count("\n") == 1 and not out and sorted(p.name for p in tmp_path.iterdir()) == ["a.csv"]
 
 
+def test_the_line_of_a_fault_far_down_and_of_a_gap_there(tmp_path, prepare):
+    """Beyond the first block of lines."""
+    rows = [f"{n / 50 + 9 * (n >= 9500):.2f},{n},{n},walk,ann" for n in range(10_000)]
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    code, out, _ = prepare("a.csv")
+    assert code == 0 and f"{tmp_path}/a.csv:9502: no sample for 9.02 s" in out
+    rows[9000] = "180,,1,walk,ann"
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    assert f"x is empty ({tmp_path}/a.csv:9002, column 2)" in prepare("a.csv", "", "no.npz")[2]
+
+
 def test_faults_of_order_files_and_folders(tmp_path, prepare):
     path = tmp_path / "a.csv"
     path.write_text("\n".join([HEAD, *np.random.default_rng(0).permutation(GOOD)]))
@@ -594,7 +632,9 @@ def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, pre
     assert found.rate_hz == 50 and len(found) == 1
     first = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "out.npz").unlink()
-    assert prepare("a.csv", "--no-label --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    assert (
+        prepare("a.csv", "--no-label --mixed --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    )
 
 
 @pytest.mark.slow
@@ -617,3 +657,9 @@ def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
         sides = {tuple(row.split(",")[4:6]) for row in table.read_text().splitlines()[1:]}
         assert {who for who, _ in sides} == {"101", "102", "103"} and len(sides) == 3
         assert sorted(side for _, side in sides) == ["held out", "trained on", "trained on"]
+        with np.load(out) as arrays:
+            np.savez(tmp_path / "new.npz", **dict(arrays) | {"subject": np.array(["101", "x", "103"])})
+        new = str(tmp_path / "new.npz")
+        succeed(launch.python("tools/predict.py", f"{tmp_path}/run", new, "--out", str(tmp_path / "q.csv")))
+        rows = [row.split(",")[4:6] for row in (tmp_path / "q.csv").read_text().splitlines()[1:]]
+        assert {side for who, side in rows if who == "x"} == {"new"} and {side for _, side in rows} > {"new"}
