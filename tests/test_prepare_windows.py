@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import re
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -663,3 +666,73 @@ def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
         succeed(launch.python("tools/predict.py", f"{tmp_path}/run", new, "--out", str(tmp_path / "q.csv")))
         rows = [row.split(",")[4:6] for row in (tmp_path / "q.csv").read_text().splitlines()[1:]]
         assert {side for who, side in rows if who == "x"} == {"new"} and {side for _, side in rows} > {"new"}
+
+
+# ---- archives as they are published ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> Path:
+    """Files of the UCR and UEA archives, from the wheel of aeon (BSD-3): fetched for the test and not kept."""
+    folder = tmp_path_factory.mktemp("archive")
+    fetch = "pip download --no-deps --quiet --disable-pip-version-check aeon==1.6.0 --dest"
+    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
+    if got.returncode:
+        pytest.skip(f"aeon cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(("_TRAIN.ts", "_TEST.ts", "_TRAIN.arff", "_TRAIN.tsv")):
+                (folder / Path(name).name).write_bytes(wheel.read(name))
+    return folder
+
+
+PUBLISHED = {  # of the archives: (cases, channels, classes, shortest, longest), or a word of the refusal
+    "ACSF1_TRAIN.ts": (200, 1, 10, 1460, 1460),
+    "ArrowHead_TRAIN.ts": (211, 1, 3, 251, 251),
+    "ArrowHead_TRAIN.arff": (36, 1, 3, 251, 251),
+    "ArrowHead_TRAIN.tsv": (36, 1, 3, 251, 251),
+    "BasicMotions_TRAIN.ts": (80, 6, 4, 100, 100),
+    "BasicMotions_TRAIN.arff": (40, 6, 4, 100, 100),
+    "GunPoint_TRAIN.ts": (200, 1, 2, 150, 150),
+    "GunPoint_TRAIN.arff": (50, 1, 2, 150, 150),
+    "GunPoint_TRAIN.tsv": (50, 1, 2, 150, 150),
+    "JapaneseVowels_TRAIN.ts --length 7": (640, 12, 9, 7, 29),
+    "JapaneseVowels_TRAIN.ts --pad": (640, 13, 9, 29, 29),
+    "OSULeaf_TRAIN.ts": (442, 1, 6, 427, 427),
+    "PickupGestureWiimoteZ_TRAIN.ts --length 29": (100, 1, 10, 29, 361),
+    "UnitTest_TRAIN.ts": (42, 1, 2, 24, 24),  # its comments begin with %
+    "Covid3Month_TRAIN.ts": "numbers to predict",
+    "JapaneseVowels_TRAIN.ts": "--pad pads them to 29",
+}
+
+
+@pytest.mark.slow
+def test_published_archives_are_read_or_refused_with_the_cure(archive, tmp_path, capsys):
+    read = {}
+    for line, expected in PUBLISHED.items():
+        name, *options = line.split()
+        out = tmp_path / f"{len(read)}.npz"
+        code = prepare_windows.main([str(archive / name), str(out), *options])
+        said = capsys.readouterr().err
+        if isinstance(expected, str):
+            assert code == 2 and expected in said and not out.exists(), (line, said)
+            continue
+        assert code == 0, said
+        found = read[line] = windows.read(out, length=expected[3], stride=expected[3])
+        lengths = found.lengths
+        about = len(found), found.signal.shape[1], len(found.classes), lengths.min(), lengths.max()
+        assert about == expected, line
+    # The truth: a table of numbers; and the same cases in other forms, without those of the test part.
+    table = np.loadtxt(archive / "GunPoint_TRAIN.tsv")
+    assert np.array_equal(read["GunPoint_TRAIN.tsv"].signal.reshape(50, 150), table[:, 1:].astype(np.float32))
+    assert [read["GunPoint_TRAIN.tsv"].classes[n] for n in read["GunPoint_TRAIN.tsv"].labels] == [
+        str(int(n)) for n in table[:, 0]
+    ]
+    for name in ("ArrowHead", "BasicMotions", "GunPoint"):
+        whole, part = read[f"{name}_TRAIN.ts"], read[f"{name}_TRAIN.arff"]
+        assert np.allclose(whole.signal[: len(part.signal)], part.signal, atol=1e-5)
+        assert [*whole.labels[: len(part)]] == [*part.labels]
+        assert whole.val is not None and not whole.val[: len(part)].any() and whole.val[len(part) :].all()
+    cut, padded = read["JapaneseVowels_TRAIN.ts --length 7"], read["JapaneseVowels_TRAIN.ts --pad"]
+    valid = padded.signal[:, -1] > 0
+    assert np.array_equal(padded.signal[valid][:, :-1], cut.signal) and not padded.signal[~valid].any()
