@@ -59,7 +59,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, binary: bool = False
 
 def draw_reliability(counts: np.ndarray, shares: np.ndarray, size: int = 360) -> np.ndarray:
     """Draw how often predictions are right, by bin of their probability: uint8 (H, W, 3). Bars in blue, what is missing
-    to the diagonal in red, and below the share of all predictions in each bin."""
+    to the diagonal in red, and below how many predictions each bin has."""
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
     left, top, low = 52, 34, 60
@@ -75,7 +75,7 @@ def draw_reliability(counts: np.ndarray, shares: np.ndarray, size: int = 360) ->
         lower, upper = sorted((base - size * right, base - size * sure))
         pen.rectangle((x + 1, lower, x + width - 1, upper), fill=(244, 190, 180), outline=(214, 96, 77))
         pen.rectangle((x + 1, base - size * right, x + width - 1, base), fill=(67, 147, 195))
-        share = counts[0, m] / counts[0].sum()
+        share = counts[0, m] / counts[0].max()
         pen.rectangle((x + 1, base + 24 + low * (1 - share), x + width - 1, base + 24 + low), fill=(150, 150, 150))
     pen.line((left, base, left + size, top), fill="black")
     pen.rectangle((left, top, left + size, base), outline=(120, 120, 120))
@@ -84,5 +84,5 @@ def draw_reliability(counts: np.ndarray, shares: np.ndarray, size: int = 360) ->
         pen.text((left + size * share, base + 4), f"{share:g}", fill="black", font=font, anchor="ma")
     pen.text((left + size // 2, base + 28 + low), "probability of the prediction", fill="black", font=font, anchor="ma")
     pen.text((left + 8, top + 8), "right", fill=(33, 102, 172), font=font)
-    pen.text((left + 8, top + 26), "more or less sure than right", fill=(214, 96, 77), font=font)
+    pen.text((left + 8, top + 26), "to the diagonal: too sure, or not sure enough", fill=(214, 96, 77), font=font)
     return np.asarray(picture)

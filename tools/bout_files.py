@@ -27,8 +27,9 @@ class Bouts:
     trained  names of those that were
     """
 
-    def __init__(self, classes: list[str], exclusive: bool, model: str):
+    def __init__(self, classes: list[str], exclusive: bool, model: str, smoothes: bool = False):
         self.classes, self.exclusive, self.model = classes, exclusive, model
+        self.chosen = "checkpoint and smoothing were" if smoothes else "the checkpoint was"
         self.scores: dict[str, bouts.Scores] = {}
         self.trained: list[str] = []
         self.unknown: list[str] = []
@@ -74,7 +75,7 @@ class Bouts:
         for side, each in self.scores.items():
             report = each.report(self.classes, BACKGROUND)
             videos = amount(each.videos, "source")
-            chosen = "; the best checkpoint was chosen on these" * side.startswith("held out")
+            chosen = f"; {self.chosen} chosen on such" * side.startswith("held out")
             title = f"Bouts, {side} ({videos}{chosen}): matched by overlap (half of the union) | by onset "
             found += ["", title + f"(within {bouts.TOLERANCE_S:g} s) | median seconds, annotated/predicted"]
             header = ["", "annotated", "predicted", *["precision", "recall", "F1"] * 2, "duration", "latency", "kappa"]

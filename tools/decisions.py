@@ -26,6 +26,10 @@ class Decision:
     smoothing: Smoothing | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def smoothes(self) -> bool:
+        return bool(self.smoothing and (self.smoothing.median > 1 or any(self.smoothing.least.values())))
+
     def lines(self, calibrated: bool) -> list[str]:
         """Say what is applied of it."""
         found = []
@@ -33,7 +37,7 @@ class Decision:
             found.append(f"Calibrated: temperature {self.temperature:.4g}")
         if self.thresholds:
             found.append("Thresholds: " + ", ".join(f"{name} {each:.2f}" for name, each in self.thresholds.items()))
-        if self.smoothing:
+        if self.smoothes:
             found.append(f"Smoothed: {self.smoothing}")
         return found
 

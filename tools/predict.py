@@ -328,7 +328,8 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
     decision = Decision(decision.temperature) if asked.raw else decision
     of = (of_steps if by_frame else of_windows) if of_sensors else of_clips if is_packed else of_videos
     exclusive = loaded.task.exclusive
-    made = bout_files.Bouts(classes, exclusive, f"{'/'.join(loaded.checkpoint.parts[-2:])}, step {loaded.step}")
+    model = f"{'/'.join(loaded.checkpoint.parts[-2:])}, step {loaded.step}"
+    made = bout_files.Bouts(classes, exclusive, model, decision.smoothes)
     found = _decided(of(loaded, asked), classes, decision, exclusive, made)
     summary, left_out, pictures = _write(asked.out, classes, found)
     lines = made.write(asked.bouts, asked.events, asked.boris)
