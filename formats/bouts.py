@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 IOU, TOLERANCE_S = 0.5, 0.25
 
@@ -273,7 +274,7 @@ def _carried(labels: np.ndarray) -> np.ndarray:
 
 
 WIDTHS = (1, 3, 5, 9, 15, 25, 41)
-LEASTS = (0, 1, 2, 3, 5, 8, 12, 18, 25, 40)
+LEASTS = (1, 2, 3, 5, 8, 12, 18, 25, 40)
 
 Video = tuple[np.ndarray, np.ndarray, float]  # (N, C) probabilities, (N, C) annotated 1, 0, -1, frames per second
 
@@ -284,36 +285,33 @@ def choose(
     """Return the smoothing with the highest mean F1 of bouts by overlap over the behaviours but `background`, that F1,
     and the one without smoothing. Of equal ones the least smoothing.
 
-    For each width of the median the shortest bout of each behaviour is chosen by itself, as if it were alone.
+    For each width of the median the shortest bout of one behaviour after the other is chosen, as it serves all.
     """
     fps = videos[0][2]
-    best = Smoothing(fps=fps), -1.0
-    plain = 0.0
-    for width in WIDTHS:
+    best, plain = (Smoothing(fps=fps), -1.0), 0.0
+    for width in tqdm(WIDTHS, "Smoothing", unit="width", disable=None):
         values = [median(each, Smoothing(width, fps=fps).at(rate).median) for each, _, rate in videos]
-        least = {}
-        for c, name in enumerate(classes):
+
+        def mean_f1(least: dict[str, int], width: int = width, values: list[np.ndarray] = values) -> float:
+            rules = [replace(Smoothing(width, least, fps).at(rate), median=1) for _, _, rate in videos]
+            each = zip(values, rules, strict=True)
+            sides = [decide(value, classes, background, rule, thresholds) == 1 for value, rule in each]
+            known = [_f1([on[:, c] for on in sides], videos, c) for c, name in enumerate(classes) if name != background]
+            found = [f1 for f1 in known if f1 is not None]
+            return sum(found) / max(1, len(found))
+
+        least: dict[str, int] = {}
+        f1 = mean_f1(least)
+        plain = f1 if width == 1 else plain
+        for name in classes:
             if name != background:
-                on = [v.argmax(1) == c if thresholds is None else v[:, c] >= thresholds[c] for v in values]
-                f1s = {n: _f1([_alone(each, name, n, fps, video[2]) for each, video in zip(on, videos, strict=True)],
-                              videos, c) for n in LEASTS}  # fmt: skip
-                least[name] = max(LEASTS, key=lambda n: (f1s[n] or 0.0, -n))
-        for one in (Smoothing(width, {}, fps), Smoothing(width, least, fps)):
-            sides = [
-                decide(each, classes, background, replace(one.at(video[2]), median=1), thresholds) == 1
-                for each, video in zip(values, videos, strict=True)
-            ]
-            f1s = {c: _f1([on[:, c] for on in sides], videos, c) for c in range(len(classes))}
-            known = [f1 for c, f1 in f1s.items() if f1 is not None and classes[c] != background]
-            mean = sum(known) / max(1, len(known))
-            plain = mean if one == Smoothing(fps=fps) else plain
-            if mean > best[1]:
-                best = one, mean
+                tried = {n: mean_f1(least | {name: n}) for n in LEASTS}
+                longest = max(tried, key=lambda n: (tried[n], -n))
+                if tried[longest] > f1:
+                    least, f1 = least | {name: longest}, tried[longest]
+        if f1 > best[1]:
+            best = Smoothing(width, least, fps), f1
     return *best, plain
-
-
-def _alone(on: np.ndarray, name: str, least: int, fps: float, rate: float) -> np.ndarray:
-    return filled(on, Smoothing(1, {name: least}, fps).at(rate).least[name])
 
 
 def _f1(on: Sequence[np.ndarray], videos: Sequence[Video], c: int) -> float | None:
