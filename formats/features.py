@@ -55,6 +55,19 @@ class Features:
         return batch | {"views": found[1:].transpose(0, 1).contiguous()} if self.views else batch
 
 
+def statistics(table: Tensor, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return the (D,) mean and standard deviation of these rows in all versions. NumPy adds row after row, in one
+    thread: torch's sum may depend on the number of threads."""
+    pieces = [(each, rows[n : n + 4096]) for each in table.numpy() for n in range(0, len(rows), 4096)]
+    count = len(table) * len(rows)
+    mean = np.sum([each[some].sum(0, dtype=np.float64) for each, some in pieces], 0) / count
+    variance = np.sum([((each[some] - mean) ** 2).sum(0) for each, some in pieces], 0) / count
+    std = np.sqrt(variance)
+    # A feature that is the same for all samples is shifted to zero, not scaled.
+    std[std <= 1e-6 * np.maximum(np.abs(mean), 1e-6)] = 1.0
+    return torch.from_numpy(mean).float(), torch.from_numpy(std).float()
+
+
 class Shard:
     """The file of n samples that follow each other."""
 

@@ -54,11 +54,10 @@ class Backbone(nn.Module):
         for name in self.parts:
             self.get_submodule(name).requires_grad_(False)
 
-    def standardise(self, features: Tensor) -> None:
-        """Set mean and standard deviation to those of (N, num_features) features."""
-        std, mean = torch.std_mean(features.double(), 0, correction=0)
+    def standardise(self, mean: Tensor, std: Tensor) -> None:
+        """Set the (num_features,) mean and standard deviation that the head's input is standardised by."""
         self.feature_mean.copy_(mean)
-        self.feature_std.copy_(torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0))
+        self.feature_std.copy_(std)
 
     def train(self, mode: bool = True) -> Backbone:
         super().train(mode)

@@ -17,7 +17,7 @@ from engine import contract
 from engine.config import option
 from engine.contract import Batch, LockstepError
 from formats import backbones
-from formats.features import VERSION, Features, compute_once
+from formats.features import VERSION, Features, compute_once, statistics
 from models.backbone import Backbone
 from tasks._classification import Classification
 
@@ -44,7 +44,8 @@ class FromWeights(Classification):
     resumable_keys = (*Classification.resumable_keys, "model.pretrained")  # a checkpoint tells whether it is the same
     choose_by = "model"
     shard = 16
-    _features: tuple[Tensor, str] | None = None  # to standardise by, (n, D); and a line on all of them
+    _statistics: tuple[Tensor, Tensor] | None = None  # (D,) mean and (D,) standard deviation of cached features
+    _told = ""  # a line on them
 
     @classmethod
     def backbone(cls, cfg: Any) -> type[Backbone] | None:
@@ -94,8 +95,8 @@ class FromWeights(Classification):
 
     def model(self) -> nn.Module:
         net = self._backbone_net()
-        if self._features is not None:
-            net.standardise(self._features[0])
+        if self._statistics:
+            net.standardise(*self._statistics)
         return net
 
     def _backbone_net(self) -> Backbone:
@@ -164,9 +165,9 @@ class FromWeights(Classification):
         both = torch.stack(table)  # (V, M, D)
         made = [Features(both, rows, samples, views=n == 0) for n, (samples, rows) in enumerate(parts)]
         self._raw = parts[1][0]
-        kept = torch.from_numpy(parts[0][1][self.kept(parts[0][0])])
+        self._statistics = statistics(both, parts[0][1][self.kept(parts[0][0])])
         by = self.published_name() + ("" if self.cfg.model.pretrained else ", whose weights are random")
-        self._features = both[:, kept].flatten(0, 1), f"Features: {net.num_features} of each sample by {by}; {told}"
+        self._told = f"Features: {net.num_features} of each sample by {by}; {told}"
         return made
 
     def raw(self, batch: Batch) -> Batch:
@@ -205,8 +206,7 @@ class FromWeights(Classification):
 
     def class_summary(self) -> str:
         told = [super().class_summary(), self.backbone_note() if self.backbone(self.cfg) else ""]
-        told.append(self._features[1] if self._features else "")
-        return "\n".join(filter(None, told))
+        return "\n".join(filter(None, [*told, self._told]))
 
     def backbone_note(self) -> str:
         """Return a line that sets the data beside those that the published weights were trained on."""
