@@ -46,8 +46,8 @@ def fetch(folder: Path) -> Path:
 
 
 def pack(source: Path, folder: Path, size: int, still: bool = False) -> list[str]:
-    """Pack the clips of all videos, or two times the middle frame of each; return the names of the parts to validate on.
-    No frame is on both sides."""
+    """Pack the clips of all videos, or two times the middle frame of each; return the names of the parts to validate
+    on. No frame is on both sides."""
     ends = []
     with ClipsWriter(folder, CLASSES) as writer:
         for path in sorted(source.glob("*.mp4")):

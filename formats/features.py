@@ -36,12 +36,12 @@ class Features:
 
     table    (V, M, D): of each version of all samples; the first is the sample as it is
     rows     (N,) which of the M samples these are
-    samples  the dataset of their raw form, with `labels` and `sources`
+    samples  the dataset of the raw samples, with `labels` and `sources`; kept as `raw`
     views    whether samples are to be trained on: then a batch has all other versions, too, {"views": (B, V - 1, D)}
     """
 
     def __init__(self, table: Tensor, rows: np.ndarray, samples: Any, views: bool):
-        self.samples, self.labels, self.sources = samples, samples.labels, samples.sources
+        self.raw, self.labels, self.sources = samples, samples.labels, samples.sources
         self.table, self.rows, self.views = table, torch.from_numpy(rows), views and len(table) > 1
         self._y = torch.from_numpy(np.asarray(samples.labels, dtype=np.int64))
 
