@@ -12,9 +12,11 @@ from published import LAYOUT, as_published, harnet_features, harnet_state, torch
 from runs import weights
 
 import tasks
+from benchmarks import pretrained
 from engine import config
 from engine.contract import LockstepError, sample_seeds
 from formats import backbones
+from formats.clips import Clips
 from formats.features import Features
 from models.harnet import HarNet
 from models.resnet3d import KINDS, MEAN, STD, ResNet3d
@@ -426,6 +428,33 @@ def test_a_head_on_cached_features_is_the_start_of_fine_tuning(cached_runs, laun
     assert "4 of 4 loaded" in done.out
     head, fine = weights(cached_runs / "one"), weights(tmp_path / "fine")
     assert len(fine) == 124 and torch.allclose(fine["fc.weight"], head["fc.weight"], atol=1e-6)
+
+
+def test_the_benchmark_packs_no_frame_on_both_sides(tmp_path):
+    """Its packing, of two made-up videos; its measurements are trainings as above."""
+    av = pytest.importorskip("av")
+    for n, name in enumerate(("rearing", "body groom L")):
+        with av.open(str(tmp_path / f"{name}.mp4"), "w") as container:
+            stream = container.add_stream("libx264", rate=60)
+            stream.width, stream.height, stream.pix_fmt, stream.options = 384, 384, "yuv420p", {"crf": "0"}
+            for number in range(90):  # the gray level tells the frame
+                picture = np.full((384, 384, 3), 20 + 2 * number + n, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+    ends = pretrained.pack(tmp_path, tmp_path / "clips", 16)
+    assert ends == ["body groom L end", "rearing end"]
+    clips = Clips(tmp_path / "clips", pretrained.FRAMES)
+    assert [clips.classes[c] for c in sorted({*clips.labels})] == ["body groom", "rearing"]
+    for video in ("body groom L", "rearing"):
+        sides = [clips.__getitems__(np.flatnonzero(clips.videos == f"{video} {side}"))["x"] for side in ("beginning", "end")]
+        assert sides[0].max() < sides[1].min() and min(map(len, sides)) >= 5
+    left_out = pretrained.leave_out(tmp_path / "clips", 3).removeprefix("exclude=").split(",")
+    assert len(left_out) == int(np.sum([name.endswith("beginning") for name in clips.videos])) - 2 * 3
+    pretrained.pack(tmp_path, tmp_path / "still", 16, still=True)
+    still = Clips(tmp_path / "still")
+    assert len(still) == len(clips) and still.shape[0] == 2
+    x = still.__getitems__([*range(len(still))])["x"]
+    assert torch.equal(x[:, 0], x[:, 1])
 
 
 # ---- harnet ---------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice "
     "init_from=runs/head":
         "test_a_head_on_cached_features_is_the_start_of_fine_tuning",
+    "python benchmarks/pretrained.py": "test_the_benchmark_packs_no_frame_on_both_sides",
     "python train.py examples/own_task.py": "test_a_task_of_ones_own_learns",
     "python train.py examples/own_optimizer.py": "test_an_example_learns_and_is_resumed_on_other_processes",
     "python train.py examples/own_lora.py": "test_an_example_learns_and_is_resumed_on_other_processes",
