@@ -446,7 +446,9 @@ def test_the_benchmark_packs_no_frame_on_both_sides(tmp_path):
     clips = Clips(tmp_path / "clips", pretrained.FRAMES)
     assert [clips.classes[c] for c in sorted({*clips.labels})] == ["body groom", "rearing"]
     for video in ("body groom L", "rearing"):
-        sides = [clips.__getitems__(np.flatnonzero(clips.videos == f"{video} {side}"))["x"] for side in ("beginning", "end")]
+        sides = [
+            clips.__getitems__(np.flatnonzero(clips.videos == f"{video} {side}"))["x"] for side in ("beginning", "end")
+        ]
         assert sides[0].max() < sides[1].min() and min(map(len, sides)) >= 5
     left_out = pretrained.leave_out(tmp_path / "clips", 3).removeprefix("exclude=").split(",")
     assert len(left_out) == int(np.sum([name.endswith("beginning") for name in clips.videos])) - 2 * 3
