@@ -226,7 +226,9 @@ def without_names(value: Any, key: str = "") -> Any:
 
 def without_paths(text: str) -> str:
     """Return a text in which each absolute path, and one from above this folder, is its last part."""
-    return re.sub(r"(?<![\w.:/-])(~|\.\.)?/(?:[^/\0]*/)*(?=[^/\0]*)", "", text)
+    if text.startswith(("/", "~", "..")):
+        return Path(text).name
+    return re.sub(r"(?<![\w.:/~-])(~|\.\.)?/([^\s/()]*/)*", "", text)
 
 
 # ---- what is said of it ----------------------------------------------------------------------------------------------

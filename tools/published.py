@@ -62,6 +62,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / STATE).read_bytes())
         config = yaml.safe_load((folder / CONFIG).read_bytes())
+        if not (folder / WEIGHTS).is_file():
+            raise ValueError(f"{WEIGHTS} is missing")
         if about["layout"] > LAYOUT:
             raise LockstepError(
                 f"its layout is {about['layout']}, this version reads {LAYOUT}", str(folder), "update Lockstep"
