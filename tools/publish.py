@@ -65,7 +65,7 @@ KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
 )
 """(task, the Hub's pipeline tag, tags); the Hub has no pipeline for time series."""
 
-NOT_HANDED_ON = ("save_dir", "resume", "gpu_ids", "record", "wandb")
+NOT_HANDED_ON = ("save_dir", "resume", "gpu_ids", "record", "wandb", "mlflow")
 SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 OF_A_SPLIT = re.compile(r"exclude|(train|val|test)_")
 TEST = "test.json"
@@ -343,7 +343,7 @@ def _texts(
         cfg["task"] = Path(args.cfg.task).name
     seen |= {"checkpoint": Path(seen["checkpoint"]).name, "init_from": Path(seen["init_from"]).name}
     if asked.no_sources:
-        known.pop("videos", None)
+        known = {name: value for name, value in known.items() if name not in ("videos", "subjects", "groups")}
         seen.pop("sources", None)
         test |= {"sources": {}} if test else {}
         cfg = without_names(cfg)
