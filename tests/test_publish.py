@@ -179,6 +179,8 @@ def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     assert data["license"] == "other" and data["license_name"] == "lab: |" and data["license_link"] == "LICENSE.md"
     assert data["datasets"] == ["lab/mice"] and results["validation", "accuracy"].source_url == "https://example.org/x"
     assert "--trust" in text and text.count("\n---\n") == 0 and "\n# title" not in text and "\nlicense" not in text
+    assert "- Trained on and validated on: mouse 0" in text, "the split of this task cuts them"
+    assert "Validated on 2 sources: 5, 6." in (places / "har/README.md").read_text()
     assert "| mouse 1 --- \\# title \\| x | 10 | 10 |" in text
 
 

@@ -145,7 +145,7 @@ def _data(card: Card) -> list[str]:
     for name, sources in (("Validated", card.results["validation"].get("per_source")), ("Tested", _sources(seen))):
         if sources:
             some = ", ".join(map(escaped, [*sources][:20])) + ", ..." * (len(sources) > 20)
-            said.append(f"{name} on {len(sources)} others: {some}.")
+            said.append(f"{name} on {amount(len(sources), 'source')}: {some}.")
     if seen.get("init_from"):
         said.append(f"The weights began as those of {escaped(seen['init_from'])}; what these had seen is not counted.")
     if "root" in seen:
@@ -219,6 +219,10 @@ def _limits(card: Card) -> list[str]:
         said.append(f"- The test was looked at {test['looks']} times: to choose by it makes it no test.")
     if not card.seen.get("sources"):
         said.append("- It is not said whom the samples are from, or whether the split cuts a person or an animal.")
+    of_validation = card.results["validation"].get("per_source", {})
+    if both := [name for name in of_validation if card.seen.get("sources", {}).get(name, {}).get("seen")]:
+        some = ", ".join(map(escaped, both[:20])) + ", ..." * (len(both) > 20)
+        said.append(f"- Trained on and validated on: {some}.")
     if "root" not in card.seen:
         said.append("- The samples were counted, not hashed.")
     if "replay" not in card.proof:
@@ -240,7 +244,7 @@ def _use(card: Card) -> list[str]:
     said += [f"python tools/predict.py {card.name} {new}{trust}", f"python tools/evaluate.py {card.name}{trust}"]
     said += [
         f"python tools/export.py {card.name}{trust}",
-        f"python train.py {_task(card)} init_from={card.name}",
+        f"python train.py{_task(card)} --config {card.name}/config.yaml init_from={card.name}",
         "```",
     ]
     if own and not card.with_task:
@@ -254,7 +258,7 @@ def _use(card: Card) -> list[str]:
 
 
 def _task(card: Card) -> str:
-    return f"{card.name}/{shlex.quote(card.task)}" if card.task.endswith(".py") else shlex.quote(card.task)
+    return f" {card.name}/{shlex.quote(card.task)}" if card.task.endswith(".py") else ""
 
 
 def _prove(card: Card) -> list[str]:

@@ -366,7 +366,7 @@ def _texts(
         pipeline=pipeline,
         tags=[*tags, *asked.tag],
         datasets=asked.dataset,
-        data=root or Path(args.cfg.task).stem,
+        data=root or f"{Path(args.cfg.task).stem} (Lockstep)",
         source=asked.source,
         task=Path(args.cfg.task).name,
         with_task=asked.with_task,
