@@ -281,10 +281,11 @@ def test_the_command_of_the_card_ends_in_its_weights(launch, places, tmp_path):
     """The task's own file, config and code alone."""
     shutil.copytree(places / "own", tmp_path / "own")
     text = (tmp_path / "own/README.md").read_text()
-    (command,) = re.findall(r"^python train\.py .*--config.*$", text, re.M)
+    command, start = re.findall(r"^python train\.py .*--config.*$", text, re.M)[::-1]
     assert command == "python train.py own/own.py --config own/config.yaml"
-    words = shlex.split(command)[2:]
-    env = {"cwd": tmp_path}
+    words, env = shlex.split(command)[2:], {"cwd": tmp_path}
+    done = succeed(launch.python(ROOT / "train.py", *shlex.split(start)[2:], "steps=1", **env))
+    assert "Weights from own: 7 of 7 loaded\n  new      other.weight" in done.out, "which is tied"
     succeed(launch.python(ROOT / "train.py", *words, f"save_dir={tmp_path / 'again'}", **env))
     done = succeed(launch.python(ROOT / "tools/evaluate.py", tmp_path / "again", "--json", **env))
     sha256 = json.loads(done.out)["sha256"]["weights"]
