@@ -231,7 +231,16 @@ def test_nothing_private_is_in_it(places):
 
 def test_without_the_names_of_people(launch, places, tmp_path):
     how = ["--license", "mit", "--no-sources", "--no-contents", "device=cpu"]
-    succeed(launch.python(TOOL, places / "har_run", "--to", tmp_path / "har", *how))
+    (tmp_path / "run").mkdir()
+    shutil.copy(places / "har_run/config.yaml", tmp_path / "run")
+    state = torch.load(places / "har_run/last.pt", weights_only=True)
+    test = {"fingerprint": "f", "samples": 4, "sources": {"anna's son": 4}}
+    torch.save(state | {"test": test}, tmp_path / "run/tested.pt")
+    succeed(launch.python(TOOL, tmp_path / "run/tested.pt", "--to", tmp_path / "named", *how[:2], "device=cpu"))
+    assert json_of(tmp_path / "named/provenance.json")["test"] == test
+    assert "Tested on 1 source: anna's son." in (tmp_path / "named/README.md").read_text()
+    assert published.read(tmp_path / "named")["test"] == test
+    succeed(launch.python(TOOL, tmp_path / "run/tested.pt", "--to", tmp_path / "har", *how))
     for path in (tmp_path / "har").iterdir():
         assert not [who for who in ("anna", "neil") if who in path.read_text("utf-8", "replace")], path
     assert "root" not in json_of(tmp_path / "har/provenance.json")
@@ -487,6 +496,10 @@ folder, out, data = sys.argv[1:]
 os.chdir(os.path.dirname(data))  # the config names the data by the last part of their path
 sys.exit(save_pretrained.main([folder, out]))
 """
+
+
+def test_a_name_is_one_line_of_what_can_be_printed():
+    assert model_card.plain("a\x1b[1m\u202eb\n\n---\tc\0") == "a [1m b --- c" and model_card.plain("\n") == "–"
 
 
 def test_a_path_is_cut_and_no_other_text():
