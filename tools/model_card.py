@@ -195,8 +195,8 @@ def _spread(study: dict[str, Any] | None) -> list[str]:
     if not study:
         return ["These are of one training: how far another seed, or other people, would be off is not known."]
     said = [
-        f"A study of {study['tested']} of {amount(study['trainings'], 'training')} ({escaped(study['what'])}; none of "
-        "them has these weights), mean ± standard deviation:"
+        f"A study of {study['tested']} of {amount(study['trainings'], 'training')} ({escaped(study['what'])}; at most "
+        "one of them has these weights), mean ± standard deviation:"
     ]
     for level, over in (("over_folds", "trainings"), ("over_sources", study["by"])):
         names = [*dict.fromkeys(name for each in study["configs"] for name in each[level] if "/" not in name)]
