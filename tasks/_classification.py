@@ -167,11 +167,10 @@ class Classification(contract.Task):
                 todo = "give loss.kind=binary, or make the data without --multi"
                 raise contract.LockstepError("the labels of these data may overlap", "loss.kind=softmax", todo)
             if part is not None and not self.exclusive:
-                self._check_no_features("loss.kind=binary")
                 part.one_hot()
-
-    def _check_no_features(self, key: str) -> None:
-        if getattr(self.cfg.model, "features", "") == "cached":
+        mixup = self.cfg.augment.mixup
+        if (mixup or not self.exclusive) and self.cfg.model.features == "cached":
+            key = f"augment.mixup={mixup:g}" if mixup else "loss.kind=binary"
             todo = "drop one of the two: the features come with one label each, and are of whole samples"
             raise contract.LockstepError("cached features", key, todo)
 
@@ -210,7 +209,6 @@ class Classification(contract.Task):
         """Return the dataset to train on with partners, if `augment.mixup` asks for them."""
         if not (alpha := self.cfg.augment.mixup):
             return train
-        self._check_no_features(f"augment.mixup={alpha:g}")
         return Mixed(train, alpha, self.kept(train))
 
     def losses_of(self, logits: Tensor, y: Tensor) -> Tensor:

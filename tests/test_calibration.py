@@ -223,7 +223,9 @@ def test_classes_that_are_never_on_or_always_have_no_weight_of_their_own():
         task._count_binary(np.array([[1, 0], [1, -1]], dtype=np.int8), "here", None, None)
 
 
-def test_cached_features_mix_nothing():
-    task = Classification(SimpleNamespace(model=SimpleNamespace(features="cached"), augment=SimpleNamespace(mixup=0.2)))
-    with pytest.raises(contract.LockstepError, match=r"cached features \(augment.mixup=0.2\)"):
-        task.with_mixup([])
+@pytest.mark.parametrize(("kind", "mixup", "key"), [("softmax", 0.2, "augment.mixup=0.2"), ("binary", 0, "loss.kind")])
+def test_cached_features_mix_nothing_and_have_one_label(kind, mixup, key):
+    parts = {"loss": LossSettings(kind=kind), "augment": SimpleNamespace(mixup=mixup)}
+    task = Classification(SimpleNamespace(model=SimpleNamespace(features="cached"), **parts))
+    with pytest.raises(contract.LockstepError, match=rf"cached features \({key}"):
+        task.with_targets()

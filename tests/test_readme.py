@@ -11,7 +11,18 @@ import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
-TOPICS = ("launching", "your-own-data", "behaviour", "tools", "config", "nothing-lost", "same-bits", "troubleshooting")
+TOPICS = (
+    "launching",
+    "your-own-data",
+    "pretrained",
+    "behaviour",
+    "tools",
+    "publish",
+    "config",
+    "nothing-lost",
+    "same-bits",
+    "troubleshooting",
+)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in TOPICS))
 PROGRAMS = re.compile(
     r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
@@ -49,6 +60,8 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/replay.py RUN --all --processes 1": "test_a_run_that_was_killed_and_resumed_on_other_numbers",
     "python tools/replay.py RUN --all --jobs 2 --processes 1":
         "test_a_run_that_was_killed_and_resumed_on_other_numbers",
+    "python tools/publish.py RUN --to shoulder-watch --license mit": "test_the_numbers_are_those_of_the_other_tools",
+    "python tools/predict.py shoulder-watch NEW": "test_the_same_bytes_are_predicted",
     "python tools/provenance.py RUN": "test_the_list_is_what_the_training_has_seen",
     "python tools/compare.py one three": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
     "python tools/compare.py gpu/record_step_1.npz cpu/record_step_1.npz":
@@ -61,6 +74,17 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_the_same_bits_on_any_number_of_processes_and_until_the_first_of_them_comes",
     "python tools/export.py RUN": "test_the_file_says_what_the_model_says",
     "python tools/export.py RUN --format onnx": "test_the_file_says_what_the_model_says",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth":
+        "test_a_missing_file_ends_a_training_before_anything_is_written",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice":
+        "test_a_pretrained_backbone_is_trained_at_a_tenth_and_its_norms_keep_their_statistics",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice "
+    "model.features=cached model.views=4":
+        "test_cached_features_end_in_the_same_bits_on_any_number_of_processes",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice "
+    "init_from=runs/head":
+        "test_a_head_on_cached_features_is_the_start_of_fine_tuning",
+    "python benchmarks/pretrained.py": "test_the_benchmark_packs_no_frame_on_both_sides",
     "python train.py examples/own_task.py": "test_a_task_of_ones_own_learns",
     "python train.py examples/own_optimizer.py": "test_an_example_learns_and_is_resumed_on_other_processes",
     "python train.py examples/own_lora.py": "test_an_example_learns_and_is_resumed_on_other_processes",

@@ -40,6 +40,7 @@ from engine.files import archive, status
 from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.report import describe
 from engine.survive.signals import StopRequest
+from tools.published import as_run, shown
 from tools.running import guarded, in_world
 
 
@@ -65,20 +66,21 @@ TRUST = "run a task file that lies in RUN's own folder"
 
 
 def of_run(trust: bool, argv: list[str]) -> list[str]:
-    """RUN and the arguments after it -> the training's command line that resumes from RUN's checkpoint.
+    """RUN, or a published folder, and the arguments after it -> the training's command line that resumes from it.
 
     trust  allow a task file in the run's folder, which may be a program from elsewhere
     """
-    run, rest = Path(argv[0]), argv[1:]
-    folder = run if run.is_dir() else run.parent
+    given, rest = Path(argv[0]), argv[1:]
+    run = as_run(given)  # a published folder becomes one
+    folder, place = (path if path.is_dir() else path.parent for path in (run, given))
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]  # a link in the folder is in the folder
-    if task.endswith(".py") and folder.resolve() in above and not trust:
+    if task.endswith(".py") and place.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
-        raise LockstepError(what, str(folder / "config.yaml"), "read it, then give --trust to run it")
+        raise LockstepError(what, str(place / "config.yaml"), "read it, then give --trust to run it")
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
     return [
@@ -109,11 +111,11 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
         if asked.state:
             hashes["state"] = digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]
         if asked.json:
-            about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
+            about = {"checkpoint": shown(checkpoint), "step": step, "split": asked.split, "sha256": hashes}
             known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
             print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
         else:
-            print(f"{checkpoint}, step {step}, split {asked.split}:")
+            print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
             print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
     return status.set_exit_code(status.DONE)

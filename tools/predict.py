@@ -65,6 +65,7 @@ from tools import bout_files, decisions
 from tools.decisions import Decision
 from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import add_labels, read_annotations, whole_number
+from tools.published import shown
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
@@ -214,7 +215,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
     if asked.json:
         print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
     else:
-        print(f"{loaded.checkpoint}, step {loaded.step}: {amount(rows, 'row')}")
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}: {amount(rows, 'row')}")
         print(f"Wrote {asked.out}: {', '.join(columns[:8])}" + (f" and {len(columns) - 8} more" * (len(columns) > 8)))
     return status.set_exit_code(status.DONE)
 
@@ -341,7 +342,7 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
         more |= {"applied": applied} if applied else {}
         print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]} | more))
     else:
-        print(f"{loaded.checkpoint}, step {loaded.step}:")
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))
         print("\n".join([*(made.lines() if asked.bouts else []), *applied]), end="\n" if asked.bouts or applied else "")
         print(f"Wrote {asked.out}" + (f" and the ethograms in {pictures}/" if pictures else ""))

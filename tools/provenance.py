@@ -93,14 +93,17 @@ def _tell(args: config.Args, asked: argparse.Namespace) -> int:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
     with aside:
-        seen = _read(args, contents_too=not asked.no_contents)
-        found = _counts(seen)
-        if not asked.no_contents:
-            found |= _rooted(seen, asked.proof)
+        seen, found = tell(args, not asked.no_contents, asked.proof)
         if asked.list:
             _write(seen, asked.list)
     print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
     return status.set_exit_code(status.DONE)
+
+
+def tell(args: config.Args, contents_too: bool, proof: int | None = None) -> tuple[Seen, dict[str, Any]]:
+    """Return what the checkpoint `resume` has seen, and the counts; with the contents of the samples also the root."""
+    seen = _read(args, contents_too)
+    return seen, _counts(seen) | (_rooted(seen, proof) if contents_too else {})
 
 
 # ---- what was seen ---------------------------------------------------------------------------------------------------
@@ -124,13 +127,22 @@ class Seen(NamedTuple):
     init_from: str
 
     def epochs(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of positions."""
+        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of positions. A sample's
+        partner in a mixture comes after it, at the same position."""
         sampler, plan, last = self.sampler, self.sampler.plan, self.progress["epoch"]
         for epoch in range(last + 1):
             sampler.set_epoch(epoch)
             order = sampler.order()[: self.progress["position"] if epoch == last else plan.epoch_samples]
             positions = np.flatnonzero(~sampler.excluded[order])
-            yield epoch, epoch * plan.steps_per_epoch + positions // plan.global_batch + 1, positions, order[positions]
+            which = order[positions]
+            if isinstance(sampler.dataset, Mixed):
+                drawn = [sampler.dataset.partner(seed) for seed in sampler.seeds_at(positions)]
+                mixed = np.array([share < 1 for _, share in drawn], dtype=bool)
+                rows = np.repeat(np.arange(len(which)), 1 + mixed)
+                positions, which = positions[rows], which[rows]
+                second = np.append(False, rows[1:] == rows[:-1])
+                which[second] = np.array([other for other, _ in drawn], dtype=np.int64)[mixed]
+            yield epoch, epoch * plan.steps_per_epoch + positions // plan.global_batch + 1, positions, which
 
 
 def _read(args: config.Args, contents_too: bool) -> Seen:
@@ -143,9 +155,6 @@ def _read(args: config.Args, contents_too: bool) -> Seen:
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     train_set, val_set = load_datasets(task, "", None)
-    if isinstance(train_set, Mixed):
-        what = "augment.mixup: a step has also seen the partners of its samples, which are not counted here"
-        raise LockstepError(what, str(path), "train without it where this has to be told")
     data = fingerprint(train_set, val_set, random_samples="stop" if contents_too else "warn")
     if (len(train_set), data) != (saved.num_samples, saved.data):
         what = f"the data are not those of the checkpoint ({saved.data} -> {data})"
@@ -318,7 +327,9 @@ def _rooted(seen: Seen, sample: int | None) -> dict[str, Any]:
         uses += len(which)
     if sample is not None and first is None:
         raise LockstepError(f"sample {sample} was never seen", "--proof", "give one that was: --list has them")
-    fetcher, digests = Fetcher(seen.sampler.dataset), np.zeros((len(used), 32), np.uint8)
+    dataset: Any = seen.sampler.dataset
+    fetcher = Fetcher(dataset.dataset if isinstance(dataset, Mixed) else dataset)
+    digests = np.zeros((len(used), 32), np.uint8)
     with kept_generators():
         seed_everything(0)
         for index in _bar(np.flatnonzero(used).tolist(), int(used.sum()), "Samples"):
