@@ -233,12 +233,15 @@ def test_what_is_written_for_boris_is_read_back_frame_by_frame(tmp_path, kind):
 
 def test_the_spreadsheet_has_the_five_columns_and_each_state_twice(tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
-    video = boris_writer.Video("a.mp4", 40, 20.0, [("groom", 2, 10), ("rear", 10, 12)], {"this video was": "new"}, "m1")
+    video = boris_writer.Video(
+        "a.mp4", 40, 20.0, [("groom", 2, 30), ("walk", 4, 10), ("rear", 10, 12)], {"this video was": "new"}, "m1"
+    )
     (tmp_path / "a.xlsx").write_bytes(boris_writer.imported(video))
     rows = [*openpyxl.load_workbook(tmp_path / "a.xlsx").worksheets[0].iter_rows(values_only=True)]
     assert rows[0] == ("time", "subject", "code", "modifier", "comment")
-    assert [(row[0], row[1], row[2]) for row in rows[1:]] == [
-        (0.1, "m1", "groom"), (0.5, "m1", "groom"), (0.5, "m1", "rear"), (0.6, "m1", "rear")]  # fmt: skip
+    assert [row[:3] for row in rows[1:]] == [
+        (0.1, "m1", "groom"), (0.2, "m1", "walk"), (0.5, "m1", "walk"), (0.5, "m1", "rear"), (0.6, "m1", "rear"),
+        (1.5, "m1", "groom")]  # fmt: skip
     assert rows[1][4] == "this video was: new"
 
 
