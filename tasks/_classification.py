@@ -326,7 +326,7 @@ class Classification(contract.Task):
         """Hook: an evaluation predicted (B,) class numbers, on the batch's device; keep them for `pictures`."""
 
     def report(self, sums: Sums) -> dict[str, float]:
-        if not self.exclusive:
+        if "levels" in sums:
             return self._binary_report(sums)
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
         precision, recall, f1 = precision_recall_f1(matrix)

@@ -515,7 +515,7 @@ def test_a_new_video_is_annotated_by_its_labels_and_taken_as_the_training_took_i
     names, truth_of = predict.annotated(asked, Cutting(3, 2, None, 8))
     assert names(["other.avi", "x/a.avi"]) == ["x/a.avi"]
     truth = truth_of("x/a.avi", 20.0, NUM_FRAMES, ["rear", "background"])
-    assert truth.tolist() == [{"rear": 0, "background": 1}.get(name, -1) for name in TRUTH]
+    assert truth.tolist() == [{"rear": [1, 0], "background": [0, 1]}.get(name, [-1, -1]) for name in TRUTH]
     assert truth_of("other.avi", 20.0, NUM_FRAMES, ["rear"]) is None
 
 

@@ -509,7 +509,7 @@ def test_a_video_in_this_folder_is_known_by_its_whole_path(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "day 1")
     about = {"shape": [5, 16, 16], "cutting": {"stride": 2, "crop": None}}
     about["videos"] = {"trained on": ["day 2/a.mp4"], "held out": ["day 1/a.mp4"]}
-    task = SimpleNamespace(about=about, classes=["bright", "dark"])
+    task = SimpleNamespace(about=about, classes=["bright", "dark"], exclusive=True)
     asked = SimpleNamespace(run="RUN", data=Path("a.mp4"), stride=0, every=0, crop=None, annotations=None)
     loaded = SimpleNamespace(task=task, classify=brightness, batch_size=4)
     (found,) = predict.of_videos(loaded, asked)

@@ -158,7 +158,7 @@ def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     data, text, results = card_of(places / "har")
     found = json_of(places / "har/eval_results.json")["validation"]
     assert data["license"] == "mit" and data["library_name"] == "lockstep" and "pipeline_tag" not in data
-    assert {"lockstep", "time-series"} <= set(data["tags"]) and data["metrics"] == ["accuracy", "f1"]
+    assert {"lockstep", "time-series"} <= set(data["tags"]) and data["metrics"] == ["accuracy", "f1", "ece"]
     assert results["validation", "f1"].metric_value == found["metrics"]["macro_f1"]
     assert set(data) == {"license", "library_name", "tags", "metrics", "model-index"}, "no name has added a key"
     assert list(json_of(places / "har/labels.json")["id2label"].values()) == sorted(ODD)

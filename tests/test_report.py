@@ -204,8 +204,8 @@ def test_the_pictures_can_be_opened(page):
             frames = getattr(picture, "n_frames", 1)
             assert frames in (1, 5) and picture.size == (160, 128)
             kinds["moving" if frames > 1 else "still"] += 1
-    # Loss, macro F1, accuracy, rate, norm, speed; four windows. Four films.
-    assert kinds == {"svg+xml": 6 + 4, "moving": 4, "still": 4}
+    # Loss, macro F1, accuracy, ECE, rate, norm, speed; four windows. Four films.
+    assert kinds == {"svg+xml": 7 + 4, "moving": 4, "still": 4}
 
 
 @contextlib.contextmanager

@@ -40,7 +40,8 @@ def test_scalars_are_grouped_by_name(address):
         group, _, name = tag.partition("/")
         groups.setdefault(group, set()).add(name)
     assert groups.keys() == {"train", "val", "val f1", "val precision", "val recall"}
-    assert groups["val"] == {"loss", "accuracy", "macro_f1", "count"}, "what is of each class does not bury the loss"
+    names = {"loss", "accuracy", "macro_f1", "ece", "count"}
+    assert groups["val"] == names, "what is of each class does not bury the loss"
     assert {"loss", "accuracy", "lr", "grad_norm", "samples_per_s"} <= groups["train"]
     assert groups["val f1"] == groups["val recall"] and "paw_withdraw" in groups["val f1"]
     assert {"val/action_l1", "val/success_rate"} <= ask(address, "scalars")["robot/logs"].keys()
