@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine.contract import LOGGED, Loss, Sums, Task
+from engine.contract import LOGGED, Loss, Sums, Task, per_sample
 from engine.errors import LockstepError, amount
 
 
@@ -209,10 +209,10 @@ NO_SAMPLES: tuple[tuple[Any, str], ...] = (
 )
 
 
-def check_datasets(found: Any) -> tuple[Any, Any]:
+def check_datasets(found: Any, first: str = "training") -> tuple[Any, Any]:
     """Return the task's (train, val). Raises LockstepError unless both give any sample by its number."""
     train_set, val_set = check("datasets", found)
-    for name, dataset in (("training", train_set), ("validation", train_set if val_set is None else val_set)):
+    for name, dataset in ((first, train_set), ("validation", train_set if val_set is None else val_set)):
         todo = next((todo for kinds, todo in NO_SAMPLES if isinstance(dataset, kinds)), "")
         indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
         if todo or not indexed or not hasattr(dataset, "__len__"):
@@ -220,6 +220,26 @@ def check_datasets(found: Any) -> tuple[Any, Any]:
             todo = todo or "give a dataset with __len__ and __getitem__; a list of dicts will do"
             raise LockstepError(what, "the task's `datasets`", todo)
     return train_set, val_set
+
+
+def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> Any:
+    """Return the task's test set or None; with `needed` never None. Raises LockstepError if one of its sources is in
+    another set, too."""
+    if (found := task.test_dataset()) is None and not needed:
+        return None
+    if found is None:
+        todo = "train anew with one, such as dataset.test_share=0.2: what a training has seen is no test"
+        raise LockstepError("the run has no test set", "split test", todo)
+    check_datasets((found, None), "test")
+    if not len(found):
+        raise LockstepError("the test set is empty", "the task's `test_dataset`", "check the data and the split")
+    mine = per_sample(found, "sources")
+    for name, other in (("to train", train_set), ("to validate", val_set)):
+        theirs = None if other is None else per_sample(other, "sources")
+        if mine is not None and theirs is not None and (both := sorted({*map(str, mine)} & {*map(str, theirs)})):
+            what = f"{', '.join(both[:5])} is both {name} and to test on"
+            raise LockstepError(what, "the task's `test_dataset`", "leave each source in one set")
+    return found
 
 
 def check_scored(task: Task, split: str) -> None:

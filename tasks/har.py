@@ -35,9 +35,13 @@ class DatasetSettings:
     root: str = option("", "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch data")
     length: int = option(128, "steps of a window; data published as windows keep theirs", low=8)
     stride: int = option(64, "steps from the start of one window to the next", low=1)
-    split: Literal["given", "random"] = option("given", "the split the data come with if any, or a random one")
+    split: Literal["given", "given-test", "random"] = option(
+        "given", "the split the data come with if any; the same as train and test; or a random one"
+    )
     val_subjects: list[str] = option([], "subjects to validate on, by name, such as 9,10; they overrule split")
     val_share: float = option(0.2, "random split: share of the subjects to validate on", low=0.0, high=1.0)
+    test_subjects: list[str] = option([], "subjects to test on, by name: a third set, which no training looks at")
+    test_share: float = option(0.0, "share of the subjects to test on, drawn at random; 0: none", low=0.0, high=0.9)
     split_seed: int = option(0, "random split: what it is drawn from; not the common seed, so that runs compare", low=0)
 
 
@@ -74,6 +78,7 @@ class Task(Classification):
 
     Settings = Settings
     splitting = "choose the people to validate on by dataset.val_subjects"
+    split_keys = {"subjects": ("dataset.val_subjects", "dataset.test_subjects")}
     aliases = {"mode": "model.mode"}
     defaults = {
         "epochs": 12,
@@ -87,13 +92,19 @@ class Task(Classification):
         cfg = self.cfg.dataset
         self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
         given = cfg.split == "given"
-        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
-        train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
+        test = windows.choose_test(self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split)
+        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given, test)
+        self.train = ~self.val if test is None else ~self.val & ~test
+        train, val = windows.Windows(self.recordings, self.train), windows.Windows(self.recordings, self.val)
+        self.test = None if test is None else windows.Windows(self.recordings, test)
         self.classes, self.length = self.recordings.classes, self.recordings.length
         kept = self.kept(train)
-        self.count(train.labels, self.recordings.where, val.labels, kept)
+        self.count(train.labels, self.recordings.where, val.labels, kept, self.test)
         self.mean, self.std = train.statistics(kept)
         return train, val
+
+    def test_dataset(self) -> windows.Windows | None:
+        return self.test
 
     def metadata(self) -> dict[str, Any]:
         found = self.recordings
@@ -109,7 +120,7 @@ class Task(Classification):
     def full_dataset(self) -> windows.Windows:
         found = self.new(self.cfg.dataset.root or SHIPPED, self.cfg.dataset.stride)
         self.recordings = found = windows.renumbered(found, self.classes)
-        self.val = np.ones(len(found), dtype=bool)
+        self.val = self.train = np.ones(len(found), dtype=bool)
         return windows.Windows(found, self.val)
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
@@ -167,12 +178,18 @@ class Task(Classification):
         counts = found.windows()
         held_out = [found.subjects[g] for g in sorted({*found.groups[val].tolist()})] if found.subjects else []
         out = ", ".join(held_out) or "unknown (the data name none: one person may be on both sides)"
+        test = ""
+        if self.test is not None:
+            sources = {*self.test.sources.tolist()}
+            names = ", ".join(name for name in found.subjects if name in sources) or "unknown"
+            test = f"\nTest windows: {len(self.test)}, test subjects: {names}"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         return "\n".join(
             [
                 f"Found {len(found)} recordings{people} with {counts.sum()} windows"
                 f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
-                f"Train windows: {counts[~val].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}",
+                f"Train windows: {counts[self.train].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}"
+                f"{test}",
                 self.class_summary(),
             ]
         )

@@ -56,9 +56,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="folder of a run, or a checkpoint")
     add("--out", type=Path, help="the page (default: report.html, or a free number)")
-    add(
-        "--split", choices=("val", "train", "all"), default="val", help="what to score; all: or others, by dataset.root"
-    )
+    add("--split", choices=("val", "train", "test", "all"), default="val", help="all: or others, by dataset.root")
     add("--worst", type=whole_number(0), default=12, metavar="N", help="samples to show of those with the highest loss")
     add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
     add("--json", action="store_true", help="print the numbers of the page as one JSON object on stdout")
