@@ -1,7 +1,8 @@
 """A packed folder of labelled video clips, read by one gather from a memory map.
 
     frames.npy   uint8 (sum of num_frames, H, W): the gray frames of all trials, one trial after the other
-    trials.csv   columns trial, video, label, first_frame, num_frames; others are not read
+    trials.csv   columns trial, video, label, first_frame, num_frames, and group if it is known: the animal or the cage
+                 of each video, which a split keeps whole; others are not read
     classes.txt  one class name a line; a class's number is its line
     cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
                  the video from one frame to the next, "size": height and width, "fps": each frame rate of the videos}
@@ -31,6 +32,7 @@ from formats.partial import Partial
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
+GROUP = "group"
 AGAIN = "make the folder again with tools/prepare_clips.py"
 
 
@@ -40,7 +42,8 @@ class Clips:
     folder    written by `ClipsWriter`
     frames    T: the middle T frames of each trial are taken; 0 = as many as the shortest trial has
     labels    (N,) int64 class numbers
-    videos    (N,) str: the recording that each trial comes from, for `split_by_video`; also called `sources`
+    videos    (N,) str: the recording that each trial comes from; also called `sources`
+    groups    (N,) str: the animal or cage of each, for `split_by_video`; the video where it is not known
     classes   names of the C classes
     shape     (T, H, W) of one clip
     longest   frames of the longest trial
@@ -65,6 +68,7 @@ class Clips:
         self.first = first + (counts - length) // 2  # (N,)
         self.labels = np.array([row["label"] for row in rows], dtype=np.int64)
         self.videos = np.array([row["video"] for row in rows])
+        self.groups = np.array([row[GROUP] for row in rows])
         self.shape, self.longest = (length, *self._pixels.shape[1:]), int(counts.max())
         self.cutting = _read_cutting(self.folder / CUTTING)
         self.trials = np.array([row["trial"] for row in rows])
@@ -94,7 +98,7 @@ class Clips:
         """Return the clips at `indices`, from the same memory map."""
         part = object.__new__(Clips)
         part.__dict__ |= self.__dict__
-        for name in ("first", "labels", "videos", "trials"):
+        for name in ("first", "labels", "videos", "groups", "trials"):
             setattr(part, name, getattr(self, name)[indices])
         return part
 
@@ -198,51 +202,70 @@ class ClipsWriter:
 
 
 def split_by_video(
-    videos: np.ndarray, labels: np.ndarray, val_share: float, seed: int = 0, val_videos: Sequence[str] = ()
+    videos: np.ndarray,
+    labels: np.ndarray,
+    val_share: float,
+    seed: int = 0,
+    val_videos: Sequence[str] = (),
+    groups: np.ndarray | None = None,
+    val_groups: Sequence[str] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (train, val) indices, both sorted int64, with no video on both sides and similar shares of the classes.
+    """Return (train, val) indices, both sorted int64, with no group on both sides and similar shares of the classes.
 
-    Trials of one video share cage, light and animal, so a split by trial would make the validation score meaningless.
-    `val_videos`, if any are named, are the ones to validate on. Else they are found from `seed`: a class that occurs in
-    two videos or more is on both sides if possible, and then `val` is as near to `val_share` of all trials, and of each
-    class, as moving and swapping single videos brings it. The same arguments give the same split, on any machine.
-    Raises LockstepError if there are too few videos.
+    groups  (N,) the animal or cage of each trial; without it a video is a group of its own
+
+    Trials of one group share cage, light and animal, so a split by trial would make the validation score meaningless.
+    `val_videos` and `val_groups`, if any are named, are what to validate on. Else groups are drawn from `seed`: a class
+    that occurs in two groups or more is on both sides if possible, and then `val` is as near to `val_share` of all
+    trials, and of each class, as moving and swapping single groups brings it. The same arguments give the same split,
+    on any machine. Raises LockstepError if there are too few groups, or if `val_videos` cut one.
     """
     videos, labels = np.asarray(videos), np.asarray(labels)
-    names, video = np.unique(videos, return_inverse=True)
+    groups = videos if groups is None else np.asarray(groups)
+    names, group = np.unique(groups, return_inverse=True)
     if not 0.0 <= val_share < 1.0:
         raise LockstepError(f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1")
-    if len(val_videos):
-        in_val = _named(names.tolist(), val_videos)[video]
+    if len(val_videos) or len(val_groups):
+        in_val = _named(videos, val_videos, "video") | _named(groups, val_groups, "group")
+        _check_whole(videos, groups, in_val)
         return np.flatnonzero(~in_val), np.flatnonzero(in_val)
     if val_share == 0.0:
         return np.arange(len(labels)), np.arange(0)
     if len(names) < 2:
-        what = f"{len(names)} video cannot be split by video"
-        raise LockstepError(what, "dataset", "give trials of at least two videos")
+        unit = "video" if groups is videos or (groups == videos).all() else "group"
+        what = f"{len(names)} {unit} cannot be split by {unit}"
+        raise LockstepError(what, "dataset", f"give trials of at least two {unit}s")
     table = np.zeros((len(names), int(labels.max()) + 1))
-    np.add.at(table, (video, labels), 1)
-    in_val = _choose(table[:, table.sum(0) > 0], val_share, np.random.default_rng(seed))[video]
+    np.add.at(table, (group, labels), 1)
+    in_val = _choose(table[:, table.sum(0) > 0], val_share, np.random.default_rng(seed))[group]
     return np.flatnonzero(~in_val), np.flatnonzero(in_val)
 
 
-def _named(names: list[str], val_videos: Sequence[str]) -> np.ndarray:
-    """Return a (V,) bool mask of the named videos."""
-    val_videos = [name if name in names else os.path.normpath(name) for name in val_videos]
-    where, known = "dataset.val_videos", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    if unknown := [name for name in val_videos if name not in names]:
-        raise LockstepError(f"no video {', '.join(unknown[:5])}", where, f"it may name {known}")
-    inside = np.isin(names, val_videos)
-    if inside.all():
-        raise LockstepError("every video is to validate on", where, "leave some to train on")
-    return inside
+def _named(of: np.ndarray, chosen: Sequence[str], unit: str) -> np.ndarray:
+    """Return an (N,) bool mask of the trials whose video or group, (N,) names `of`, is `chosen`."""
+    names = np.unique(of).tolist()
+    chosen = [name if name in names else os.path.normpath(name) for name in chosen]
+    where, known = f"dataset.val_{unit}s", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    if unknown := [name for name in chosen if name not in names]:
+        raise LockstepError(f"no {unit} {', '.join(unknown[:5])}", where, f"it may name {known}")
+    return np.isin(of, chosen)
+
+
+def _check_whole(videos: np.ndarray, groups: np.ndarray, in_val: np.ndarray) -> None:
+    """Raise LockstepError if the chosen trials, (N,) bool, are all of them, or cut a group."""
+    if in_val.all():
+        raise LockstepError("every video is to validate on", "dataset.val_videos", "leave some to train on")
+    if cut := sorted({*groups[in_val].tolist()} & {*groups[~in_val].tolist()}):
+        left, there = (sorted({*videos[(groups == cut[0]) & side].tolist()}) for side in (~in_val, in_val))
+        what = f"{there[0]} is of group {cut[0]}, and so is {left[0]}, which is not named"
+        raise LockstepError(what, "dataset.val_videos", f"name both, or dataset.val_groups={cut[0]}")
 
 
 def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """(V, C) trials per video and class -> (V,) bool: the videos to validate on.
+    """(V, C) trials per group and class -> (V,) bool: the groups to validate on.
 
     Local searches start from random choices until one ends well: every class that can be is on both sides, and the
-    size of `val` is off by at most half a mean video. If none does, the best of a bounded number of them is returned.
+    size of `val` is off by at most half a mean group. If none does, the best of a bounded number of them is returned.
     """
     found: tuple[float, np.ndarray] | None = None
     for _ in range(max(8, min(64, 4000 // len(table)))):
@@ -260,7 +283,7 @@ _MISSING = 1e6
 
 
 def _search(table: np.ndarray, share: float, order: np.ndarray) -> tuple[float, np.ndarray]:
-    """Take the first videos of `order` up to the share, then move and swap single ones while the cost falls; returns
+    """Take the first groups of `order` up to the share, then move and swap single ones while the cost falls; returns
     (cost, (V,) bool)."""
     everything = table.sum(0)
     target, size = everything * share, everything.sum() * share
@@ -355,12 +378,20 @@ def _read_text(path: Path) -> str:
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:
     """Return the checked rows of trials.csv, with `label` as the class's number and `line`, the row's line."""
     number = {name: c for c, name in enumerate(classes)}
-    rows = []
+    rows, first = [], dict[str, dict[str, Any]]()
     for line, row in read_table(path, _read_text(path), COLUMNS):
         rows.append(_checked(row, number, num_rows, f"{path}:{line}") | {"line": line})
+        check_group(rows[-1], first.setdefault(rows[-1]["video"], rows[-1]), path)
     if not rows:
         raise LockstepError("no trials", str(path), "make the folder again")
     return rows
+
+
+def check_group(row: Mapping[str, Any], first: Mapping[str, Any], path: Path) -> None:
+    """Raise LockstepError unless two rows of one video, with `line`, are of one group."""
+    if row[GROUP] != first[GROUP]:
+        what = f"{row['video']} is of group {row[GROUP]!r} here and of {first[GROUP]!r} in line {first['line']}"
+        raise LockstepError(what, f"{path}:{row['line']}", "a video has one group: the animal, or the cage of several")
 
 
 def read_table(path: Path, text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -390,7 +421,8 @@ def _checked(row: Mapping[str, Any], number: dict[str, int], num_rows: int, wher
         raise LockstepError(what, where, "the two files do not belong together: make the folder again")
     video = os.path.normpath(row["video"])  # ./a.mp4 and a.mp4 are one, on one side of the split
     label = number[row["label"]]
-    return {"trial": row["trial"], "video": video, "label": label, "first_frame": first, "num_frames": count}
+    found = {"trial": row["trial"], "video": video, "label": label, "first_frame": first, "num_frames": count}
+    return found | {GROUP: (row.get(GROUP) or "").strip() or video}
 
 
 def _open_frames(path: Path) -> np.ndarray:

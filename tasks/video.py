@@ -28,14 +28,15 @@ GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 @dataclass
 class Dataset:
     root: str = option("", "packed folder of clips (tools/prepare_clips.py makes one); empty = synthetic clips")
-    frames: int = option(17, "frames of a clip; a longer trial gives its middle", low=2)
-    size: int = option(64, "height and width of the synthetic clips in pixels", low=8)
+    frames: int = option(0, "frames of a clip: the middle of each trial; 0: all that are packed (synthetic: 17)", low=0)
+    size: int = option(0, "height and width of the synthetic clips in pixels; 0: 64", low=0)
     trials: int = option(980, "number of synthetic trials", low=20)
     videos: int = option(100, "number of videos that the synthetic trials come from", low=2)
     data_seed: int = option(0, "of the synthetic clips", low=0, high=2**31 - 1)
-    val_share: float = option(0.2, "share of the trials to validate on, in whole videos", low=0.01, high=0.9)
-    split_seed: int = option(0, "of the choice of these videos", low=0, high=2**31 - 1)
+    val_share: float = option(0.2, "share of the trials to validate on, in whole groups", low=0.01, high=0.9)
+    split_seed: int = option(0, "of the choice of these groups", low=0, high=2**31 - 1)
     val_videos: list[str] = option([], "videos to validate on, by name, such as a.mp4,b.mp4; they overrule val_share")
+    val_groups: list[str] = option([], "groups (animals or cages) to validate on, by name; they overrule val_share")
 
 
 @dataclass
@@ -71,36 +72,39 @@ class Task(Classification):
         "schedule.warmup_epochs": 1.0,
     }
     splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
+    resumable_keys = ("dataset.root", "dataset.frames", "dataset.size")  # the data's fingerprint knows both
     ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
     aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
 
-    def _clips(self) -> Clips:
+    def _clips(self, frames: int) -> Clips:
         wanted = self.cfg.dataset
         folder = Path(os.path.expanduser(wanted.root))
         if not wanted.root:
-            recipe = Recipe(wanted.trials, wanted.videos, wanted.frames, wanted.size, wanted.data_seed)
+            recipe = Recipe(wanted.trials, wanted.videos, wanted.frames or 17, wanted.size or 64, wanted.data_seed)
             folder = ensure(GENERATED / recipe.name, recipe)
         elif not os.path.isdir(folder):  # unlike Path.is_dir, it never raises
             raise LockstepError(f"no folder {wanted.root!r}", "dataset.root", "make it with tools/prepare_clips.py")
-        clips = Clips(folder, wanted.frames)
+        clips = Clips(folder, frames)
         self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
         return clips
 
     def datasets(self) -> tuple[Clips, Clips]:
-        wanted, clips = self.cfg.dataset, self._clips()
-        train, val = split_by_video(clips.videos, clips.labels, wanted.val_share, wanted.split_seed, wanted.val_videos)
+        wanted = self.cfg.dataset
+        clips = self._clips(wanted.frames)
+        how = wanted.val_share, wanted.split_seed, wanted.val_videos, clips.groups, wanted.val_groups
+        train, val = split_by_video(clips.videos, clips.labels, *how)
         self.classes = clips.classes
         kept = self.kept(part := clips.subset(train))
         self.count(part.labels, str(clips.folder), clips.labels[val], kept)
         held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
-        some = ", ".join(held_out[:8]) + (", ..." if len(held_out) > 8 else "")
-        self._found = (
-            f"Found {len(videos)} unique videos with {len(clips)} total trials\n"
-            f"Train trials: {len(train)}, Val trials: {len(val)}\n"
-            f"Held-out videos: {some} ({len(held_out)} of {len(videos)})\n{_of_a_clip(clips, wanted)}"
-        )
+        lines = [f"Found {len(videos)} unique videos with {len(clips)} total trials"]
+        lines.append(f"Train trials: {len(train)}, Val trials: {len(val)}")
+        lines.append(f"Held-out videos: {_some(held_out)} of {len(videos)})")
+        if (clips.groups != clips.videos).any():
+            lines.append(f"Held-out groups: {_some(sorted({*clips.groups[val].tolist()}))} of {len({*clips.groups})})")
+        self._found = "\n".join([*lines, _of_a_clip(clips, wanted)])
         self._val = clips.subset(val)
         return part, self._val
 
@@ -112,7 +116,7 @@ class Task(Classification):
         self.about = {"videos": {}} | {name: metadata[name] for name in self.ABOUT if name in metadata}
 
     def full_dataset(self) -> Clips:
-        clips = self.fitting(self._clips())
+        clips = self.fitting(self._clips(self.about["shape"][0]))
         self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
         return clips.renumbered(self.classes)
 
@@ -158,13 +162,17 @@ class Task(Classification):
         return found | {"clips": draw_clips(clips, captions, wrong)}
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") + f" ({len(names)}"
+
+
 def _of_a_clip(clips: Clips, wanted: Dataset) -> str:
     """Return the size of a clip in frames, pixels and seconds, and the setting that it does not follow."""
     frames, height, width = clips.shape
     cut = f", the middle of {clips.longest}" if clips.longest > frames else ""
     lasts = lasting(frames, clips.cutting) if clips.cutting else ""
     rows = [f"Clips: {frames} frames{cut}, {height} x {width} pixels" + (f", {lasts}" if lasts else "")]
-    if height != wanted.size != Dataset.size:
+    if wanted.size not in (0, height):
         rows.append(f"warning: dataset.size={wanted.size} changes no packed clips; tools/prepare_clips.py has --size")
     return "\n".join(rows)
 

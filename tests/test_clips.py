@@ -11,6 +11,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import succeed
 from torch.overrides import TorchFunctionMode
 
 import tasks
@@ -724,3 +726,20 @@ def _macro_f1(x: torch.Tensor, y: torch.Tensor, train: np.ndarray, val: np.ndarr
         guesses = model.eval()(x[val]).argmax(1)
     matrix = torch.bincount(y[val] * 5 + guesses, minlength=25).view(5, 5).numpy()
     return float(precision_recall_f1(matrix)[2].mean())
+
+
+@pytest.mark.slow
+def test_a_run_that_names_frames_and_size_is_resumed_without(launch, tmp_path):
+    """As a run of before, whose config has numbers where there are zeros now; other frames are another run."""
+    with ClipsWriter(tmp_path / "packed", ["rest", "walk"]) as writer:
+        rng = np.random.default_rng(0)
+        for n in range(16):
+            writer.add(rng.integers(0, 255, (7, 16, 16), dtype=np.uint8), f"v{n % 4}", ["rest", "walk"][n // 4 % 2])
+    words = ["video", f"dataset.root={tmp_path / 'packed'}", f"save_dir={tmp_path / 'run'}", "model.width=4"]
+    words += ["batch_size=4", "schedule.horizon=6"]
+    old = ["dataset.frames=7", "dataset.size=16", "steps=3"]
+    assert "Clips: 7 frames, 16 x 16" in succeed(launch.train(*words, *old)).out
+    done = succeed(launch.train(*words, "steps=6"))
+    assert re.search("Resuming .*step 3", done.out) and "Done: 6 steps" in done.out
+    other = launch.train(*words, "dataset.frames=5", "steps=9")
+    assert other.code and "data: " in other.err

@@ -305,3 +305,59 @@ def test_real_mice(real_mice, tmp_path, prepare):
     moved = np.abs(np.diff(x, axis=1)).mean((1, 2, 3))  # (N,)
     by_class = {name: moved[clips.labels == c].mean() for c, name in enumerate(clips.classes)}
     assert by_class["walk"] > 2 * by_class["rest"] > 0
+
+
+GROUPED = "video,start,label,group\n"
+
+
+def test_a_group_is_written_read_and_never_cut(videos, prepare):
+    """Two videos of each of four animals: whatever the seed, an animal is on one side."""
+    names = [f"{n}.mp4" for n in range(8)]
+    for n, name in enumerate(names):
+        encode(videos / name, n)
+    rows = [f"{name},{at},{label}, m{n % 4} \n" for n, name in enumerate(names) for at, label in ((0, "x"), (9, "y"))]
+    code, out, err = prepare(GROUPED + "".join(rows), "--frames 3 --size 16")
+    assert code == 0 and "Groups: m0 (2 videos), m1 (2 videos), m2 (2 videos), m3 (2 videos)" in out, err
+    clips = Clips(videos / "out")
+    assert clips.groups.tolist() == [f"m{int(name[0]) % 4}" for name in clips.videos]
+    cls = tasks.load("video")
+    for seed in range(6):
+        cfg = schema_of(cls)()
+        vars(cfg.dataset).update(root=str(videos / "out"), split_seed=seed, val_share=0.3)
+        task = cls(cfg)
+        train, val = task.datasets()
+        assert len({*train.groups}) + len({*val.groups}) == 4 and len({*train.videos}) + len({*val.videos}) == 8
+        assert {*train.sources} == {*train.videos} and train.shape == (3, 16, 16)
+        held_out = sorted({*val.groups.tolist()})
+        assert f"Held-out groups: {', '.join(held_out)} ({len(held_out)} of 4)" in task.summary()
+        assert "Clips: 3 frames, 16 x 16 pixels" in task.summary() and "warning" not in task.summary()
+    split = (clips.videos, clips.labels, 0.3, 0)
+    _, val = split_by_video(*split, ["0.mp4", "4.mp4"], clips.groups, ["m2"])
+    assert {*clips.groups[val].tolist()} == {"m0", "m2"}
+    with pytest.raises(LockstepError, match=r"0\.mp4 is of group m0, and so is 4\.mp4.*dataset.val_groups=m0"):
+        split_by_video(*split, ["0.mp4"], clips.groups)
+    with pytest.raises(LockstepError, match=r"no group m7 \(dataset.val_groups\): it may name m0, m1, m2, m3"):
+        split_by_video(*split, [], clips.groups, ["m7"])
+    trials = videos / "out/trials.csv"
+    trials.write_text(trials.read_text().replace("0,0.mp4,x", "0,1.mp4,x"))
+    with pytest.raises(LockstepError, match=r"1\.mp4 is of group 'm0' here.*trials.csv:3|of group 'm1' here"):
+        Clips(videos / "out")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("a.mp4,0,x,m1\nb.mp4,0,x,m2\na.mp4,9,y,m2\n", r"a\.mp4 is of group 'm2' here and of 'm1' in line 2 .*csv:4\)"),
+        ("a.mp4,0,x,m1\nb.mp4,0,x, \n", r"an empty group \(.*table.csv:3\)"),
+    ],
+)
+def test_a_video_has_one_group(videos, prepare, rows, says):
+    code, _, err = prepare(GROUPED + rows, "--frames 3 --size 16")
+    assert code == 2 and re.search(says, err) and not (videos / "out").exists()
+
+
+def test_one_group_and_two_spellings_are_told(videos, prepare):
+    _, out, _ = prepare(GROUPED + "a.mp4,0,x,m1\nb.mp4,0,y,m1\n", "--frames 3 --size 16")
+    assert "warning: all trials are of one group; training divides groups" in out
+    _, out, _ = prepare(GROUPED + "a.mp4,0,x,m1\nb.mp4,0,y,M 1\n", "--frames 3 --size 16", out="out2")
+    assert re.search(r"warning: '(m1|M 1)' \(1\) is spelled nearly as", out) and "all of 'x' is in m1" in out

@@ -9,6 +9,7 @@ The table has a header and one row per trial:
     label                 class of the trial
     start, center or end  the frame of the video, counted from 0, at which the trial starts, is centred or ends;
                           or start_s, center_s or end_s: the same in seconds, at the video's average frame rate
+    group                 optional: the animal or the cage of the video; no group is trained on and validated
 
 Exactly one of the six time columns is needed. Frames are converted to gray, cropped, and resized to a square. A trial
 that reaches beyond its video is an error: nothing is padded. The folder appears only when it is complete.
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +32,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.errors import LockstepError
+from engine.errors import LockstepError, amount
 from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
-from formats.clips import CUTTING, ClipsWriter, lasting, read_table
+from formats.clips import CUTTING, GROUP, ClipsWriter, check_group, lasting, read_table
 from formats.videos import BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
@@ -54,11 +56,13 @@ class Plan:
     """The trials to cut out of each video.
 
     column  the one of TIMES that the table has
+    groups  {video: {"video", "group", "line" where it stands first}}; empty without that column
     """
 
     column: str
     cutting: Cutting
     trials: dict[str, list[Trial]] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
@@ -99,6 +103,13 @@ def read_annotations(path: Path, cutting: Cutting, classes: list[str]) -> tuple[
             what = f"{video} has a trial at the same time in line {twin[0]}"
             raise LockstepError(what, f"{path}:{line}", "keep one: a trial has one label, and counts once")
         plan.trials.setdefault(video, []).append(trial)
+        if GROUP in header:
+            if not (group := row[GROUP].strip()):
+                raise LockstepError(
+                    "an empty group", f"{path}:{line}", "name the animal or the cage, or drop the column"
+                )
+            found = {"video": video, GROUP: group, "line": line}
+            check_group(found, plan.groups.setdefault(video, found), path)
     labels = {trial.label for trials in plan.trials.values() for trial in trials}
     if not labels:
         raise LockstepError("no trials", str(path), "write a row for each")
@@ -235,7 +246,7 @@ def prepare(asked: argparse.Namespace) -> str:
                 what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
                 raise LockstepError(what, where, "call it by one name: the split is by video")
     seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
-    extra = ("source_frame", "source_line")
+    extra = ("source_frame", "source_line", *([GROUP] if plan.groups else []))
     total = sum(len(trials) for trials in plan.trials.values())
     with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
         for video, trials in plan.trials.items():
@@ -243,8 +254,9 @@ def prepare(asked: argparse.Namespace) -> str:
             clips: Iterable[Cut] = cut(folder / video, plan, trials, asked.annotations)
             try:
                 # With --skip-broken a video that breaks half-way is left out whole, so its clips wait in memory.
+                group = {GROUP: plan.groups[video][GROUP]} if plan.groups else {}
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
-                    writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line)
+                    writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line, **group)
                     seen[trial.label].append(video)
                     bar.update()
             except BrokenVideo as error:
@@ -255,28 +267,36 @@ def prepare(asked: argparse.Namespace) -> str:
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])
-    written, videos = writer.num_trials, len(plan.trials) - len(broken)
+    written = writer.num_trials
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
-    counts = {label: len(of) for label, of in seen.items()}
+    counts = {label: len(names) for label, names in seen.items()}
     shares = ", ".join(f"{name} {count}" for name, count in counts.items())
     lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
     # Only warnings: the folder is complete and may have another purpose. Training refuses it.
+    of = {video: plan.groups[video][GROUP] if plan.groups else video for video in plan.trials}  # what a split divides
+    unit = "group" if plan.groups else "video"
+    groups = Counter(of[video] for video in sorted({name for names in seen.values() for name in names}))
+    if plan.groups:
+        sizes = [f"{name} ({amount(count, 'video')})" for name, count in sorted(groups.items())]
+        lines.append(f"Groups: {', '.join(sizes)}")
     warnings = []
-    if videos < 2:
-        warnings.append("all trials are of one video; training divides videos, so it needs two or more")
+    if len(groups) < 2:
+        warnings.append(f"all trials are of one {unit}; training divides {unit}s, so it needs two or more")
     if sum(count > 0 for count in counts.values()) < 2:
         warnings.append("all trials are of one class; there is nothing to tell apart")
     if " or " in (lasts := lasting(asked.frames, about)):
         warnings.append(f"a clip lasts {lasts}")
-    alone = {label: of[0] for label, of in seen.items() if videos > 1 and len({*of}) == 1}
+    alone = {label: of[names[0]] for label, names in seen.items() if len({of[name] for name in names}) == 1}
+    alone = alone if len(groups) > 1 else {}
     warnings += [f"all of {label!r} is in {name}: trained on or validated, never both" for label, name in alone.items()]
     stems: dict[str, str] = {}
     for name in sorted(plan.trials):
         if (other := stems.setdefault(os.path.splitext(name)[0], name)) != name:
             warnings.append(f"{other} and {name} differ in their ending: two videos, or one?")
     warnings += look_alikes({name: count for name, count in counts.items() if count})
+    warnings += look_alikes(groups, typos=False) if plan.groups else []
     lines += [f"warning: {warning}" for warning in warnings]
     return "\n".join(lines)
 
