@@ -59,7 +59,7 @@ from tools.prepare_clips import read_annotations, whole_number
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
-NOT_TRAINED_ON = ("held out", "held out?", "new")
+NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
 
 
 def main(argv: list[str]) -> int:
