@@ -86,18 +86,27 @@ def person_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
     return title, [["", *heads, "samples"], *rows] if rows else []
 
 
-def difference_lines(found: dict[str, Any]) -> list[str]:
-    """Return a line for each paired difference of the shown metrics."""
-    of, said = {"sources": found["by"]}, []
-    for each in found["differences"]:
-        if each["metric"] in shown_metrics(found) and math.isfinite(each["mean"]):
-            over = f"{each['n']} {of.get(each['over'], each['over'])}"
-            between = f"{each['confidence']:.0%} interval {each['low']:+.3f} to {each['high']:+.3f}"
-            interval = between if math.isfinite(each["low"]) else "no interval of one pair"
-            said.append(
-                f"{each['of'][1]} - {each['of'][0]}: {each['metric']} {each['mean']:+.3f}, {interval}, over {over}"
-            )
-    return said
+def difference_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
+    """Return the table of the paired differences of the shown metrics."""
+    names, metrics = {"sources": found["by"]}, shown_metrics(found)
+    of = [each for each in found["differences"] if each["metric"] in metrics and math.isfinite(each["mean"])]
+    if not of:
+        return "", []
+    several = len({each["of"][1] for each in of}) > 1
+    rows = [
+        [
+            *([each["of"][1]] if several else []),
+            f"{each['metric']}, {each['n']} {names.get(each['over'], each['over'])}",
+            f"{each['mean']:+.3f}",
+            f"{each['low']:+.3f} to {each['high']:+.3f}" if math.isfinite(each["low"]) else "–",
+        ]
+        for each in sorted(
+            of, key=lambda each: (each["of"][1], metrics.index(each["metric"]), each["over"] != "sources")
+        )
+    ]
+    other = "each" if several else of[0]["of"][1]
+    title = f"{other} minus {of[0]['of'][0]}, pair by pair, with {of[0]['confidence']:.0%} interval"
+    return title, [["", *([""] if several else []), "difference", "interval"], *rows]
 
 
 def lines(found: dict[str, Any], most: int = 12) -> list[str]:
@@ -105,11 +114,10 @@ def lines(found: dict[str, Any], most: int = 12) -> list[str]:
     said = [f"{found['task']}: {found['what']}; {found['tested']} of {found['trainings']} tested, each once"]
     title, rows = person_table(found)
     people = [(title + (f", {most} of {len(rows) - 1}, the worst" if len(rows) > most + 1 else ""), rows[: most + 1])]
-    for title, rows in [*summary(found), *people]:
+    for title, rows in [*summary(found), *people, difference_table(found)]:
         if rows:
             said += ["", f"  {title}", *aligned(rows)]
-    differences = difference_lines(found)
-    return said + ["", *(f"  {line}" for line in differences)] * bool(differences)
+    return said
 
 
 def write(found: dict[str, Any], folder: Path) -> list[str]:
@@ -223,11 +231,10 @@ def escaped(text: str) -> str:
 def latex(found: dict[str, Any]) -> str:
     """Return the tables for a paper (\\usepackage{booktabs})."""
     said = [f"% {escaped(found['task'])}: {escaped(found['what'])}; \\usepackage{{booktabs}}"]
-    for title, rows in [*summary(found), person_table(found)]:
+    for title, rows in [*summary(found), person_table(found), difference_table(found)]:
         if not rows:
             continue
         said += ["", rf"% {escaped(title)}", rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}", r"\toprule"]
         body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
         said += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
-    said += ["", *(f"% {escaped(line)}" for line in difference_lines(found))]
     return "\n".join(said).rstrip() + "\n"
