@@ -59,7 +59,7 @@ def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
         heads = [each["name"] if len(found["configs"]) > 1 else "f1" for each in found["configs"]]
         by_class = [[as_number(row["f1"], 3) for row in each["classes"]] for each in found["configs"]]
         rows = [[row["name"], *cells, str(row["count"])] for row, *cells in zip(first, *by_class, strict=True)]
-        tables.append(("F1 of each class, all tests pooled", [["", *heads, "samples"], *rows]))
+        tables.append(("F1 of each class, all tests pooled", [["", *heads, "tests"], *rows]))
     return tables
 
 
@@ -109,6 +109,11 @@ def difference_table(found: dict[str, Any]) -> tuple[str, list[list[str]]]:
     return title, [["", *([""] if several else []), "difference", "interval"], *rows]
 
 
+def all_tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Return (title, rows) of each table that has any, the first row its head."""
+    return [pair for pair in [*summary(found), person_table(found), difference_table(found)] if pair[1]]
+
+
 def lines(found: dict[str, Any], most: int = 12) -> list[str]:
     """Return the study in words and tables for a terminal."""
     said = [f"{found['task']}: {found['what']}; {found['tested']} of {found['trainings']} tested, each once"]
@@ -133,9 +138,9 @@ def write(found: dict[str, Any], folder: Path) -> list[str]:
             write_atomically(folder / name, partial(_fill, text.encode()))
         if find_spec("matplotlib") is None:
             return [*texts, "no plot (pip install matplotlib)"]
-        from tools.study_figure import draw
+        from tools.study_figure import files
 
-        figures = draw(found)
+        figures = files(found)
         for name, data in figures.items():
             write_atomically(folder / name, partial(_fill, data))
     except OSError as error:
@@ -145,6 +150,24 @@ def write(found: dict[str, Any], folder: Path) -> list[str]:
 
 def _fill(data: bytes, file: Any) -> None:
     file.write(data)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return what study.json holds. Raises LockstepError where it is none."""
+    try:
+        found = _with_nan(json.loads((folder / STUDY).read_bytes()))
+        found["monitor"], [run["folder"] for each in found["configs"] for run in each["runs"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise LockstepError("not a study", str(folder / STUDY), "let tools/study.py write it again") from None
+    return dict(found)
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(each) for each in value]
+    return math.nan if value is None else value
 
 
 def _without_nan(value: Any) -> Any:
@@ -231,9 +254,7 @@ def escaped(text: str) -> str:
 def latex(found: dict[str, Any]) -> str:
     """Return the tables for a paper (\\usepackage{booktabs})."""
     said = [f"% {escaped(found['task'])}: {escaped(found['what'])}; \\usepackage{{booktabs}}"]
-    for title, rows in [*summary(found), person_table(found), difference_table(found)]:
-        if not rows:
-            continue
+    for title, rows in all_tables(found):
         said += ["", rf"% {escaped(title)}", rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}", r"\toprule"]
         body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
         said += [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}"]
