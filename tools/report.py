@@ -86,6 +86,8 @@ def _report(asked: argparse.Namespace) -> int:
     if study:
         asked.study, asked.no_samples = load(Path(study[0])), True
         asked.runs = [str(Path(study[0]) / run["folder"]) for each in asked.study["configs"] for run in each["runs"]]
+    if not asked.runs:
+        raise LockstepError("no training of the study is tested yet", study[0], "let tools/study.py go on")
     words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]  # all, before the first is scored
     with contextlib.redirect_stdout(sys.stderr):
         runs = [_read(run, argv, asked) for run, argv in zip(asked.runs, words, strict=True)]

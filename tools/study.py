@@ -29,6 +29,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -151,8 +152,12 @@ class Study:
         self.counts, self.names = self._look(self.of_each[0])
         self.plan = self._plan()
         self.trainings = list(_trainings(self.plan))
+        with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
+            for each in self.trainings:
+                self._settings(each, Path(scratch))
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
         self.steps: dict[str, int] = {}
+        self.failed: list[tuple[str, str]] = []
 
     def _check(self) -> None:
         """Raise LockstepError where the words set what the study sets, or options exclude each other."""
@@ -172,12 +177,6 @@ class Study:
             if cfg.save_dir or cfg.resume != "auto":
                 key, cure = ("save_dir", "give --out FOLDER") if cfg.save_dir else ("resume", "leave it out")
                 raise LockstepError(f"{key} is set by the study", where, cure)
-            for key in self._set_keys():
-                if config.flatten(config.to_dict(cfg))[key]:
-                    raise LockstepError(f"{key} is set by the study", where, "leave it out")
-
-    def _set_keys(self) -> list[str]:
-        return [key for pair in self.task.split_keys.values() for key in pair] if self._cuts else []
 
     @property
     def _cuts(self) -> bool:
@@ -230,7 +229,7 @@ class Study:
         if self._cuts:
             number = len(names) if asked.leave_one_out else asked.folds
             if not 1 < number <= len(names) or len(names) < 3:
-                what = f"{number} folds of {amount(len(names), self.kind.removesuffix('s'))}: {', '.join(names[:8])}"
+                what = f"{number} folds of {len(names)} {self.kind}: {_some(names)}"
                 raise LockstepError(what, "the data", f"give at least three {self.kind}, and as many as folds")
             fold = folds(self.counts, number, asked.fold_seed)
             for n in range(number):
@@ -255,7 +254,7 @@ class Study:
         """Return what is printed before the first training."""
         plan, trainings = self.plan, len(self.trainings)
         parts = [described(plan)] + [amount(len(self.configs), "config")] * (len(self.configs) > 1)
-        found = [f"{plan['task']}: {', '.join(parts)}: {amount(trainings, 'training')}, in {self.folder}"]
+        found = [f"{Path(plan['task']).name}: {', '.join(parts)}: {amount(trainings, 'training')}, in {self.folder}"]
         if plan["folds"]:
             of = dict(zip(self.names, self.counts, strict=True))
             rows = [["fold", "samples", "to test on", "to validate on"]]
@@ -295,29 +294,21 @@ class Study:
 
     def run(self) -> list[tuple[str, str]]:
         """Run what is left of the trainings; return (name, problem) of those that failed."""
-        done = [each for each in self.trainings if result(self.folder, each) is not None]
+        left = [each for each in self.trainings if result(self.folder, each) is None]
+        done = len(self.trainings) - len(left)
         if done:
-            print(f"{len(done)} of {len(self.trainings)} are done", flush=True)
-        left = [each for each in self.trainings if each not in done]
-        failed: list[tuple[str, str]] = []
+            print(f"{done} of {len(self.trainings)} are done", flush=True)
         before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        bar = tqdm(
-            total=len(self.trainings), initial=len(done), unit="run", leave=False, dynamic_ncols=True, disable=None
-        )
+        bar = tqdm(total=len(self.trainings), initial=done, unit="run", leave=False, dynamic_ncols=True, disable=None)
         pool = ThreadPoolExecutor(self.asked.jobs, thread_name_prefix="study")
         try:
-            waiting = {pool.submit(self._take, each): each for each in left}
+            waiting = {pool.submit(self._take, each) for each in left}
             while waiting:
-                for future in futures.wait(waiting, 0.3, futures.FIRST_COMPLETED).done:
-                    each = waiting.pop(future)
-                    text, problem = future.result()
+                ended, waiting = futures.wait(waiting, 0.3, futures.FIRST_COMPLETED)
+                for text in filter(None, (future.result() for future in ended)):
                     bar.update()
                     with tqdm.external_write_mode():
                         print(text, flush=True)
-                    if problem:  # let those that have begun end; the others would likely fail alike
-                        failed.append((each.name, problem))
-                        for other in [other for other in waiting if other.cancel()]:
-                            waiting.pop(other)
                 bar.set_postfix_str("; ".join(f"{name} step {step}" for name, step in dict(self.steps).items()))
         finally:  # nothing may stay in the background
             self.stop.set()
@@ -325,52 +316,64 @@ class Study:
             bar.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return failed
+        return self.failed
 
     def _end(self, number: int, frame: Any) -> None:
         """Handle a signal. An exception might be raised where a library swallows it."""
         self.number = number
         self.stop.set()
 
-    def _take(self, each: Training) -> tuple[str, str]:
-        """Train, and test once; return (the line to print, the problem or an empty text)."""
+    def _take(self, each: Training) -> str:
+        """Train, and test once; return the line to print. Once one has failed no other begins: it would fail alike."""
+        if self.failed:
+            return ""
         folder, began = self.folder / each.name, time.monotonic()
-        words = self._settings(each)
+        words = self._settings(each, self.folder)
         if _state(folder) != "done":
             ended = self._watched(each, partial(train_in, folder, words, self.asked.processes))
             if ended.code:
-                return f"{each.name}: {ended.problem}", ended.problem
+                return self._failed(each, ended.problem)
         script = [evaluate.__file__, str(folder), "--split", "test", "--json"]
         by = ["--by", self.kind] if self.names else []
         ended = self._watched(each, partial(run_script, [*script, *by], self.asked.processes))
-        self.steps.pop(each.name, None)
         found = result(self.folder, each)
         if ended.code or found is None:
-            return f"{each.name}: the test: {ended.problem}", ended.problem
+            return self._failed(each, f"the test: {ended.problem}")
+        self.steps.pop(each.name, None)
         value, name = found["metrics"][found["monitor"]], found["monitor"]
         whom = f" on {_some(self.plan['folds'][each.fold]['test'])}" if each.fold >= 0 else ""
         seconds = time.monotonic() - began
-        return f"{each.name}: {name} {as_number(value)}{whom} ({found['checkpoint']}, {seconds:.0f} s)", ""
+        return f"{each.name}: {name} {as_number(value)}{whom} ({found['checkpoint']}, {seconds:.0f} s)"
+
+    def _failed(self, each: Training, problem: str) -> str:
+        self.failed.append((each.name, problem))
+        self.steps.pop(each.name, None)
+        return f"{each.name}: {problem}"
 
     def _watched(self, each: Training, start: Any) -> Trained:
         def tell(step: int = 0) -> None:
             self.steps[each.name] = step or last_step(self.folder / each.name)
             if self.stop.is_set():
-                raise LockstepError("interrupted", exit_code=128 + self.number)
+                raise self._interrupted()
 
         tell()
         ended: Trained = start(tell=tell)
         if self.stop.is_set():
-            raise LockstepError("interrupted", exit_code=128 + self.number)
+            raise self._interrupted()
         return ended
 
-    def _settings(self, each: Training) -> list[str]:
-        """Write what the study sets of a training into a YAML, where a name may have a comma; return its arguments."""
+    def _interrupted(self) -> LockstepError:
+        todo = "the same command continues"
+        return LockstepError("interrupted", str(self.folder), todo, exit_code=128 + self.number)
+
+    def _settings(self, each: Training, place: Path) -> list[str]:
+        """Write what the study sets of a training into a YAML, where a name may have a comma; return its arguments.
+        Raises LockstepError where the study's own words set another value."""
         settings: dict[str, Any] = {"seed": each.seed}
         if each.fold >= 0:
             cut = self.plan["folds"][each.fold]
             settings |= dict(zip(self.task.split_keys[self.kind], (cut["val"], cut["test"]), strict=True))
-        path = self.folder / f"{each.name}.yaml"
+        path = place / f"{each.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_text(path, yaml.safe_dump(settings, allow_unicode=True))
         words = [*self.words, *self.configs[each.config], "--config", str(path)]
@@ -445,7 +448,7 @@ def results(plan: dict[str, Any], folder: Path, task: type[Task]) -> dict[str, A
     about |= {"what": described(plan), "by": plan["by"], "seeds": plan["seeds"], "folds": plan["folds"]}
     about |= {"words": plan["words"], "val_share": plan["val_share"], "data": plan["data"]}
     about |= {"trainings": len(taken), "tested": len(runs)}
-    names = [" ".join(words) or plan["task"] for words in plan["configs"]]
+    names = [" ".join(words) or Path(plan["task"]).stem for words in plan["configs"]]
     return about | of_study(names, runs, len(plan["folds"]))
 
 

@@ -116,7 +116,9 @@ def all_tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 def lines(found: dict[str, Any], most: int = 12) -> list[str]:
     """Return the study in words and tables for a terminal."""
-    said = [f"{found['task']}: {found['what']}; {found['tested']} of {found['trainings']} tested, each once"]
+    looks = sum(run["looks"] != 1 for each in found["configs"] for run in each["runs"])
+    once = f"{looks} of them more than once, by hand" if looks else "each once"
+    said = [f"{Path(found['task']).name}: {found['what']}; {found['tested']} of {found['trainings']} tested, {once}"]
     title, rows = person_table(found)
     people = [(title + (f", {most} of {len(rows) - 1}, the worst" if len(rows) > most + 1 else ""), rows[: most + 1])]
     for title, rows in [*summary(found), *people, difference_table(found)]:
@@ -136,8 +138,8 @@ def write(found: dict[str, Any], folder: Path) -> list[str]:
     try:
         for name, text in texts.items():
             write_atomically(folder / name, partial(_fill, text.encode()))
-        if find_spec("matplotlib") is None:
-            return [*texts, "no plot (pip install matplotlib)"]
+        if find_spec("matplotlib") is None or not found["tested"]:
+            return [*texts, "no plot (pip install matplotlib)"] if found["tested"] else [*texts]
         from tools.study_figure import files
 
         figures = files(found)
