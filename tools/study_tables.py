@@ -41,7 +41,8 @@ def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     """Return the tables for people: (title, rows), the first row their head."""
     metrics, tables = shown_metrics(found), list[tuple[str, list[list[str]]]]()
     people = max((len(each["sources"]) for each in found["configs"]), default=0)
-    cut = f"{amount(len(found['folds']), 'fold')}" if found["folds"] else amount(len(found["seeds"]), "seed")
+    number = max((value["n"] for each in found["configs"] for value in each["metrics"].values()), default=0)
+    cut = amount(number, "fold" if found["folds"] else "seed")
     for title, key in ((f"mean ± sd of {people} {found['by']}", "over_sources"), (f"mean ± sd of {cut}", "metrics")):
         if any(each[key] for each in found["configs"]):
             rows = [[each["name"], *(plus_minus(each[key].get(name)) for name in metrics)] for each in found["configs"]]
