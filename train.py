@@ -210,7 +210,7 @@ def main(argv: list[str], strict: bool = False) -> int:
     describe.announce(world, args.cfg, always=strict)
     stop = StopRequest(args.cfg.max_time_s)
     with survive.watch(world, stop, args.cfg):  # a heartbeat per rank shows who failed and who hangs
-        describe.check_wandb(args.cfg, world)
+        describe.check_trackers(args.cfg, world)
         run = build(args, world, stop, strict)
         if args.dry_run or not already_complete(run):
             describe.training(run, strict)  # the plan

@@ -35,7 +35,7 @@ FREE_KEYS = (
     "batch_size global_batch gradient_accumulation_steps amp deterministic patience check_every max_time_s "
     "loader_timeout_s keep_checkpoints max_skipped_steps memory_format allocator threads compile cuda_graph cache oom "
     "save_minutes digest_every record optim.zero schedule.horizon random_samples init_from check_resume check_sums "
-    "ddp. wandb."
+    "ddp. wandb. mlflow."
 ).split()
 """Keys and sections (`ddp.`) that may differ from the checkpoint's config, with `Task.resumable_keys`. global_batch and
 schedule.horizon are compared by resolved value, the data by fingerprint."""

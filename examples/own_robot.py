@@ -12,7 +12,6 @@ goes to a ball. A dataset that was recorded with LeRobot needs no conversion: da
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.contract import LockstepError
 from formats.lerobot_writer import Recorder
+from tools.own_data import find_raw, run, start
 
-ROOT = Path(__file__).resolve().parent.parent
 FPS, SIZE = 10, 32
 FEATURES = {
     "observation.state": ("float32", (2,)),
@@ -32,20 +30,6 @@ FEATURES = {
 }
 SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 """Settings of the training; arguments of the command line override them."""
-
-
-def find_raw(folder: Path) -> tuple[Path, Path]:
-    """Return the folder of your logs and the folder of what is made of them; else those of logs that are made up."""
-    if folder.exists() and not folder.is_dir():
-        raise LockstepError("not a folder", str(folder), "give the folder that holds it")
-    if raw := next((raw for raw in (folder, folder / "raw") if any(raw.glob("*.npz"))), None):
-        return raw, folder
-    raw = folder / "made_up" / "raw"
-    if not any(raw.glob("*.npz")):
-        raw.mkdir(parents=True, exist_ok=True)
-        make_raw(raw)
-    print(f"the data are made up: put your logs, one .npz per episode, into {folder} to train on yours")
-    return raw, raw.parent
 
 
 def make_raw(folder: Path) -> None:
@@ -83,19 +67,13 @@ def convert(raw: Path, target: Path) -> None:
             recorder.add_episode(*read_episode(path))
 
 
-def run(*words: str) -> None:
-    print("\n$ python", *words, flush=True)
-    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
-        sys.exit(code)
-
-
 def main(*words: str) -> None:
     if {"-h", "--help"} & {*words}:
         return print(__doc__)
     if not words or re.match(r"-|[\w.]+=", words[0]):  # no FOLDER
         words = ("checkpoints/own_robot", *words)
     where, *more = words
-    raw, folder = find_raw(Path(where).resolve())
+    raw, folder = find_raw(Path(where).resolve(), "*.npz", "one for each episode", (), make_raw)
     data = folder / "dataset"
     if not data.exists():
         convert(raw, data)
@@ -110,10 +88,4 @@ def main(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except LockstepError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        place = f" ({error.filename}): choose a FOLDER that you may read and write" if error.filename else ""
-        sys.exit(f"error: {error.strerror or error}{place}")
+    start(main)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,34 +21,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.contract import LockstepError
 from formats.videos import SUFFIXES, import_av
+from tools.own_data import find_raw, run, start
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLE = "trials.csv"
 FPS, SIZE, LENGTH = 25, 64, 25  # frames per second, pixels, frames of a trial
 SETTINGS = {"dataset.frames": 12, "batch_size": 8, "epochs": 20}
 """Settings of the training; arguments of the command line override them."""
-
-
-def find_raw(folder: Path) -> tuple[Path, Path]:
-    """Return the folder of your table and the folder of what is made of it; else those of files that are made up."""
-    if folder.exists() and not folder.is_dir():
-        raise LockstepError("not a folder", str(folder), "give the folder that holds it")
-    if raw := next((raw for raw in (folder, folder / "raw") if (raw / TABLE).is_file()), None):
-        return raw, folder
-    made, kinds = folder / "made_up", (".csv", *SUFFIXES)
-    yours = sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and made not in path.parents)
-    if yours:
-        names = ", ".join([str(path.relative_to(folder)) for path in yours[:3]] + ["..."] * (len(yours) > 3))
-        todo = "write it: video,start_s,label, and a row for each trial"
-        raise LockstepError(f"{names} but no {TABLE}", str(folder), todo)
-    raw = made / "raw"
-    if not (raw / TABLE).is_file():
-        raw.mkdir(parents=True, exist_ok=True)
-        make_raw(raw)
-    print(f"the data are made up: put your videos and {TABLE} into {folder} to train on yours")
-    return raw, made
 
 
 def make_raw(folder: Path) -> None:
@@ -91,12 +69,6 @@ def write_video(path: Path, frames: np.ndarray) -> None:
             container.mux(packet)
 
 
-def run(*words: str) -> None:
-    print("\n$ python", *words, flush=True)
-    if code := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
-        sys.exit(code)
-
-
 def main(*words: str) -> None:
     if {"-h", "--help"} & {*words}:
         return print(__doc__)
@@ -104,7 +76,8 @@ def main(*words: str) -> None:
         words = ("checkpoints/own_videos", *words)
     where, *more = words
     import_av()  # fails before anything is written
-    raw, folder = find_raw(Path(where).resolve())
+    wanted = "video,start_s,label, and a row for each trial"
+    raw, folder = find_raw(Path(where).resolve(), TABLE, wanted, (".csv", *SUFFIXES), make_raw)
     data = folder / "clips"
     if not data.exists():
         size = ["--frames", "12", "--stride", "2", "--size", "32"]
@@ -119,10 +92,4 @@ def main(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except LockstepError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        place = f" ({error.filename}): choose a FOLDER that you may read and write" if error.filename else ""
-        sys.exit(f"error: {error.strerror or error}{place}")
+    start(main)

@@ -5,7 +5,8 @@
                  of each video, which a split keeps whole; others are not read
     classes.txt  one class name a line; a class's number is its line
     cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
-                 the video from one frame to the next, "size": height and width, "fps": each frame rate of the videos}
+                 the video from one frame to the next, "size": height and width, "fps": each frame rate of the videos,
+                 "resampled": true if videos of any rate were taken at this one}
 
 The frames may be far larger than memory: only the pages that a batch touches are read.
 """
@@ -357,7 +358,8 @@ def _read_cutting(path: Path) -> dict[str, Any]:
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise LockstepError(f"{path.name} does not describe how clips were cut", str(path), AGAIN) from None
-    return {"crop": crop, "stride": stride, "size": size, "fps": rates}
+    about = {"crop": crop, "stride": stride, "size": size, "fps": rates}
+    return about | ({"resampled": True} if found.get("resampled") and len(rates) == 1 else {})
 
 
 def lasting(frames: int, cutting: Mapping[str, Any]) -> str:

@@ -77,17 +77,32 @@ class Cutting:
 
     crop  (x, y, width, height) in pixels of the video, or None for all of it
     size  height and width of the pictures
+    fps   the frame rate at which a video of any other rate is taken; 0: its own
     """
 
     frames: int
     every: int
     crop: tuple[int, int, int, int] | None
     size: int
+    fps: float = 0.0
+
+    def offsets(self, fps: float) -> np.ndarray:
+        """Return (T,) the frames of a video of `fps` frames/s from a trial's first to each of its own."""
+        return np.rint(self.every * np.arange(self.frames) * (fps / self.fps if self.fps else 1.0)).astype(np.int64)
 
     @property
     def span(self) -> int:
         """Frames of the video from a trial's first to its last one, both included."""
         return (self.frames - 1) * self.every + 1
+
+
+def resampled(pictures: Iterable[np.ndarray], ratio: float) -> Iterator[np.ndarray]:
+    """Yield the pictures number round(n * ratio), n = 0, 1, ..., of a stream; some twice if ratio < 1."""
+    n = 0
+    for number, picture in enumerate(pictures):
+        while round(n * ratio) == number:
+            yield picture
+            n += 1
 
 
 def slide(
@@ -96,11 +111,19 @@ def slide(
     stride: int,
     classify: Callable[[Tensor], np.ndarray],
     batch_size: int,
+    fps: float = 0.0,
 ) -> np.ndarray:
     """A stream of a video's frames -> (N, C), each frame's mean probabilities over the trials that contain it.
 
-    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are too few frames.
+    A trial starts every `stride` frames, and the last one ends with the video. Empty if there are too few frames. A
+    video of `fps` frames/s is taken at `cutting.fps`, if it is given, and each frame gets what the nearest one has.
     """
+    if fps and cutting.fps not in (0, fps):
+        number, ratio = itertools.count(), fps / cutting.fps
+        counted = (picture for picture, _ in zip(pictures, number, strict=False))
+        found = slide(resampled(counted, ratio), cutting, stride, classify, batch_size)
+        nearest = np.rint(np.arange(next(number)) / ratio).astype(np.int64)
+        return found[np.minimum(nearest, len(found) - 1)] if len(found) else found
     trials = _trials(pictures, cutting, stride)
     starts: list[int] = []
     answers: list[np.ndarray] = []

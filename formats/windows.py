@@ -3,7 +3,12 @@
     UCI HAR folder   {train,test}/Inertial Signals/*.txt, y_*.txt, subject_*.txt, activity_labels.txt
     .ts              NAME_TRAIN.ts and NAME_TEST.ts of the UEA archive, or one .ts file
     arrays           X.npy (N, T, C), y.npy (N,), subject.npy, with optional _train/_test suffixes; or one .npz of these
-    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,), and subject (R,) if known
+    recordings       an .npz: signal (sum of lengths, C), lengths (R,), label (R,) or step_label (sum of lengths,), and
+                     subject (R,) if known
+
+A step_label is text or a number, and "" or -1 where nobody has labelled; a window has the label of its centre, step
+length // 2, and is left out if that has none. A last channel of the name `valid` is no measurement: 1 where the others
+were measured, 0 where they are padding.
 
 The first and the third hold windows already, and so does a .ts file of equal lengths: each is taken whole. The others
 hold recordings of any length, cut into windows of `length` steps that start every `stride` steps. The split is by
@@ -26,7 +31,8 @@ from engine.contract import Batch, LockstepError
 from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
-FIELDS = "give signal, lengths, label and, where it is known, subject: data/watch/README.md lists the fields"
+FIELDS = "give signal, lengths, label or step_label and, where known, subject: docs/your-own-data.md lists the fields"
+VALID = "valid"
 FILL = "fill in missing values first, or leave that part out"
 
 
@@ -37,12 +43,14 @@ class Recordings:
     signal    (sum of lengths, C) float32, stored channel by channel: a window is then C runs of T steps, four times as
               fast to gather
     lengths   (R,) int64, steps of each recording; none is shorter than `length`
-    labels    (R,) int64, index into `classes`
+    labels    (R,) int64, index into `classes`; all 0 where each step has a label of its own
     groups    (R,) int64, index into `subjects`, or the recording's own number if they are unknown
     val       (R,) bool, the split that the data come with, or None
     subjects  names; empty if unknown
     length, stride  of a window, in steps
     rate_hz   steps per second, or None
+    step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
+    axes      3 if each three channels may be the axes of one sensor, which an augmentation turns; 0: they are not
     """
 
     signal: np.ndarray
@@ -57,17 +65,25 @@ class Recordings:
     where: str
     channels: list[str] = field(default_factory=list)
     rate_hz: float | None = None
+    step_labels: np.ndarray | None = None
+    axes: int = 3
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def masked(self) -> bool:
+        """Whether the last channel says which steps were measured."""
+        return self.channels[-1:] == [VALID]
+
     def windows(self) -> np.ndarray:
-        """Return (R,) int64, the windows of each recording; leftover steps at its end are not used."""
+        """Return (R,) int64, the windows of each recording, with or without a label; leftover steps at its end are not
+        used."""
         return (self.lengths - self.length) // self.stride + 1
 
 
 class Windows:
-    """The windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,) int64}`.
+    """The labelled windows of some recordings as a dataset: `{"x": (B, C, T) float32, "y": (B,) int64}`.
 
     labels  (N,) int64, one per window;   starts  (N,) int64, row of `signal` where each begins
     recording  (N,) int64, the recording of each;   step  (N,) int64, the step of that recording where it begins
@@ -79,13 +95,16 @@ class Windows:
         counts = np.where(chosen, recordings.windows(), 0)
         owner = np.repeat(np.arange(len(recordings)), counts)  # (N,) recording of each window
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # its number within the recording
-        offsets = np.cumsum(recordings.lengths) - recordings.lengths
-        self.recording, self.step = owner, nth * recordings.stride
-        self.starts = torch.from_numpy(offsets[owner] + self.step)
-        self.labels = recordings.labels[owner]
+        step = nth * recordings.stride
+        starts = (np.cumsum(recordings.lengths) - recordings.lengths)[owner] + step
+        labels = recordings.labels[owner]
+        if recordings.step_labels is not None:
+            labels = recordings.step_labels[starts + recordings.length // 2].astype(np.int64)
+            owner, step, starts, labels = (each[labels >= 0] for each in (owner, step, starts, labels))
+        self.recording, self.step, self.labels, self.starts = owner, step, labels, torch.from_numpy(starts)
         names = recordings.subjects or [str(n) for n in range(len(recordings))]
         self.sources = np.array(names)[recordings.groups[owner]]
-        self.length = recordings.length
+        self.length, self.masked = recordings.length, recordings.masked
         self.signal = torch.from_numpy(recordings.signal)
         self._y = torch.from_numpy(self.labels)
 
@@ -101,16 +120,19 @@ class Windows:
         return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
     def statistics(self, kept: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Return (C,) mean and (C,) standard deviation over the steps that windows cover, each counted once; of the
-        windows that are `kept`, (N,) bool, or of all."""
+        """Return (C,) mean and (C,) standard deviation over the measured steps that windows cover, each counted once;
+        of the windows that are `kept`, (N,) bool, or of all. A channel `valid` has mean 0 and deviation 1."""
         covered = torch.zeros(len(self.signal) + 1, dtype=torch.int64)
         starts = self.starts if kept is None else self.starts[torch.from_numpy(kept)]
         covered.index_add_(0, starts, torch.ones_like(starts))
         covered.index_add_(0, starts + self.length, -torch.ones_like(starts))
-        rows = (covered.cumsum(0)[:-1] > 0).nonzero().squeeze(1)
+        seen = covered.cumsum(0)[:-1] > 0
+        rows = (seen & (self.signal[:, -1] > 0) if self.masked else seen).nonzero().squeeze(1)
         # One channel at a time: less memory.
         spread = [torch.std_mean(channel.index_select(0, rows).double(), correction=0) for channel in self.signal.T]
         std, mean = (torch.stack(values) for values in zip(*spread, strict=True))
+        if self.masked:
+            mean[-1], std[-1] = 0, 1
         # A dead sensor has no spread: it is shifted to zero, not scaled.
         return mean.float(), torch.where(std > 1e-6 * mean.abs().clamp(min=1e-6), std, 1.0).float()
 
@@ -136,8 +158,13 @@ def read(root: str | Path, length: int = 128, stride: int = 64, labelled: bool =
 
 def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
     """Return the recordings with labels that index `classes`, a model's. Raises LockstepError for a class it lacks."""
-    labels = renumber(recordings.labels, recordings.classes, classes, recordings.where)
-    return replace(recordings, labels=labels, classes=classes)
+    names, where, steps = recordings.classes, recordings.where, recordings.step_labels
+    if steps is None:
+        return replace(recordings, labels=renumber(recordings.labels, names, classes, where), classes=classes)
+    present = np.flatnonzero(np.bincount(steps + 1, minlength=len(names) + 1)[1:])
+    table = np.full(len(names) + 1, -1, np.int32)  # the last is that of -1
+    table[present] = renumber(present, names, classes, where)
+    return replace(recordings, step_labels=table[steps], classes=classes)
 
 
 def check_alike(new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None) -> None:
@@ -195,7 +222,7 @@ def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordin
 
 
 def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    kept = {name: value for name, value in arrays.items() if name not in ("classes", "val")}
+    kept = {name: value for name, value in arrays.items() if name not in ("classes", "val", "step_label")}
     for of, name in (("X", "y"), ("lengths", "label")):
         if of in kept:
             kept[name] = np.zeros(kept[of].shape[:1], dtype=np.int64)
@@ -246,9 +273,9 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
     if path.stem.endswith("_TRAIN") or path.stem.endswith("_TEST"):
         name = path.stem.rsplit("_", 1)[0]
         paths = [path.with_name(f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
-    parts = [_parse_ts(p, labelled) for p in paths]
+    parts = [parse_ts(p, labelled) for p in paths]
     train, *others = parts
-    for _, _, classes in others:
+    for _, _, classes, _ in others:
         if classes != train[2]:
             what = f"classes {' '.join(classes)} differ from those of {paths[0].name}"
             raise LockstepError(what, str(paths[1]), "give both files the same @classLabel")
@@ -265,12 +292,19 @@ def _read_ts(path: Path, length: int, stride: int, labelled: bool) -> Recordings
     return _recordings(series, lengths, arrays, length, stride, str(path))
 
 
-def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """Return (recordings, each (T, C) float32; labels; classes). A line is one: channel:channel:…:label."""
+TsPart = tuple[list[np.ndarray], list[int], list[str], list[int]]
+
+
+def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
+    """Return (recordings, each (T, C) float32; labels; classes; lines). A line is one: channel:channel:…:label.
+
+    missing  whether values may be missing, `?` or NaN: they become NaN
+    """
     header: dict[str, list[str]] = {}
     series: list[np.ndarray] = []
     labels: list[int] = []
     classes: list[str] = []
+    lines: list[int] = []
     for number, line in enumerate(text_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
         if not line or line.startswith("#"):
@@ -288,14 +322,15 @@ def _parse_ts(path: Path, labelled: bool) -> tuple[list[np.ndarray], list[int], 
         if label.strip() not in classes:
             what = f"label {label.strip()!r} is not in @classLabel"
             raise LockstepError(what, where, f"choose one of {' '.join(classes)}, or add it there")
-        series.append(_ts_series(channels, header, where))
+        series.append(_ts_series(channels, header, where, missing))
         if series[-1].shape[1] != series[0].shape[1]:
             what = f"{len(channels)} channels, the first recording has {series[0].shape[1]}"
             raise LockstepError(what, where, "give each recording the same channels")
         labels.append(classes.index(label.strip()))
+        lines.append(number)
     if not series:
         raise LockstepError("no recordings after @data", str(path), "write one a line")
-    return series, labels, classes
+    return series, labels, classes, lines
 
 
 def _flag(header: dict[str, list[str]], key: str) -> str:
@@ -314,7 +349,7 @@ def _ts_classes(header: dict[str, list[str]], where: str) -> list[str]:
     return classes
 
 
-def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) -> np.ndarray:
+def _ts_series(channels: list[str], header: dict[str, list[str]], where: str, missing: bool) -> np.ndarray:
     """The channels of one line -> (T, C) float32, checked against the header's @dimensions and @seriesLength."""
 
     def compare(count: int, unit: str, key: str) -> None:
@@ -326,7 +361,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
     compare(len(channels), "channels", "dimensions")
     if not channels:
         raise LockstepError("no ':' between values and label", where, "write channel:channel:label")
-    rows = [channel.split(",") for channel in channels]
+    rows = [(channel.replace("?", "nan") if missing else channel).split(",") for channel in channels]
     sizes = sorted({len(row) for row in rows})
     if len(sizes) != 1:
         what = f"channels of different lengths ({sizes[0]} and {sizes[-1]})"
@@ -338,7 +373,7 @@ def _ts_series(channels: list[str], header: dict[str, list[str]], where: str) ->
             values = np.array(rows, dtype=np.float32).T
     except ValueError as error:
         raise LockstepError(f"not a number: {error}", where, FILL) from None
-    if not np.isfinite(values).all():
+    if not (np.isfinite(values) | (missing & np.isnan(values))).all():
         raise LockstepError("a value is NaN or infinite", where, FILL)
     return np.ascontiguousarray(values)
 
@@ -373,7 +408,7 @@ def _from_windows(parts: list[dict[str, np.ndarray]], path: Path, names: list[st
 
 def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, stride: int) -> Recordings:
     where = str(path)
-    for name in ("signal", "lengths", "label"):
+    for name in ("signal", "lengths", *(["label"] if "step_label" not in arrays else [])):
         if name not in arrays:
             raise LockstepError(f"no array {name!r}", where, FIELDS)
     signal, lengths = arrays["signal"], arrays["lengths"]
@@ -385,6 +420,7 @@ def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, str
         what = f"lengths add up to {lengths.sum()} steps, signal has {len(signal)}"
         raise LockstepError(what, where, "give the steps of each recording, in the order of signal")
     _check_sizes(arrays, ("label", "subject", "val"), "lengths", "recording", where)
+    _check_sizes(arrays, ("step_label",), "signal", "step", where)
     _check_finite(signal, lengths, "recording", where)
     return _recordings([signal], lengths.astype(np.int64), arrays, length, stride, where)
 
@@ -392,8 +428,11 @@ def _from_recordings(arrays: dict[str, np.ndarray], path: Path, length: int, str
 def _recordings(
     signal: list[np.ndarray], lengths: np.ndarray, arrays: dict[str, np.ndarray], length: int, stride: int, where: str
 ) -> Recordings:
-    """Read what all layouts share from `arrays`: label, and perhaps subject, val, classes, channels and rate_hz."""
-    labels, classes = _classes(arrays["label"], arrays, where)
+    """Read what all layouts share from `arrays`: label or step_label, and perhaps subject, val, classes, channels and
+    rate_hz."""
+    by_step = "step_label" in arrays
+    labels, classes = _classes(arrays["step_label" if by_step else "label"], arrays, where, by_step)
+    steps, labels = (labels.astype(np.int32), np.zeros(len(lengths), np.int64)) if by_step else (None, labels)
     groups, subjects = _groups(arrays.get("subject"), len(lengths), where)
     val, channels, rate_hz = _given_split(arrays, where), _strings(arrays, "channels", where), _rate(arrays, where)
     short = np.flatnonzero(lengths < length)
@@ -407,9 +446,11 @@ def _recordings(
         raise LockstepError(what, where, "name each channel once, or none")
     if twice := [name for c, name in enumerate(classes) if name in classes[:c]]:
         raise LockstepError(f"class {twice[0]!r} stands twice", where, "name each class once")
-    return Recordings(
-        _by_channel(signal), lengths, labels, groups, val, classes, subjects, length, stride, where, channels, rate_hz
-    )
+    whole = _by_channel(signal)
+    if channels[-1:] == [VALID] and not ((whole[:, -1] == 0) | (whole[:, -1] == 1)).all():
+        raise LockstepError("the channel 'valid' holds more than 0 and 1", where, "give it another name")
+    about = (length, stride, where, channels, rate_hz, steps, 3 if np.all(arrays.get("axes", 3) == 3) else 0)
+    return Recordings(whole, lengths, labels, groups, val, classes, subjects, *about)
 
 
 def _check_numbers(arrays: dict[str, np.ndarray], name: str, axes: str, where: str) -> None:
@@ -453,24 +494,36 @@ def _by_channel(parts: list[np.ndarray]) -> np.ndarray:
     return joined
 
 
-def _classes(y: np.ndarray, arrays: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, list[str]]:
-    """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each value is a class."""
+def _classes(
+    y: np.ndarray, arrays: dict[str, np.ndarray], where: str, by_step: bool = False
+) -> tuple[np.ndarray, list[str]]:
+    """Stored labels -> indices into `classes`. With names, y counts from 0 into them; else each value is a class.
+
+    by_step  "" and -1 are no label, and become -1
+    """
     if y.dtype.kind not in "iuU":
         todo = "save them as whole numbers or text: labels.astype(int) or labels.astype(str)"
         raise LockstepError(f"labels are {y.dtype}, expected integers or strings", where, todo)
-    if y.dtype.kind != "U" and y.min() < 0:
-        what = f"label {y.min()} is negative, the first at {int(np.argmax(y < 0))} (counted from 0)"
-        todo = "number the classes from 0, and leave out what has no label"
-        raise LockstepError(what, where, todo)
+    if y.dtype.kind != "U" and y.min() < -by_step:
+        what = f"label {y.min()} is negative, the first at {int(np.argmax(y < -by_step))} (counted from 0)"
+        none = "give -1 to" if by_step else "leave out"
+        raise LockstepError(what, where, f"number the classes from 0, and {none} what has no label")
     if "classes" not in arrays:
         values, labels = np.unique(y, return_inverse=True)
-        return labels.astype(np.int64), [str(value) for value in values]
-    classes = _strings(arrays, "classes", where)
-    if y.dtype.kind == "U" or y.max() >= len(classes):
-        found = sorted({str(value) for value in y} - {str(n) for n in range(len(classes))} or set(y.tolist()))[0]
-        what = f"label {found} is not one of the {len(classes)} classes (counted from 0)"
-        raise LockstepError(what, where, "number the labels by their place in classes, or leave classes out")
-    return y.astype(np.int64), classes
+        first = int(by_step and values[0] == ("" if y.dtype.kind == "U" else -1))  # of a class: this comes before
+        classes = [str(value) for value in values[first:]]
+        labels = labels.astype(np.int64) - first
+    else:
+        classes = _strings(arrays, "classes", where)
+        if y.dtype.kind == "U" or y.max() >= len(classes):
+            known = {str(n) for n in range(-by_step, len(classes))}
+            found = sorted({str(value) for value in np.unique(y)} - known or {str(value) for value in np.unique(y)})[0]
+            what = f"label {found} is not one of the {len(classes)} classes (counted from 0)"
+            raise LockstepError(what, where, "number the labels by their place in classes, or leave classes out")
+        labels = y.astype(np.int64, copy=False)
+    if by_step and not (labels >= 0).any():
+        raise LockstepError("not one step has a label", where, "give step_label, or label for each recording")
+    return labels, classes
 
 
 def _groups(subject: np.ndarray | None, count: int, where: str) -> tuple[np.ndarray, list[str]]:
@@ -591,11 +644,8 @@ def choose_test(
         return _named(recordings, test_subjects, "test_subjects")
     if split == "given-test":
         if recordings.val is None:
-            what, todo = (
-                "the data come with no test set of their own",
-                "give dataset.test_subjects, or dataset.test_share",
-            )
-            raise LockstepError(what, recordings.where, todo)
+            todo = "give dataset.test_subjects, or dataset.test_share"
+            raise LockstepError("the data come with no test set of their own", recordings.where, todo)
         return recordings.val
     left = np.ones(len(recordings), dtype=bool)
     if split == "given" and recordings.val is not None:

@@ -59,10 +59,12 @@ class Standardise(nn.Module):
     """(B, C, T) raw sensor units -> the same with mean 0 and standard deviation 1 per channel of the training data.
 
     mean, std  (C,) of the training data; buffers, so a checkpoint holds all that a prediction needs
+    masked     the last channel is 1 where the others were measured and 0 where they are padding, which becomes 0
     """
 
     mean: Tensor
     std: Tensor
+    masked = False
 
     def __init__(self, mean: Tensor, std: Tensor):
         super().__init__()
@@ -71,7 +73,8 @@ class Standardise(nn.Module):
         self.register_buffer("std", torch.as_tensor(std, dtype=dtype)[:, None].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(self.mean.dtype) - self.mean) / self.std
+        y = (x.to(self.mean.dtype) - self.mean) / self.std
+        return y * y[:, -1:] if self.masked else y
 
 
 class Quantiles(nn.Module):

@@ -22,6 +22,7 @@ from engine.config import option, section
 from engine.contract import Batch
 from formats import windows
 from models.conv1d import Conv1d
+from models.layers import Standardise
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
 from tasks._classification import Classification, Deployed, LossSettings
@@ -79,6 +80,8 @@ class Task(Classification):
     Settings = Settings
     splitting = "choose the people to validate on by dataset.val_subjects"
     split_keys = {"subjects": ("dataset.val_subjects", "dataset.test_subjects")}
+    masked = False  # the last channel says what is padding
+    axes = 3  # of each sensor; 0: the channels are none
     aliases = {"mode": "model.mode"}
     defaults = {
         "epochs": 12,
@@ -94,34 +97,50 @@ class Task(Classification):
         given = cfg.split == "given"
         test = windows.choose_test(self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split)
         self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given, test)
-        self.train = ~self.val if test is None else ~self.val & ~test
-        train, val = windows.Windows(self.recordings, self.train), windows.Windows(self.recordings, self.val)
+        rest = ~self.val if test is None else ~self.val & ~test
+        train, val = windows.Windows(self.recordings, rest), windows.Windows(self.recordings, self.val)
         self.test = None if test is None else windows.Windows(self.recordings, test)
         self.classes, self.length = self.recordings.classes, self.recordings.length
+        self.counts = len(train), len(val)
+        if not all(self.counts):
+            what = "{} windows with a label to train on and {} to validate on".format(*self.counts)
+            raise contract.LockstepError(what, self.recordings.where, f"label more, or {self.splitting}")
         kept = self.kept(train)
         self.count(train.labels, self.recordings.where, val.labels, kept, self.test)
+        self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
+        if self.test is not None:
+            self.sides["test"] = self._people(self.test.recording)
         self.mean, self.std = train.statistics(kept)
+        self.masked, self.axes = self.recordings.masked, self.recordings.axes
         return train, val
 
     def test_dataset(self) -> windows.Windows | None:
         return self.test
 
+    def _people(self, chosen: np.ndarray) -> list[str]:
+        """Return the subjects of some recordings, or nothing if the data name none."""
+        found = self.recordings
+        return [found.subjects[g] for g in sorted({*found.groups[chosen].tolist()})] if found.subjects else []
+
     def metadata(self) -> dict[str, Any]:
         found = self.recordings
         about = {"length": found.length, "channels": found.signal.shape[1], "names": found.channels}
-        return super().metadata() | about | {"rate_hz": found.rate_hz}
+        return super().metadata() | about | {"rate_hz": found.rate_hz, "subjects": self.sides}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         super().load_metadata(metadata)
-        self.length, self.about = metadata["length"], metadata
+        self.length, self.about = metadata["length"], {"subjects": {}} | metadata  # an older one does not name them
+        self.masked = metadata["names"][-1:] == [windows.VALID]
         # Overwritten by the weights that are loaded.
         self.mean, self.std = torch.zeros(metadata["channels"]), torch.ones(metadata["channels"])
 
     def full_dataset(self) -> windows.Windows:
         found = self.new(self.cfg.dataset.root or SHIPPED, self.cfg.dataset.stride)
         self.recordings = found = windows.renumbered(found, self.classes)
-        self.val = self.train = np.ones(len(found), dtype=bool)
-        return windows.Windows(found, self.val)
+        self.val = np.ones(len(found), dtype=bool)
+        every = windows.Windows(found, self.val)
+        self.counts, self.test = (0, len(every)), None
+        return every
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
         """Read other recordings of the same sensors, with their own classes; call it after `load_metadata`. Raises
@@ -135,6 +154,13 @@ class Task(Classification):
         return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
 
     def model(self) -> nn.Module:
+        model = self._network()
+        for part in model.modules():
+            if isinstance(part, Standardise):
+                part.masked = self.masked
+        return model
+
+    def _network(self) -> nn.Module:
         cfg = self.cfg.model
         width, depth = (given or own for given, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
         length, num_classes = self.length, len(self.classes)
@@ -152,13 +178,22 @@ class Task(Classification):
         cfg = self.cfg.augment
         if not cfg.enabled:
             return x
+        valid = x[:, -1:]
+        x = x[:, :-1] if self.masked else x
         _, channels, steps = x.shape
-        sensors = channels // 3 if channels % 3 == 0 else 0  # groups of three axes; else no rotation, one scale for all
+        # Groups of three axes; else no rotation, and one scale for all.
+        sensors = channels // 3 if self.axes == 3 and channels % 3 == 0 else 0
         noise = channels * steps if cfg.jitter else 0
         draws = contract.uniform(seeds, 5 + max(1, sensors) + noise) * 2 - 1  # (B, ...) in [-1, 1)
         speed, shift, turn, gain = draws[:, :1], draws[:, 1:2], draws[:, 2:5], draws[:, 5 : 5 + max(1, sensors)]
         if (cfg.speed or cfg.shift) and steps > 1:
-            x = resample(x, 1 + cfg.speed * speed, cfg.shift * steps * shift)
+            how = 1 + cfg.speed * speed, cfg.shift * steps * shift
+            if self.masked:  # where a measured step and padding are mixed, the measured one is repeated
+                share = resample(valid, *how)
+                valid = (share >= 0.5).to(x.dtype)
+                x = resample(x, *how) / torch.where(share > 0, share, 1.0)
+            else:
+                x = resample(x, *how)
         if cfg.rotate_deg and sensors:
             x = rotate(x, math.tan(math.radians(cfg.rotate_deg) / 2) * turn)
         if cfg.scale:
@@ -167,29 +202,29 @@ class Task(Classification):
         if cfg.jitter:
             self.std = self.std.to(x.device)  # copied once: a copy is a sync point
             # Uniform noise on [-sqrt(3), sqrt(3)) has standard deviation 1.
-            size = (cfg.jitter * math.sqrt(3)) * self.std[:, None]  # (C, 1)
+            size = (cfg.jitter * math.sqrt(3)) * self.std[:channels, None]  # (C, 1)
             x = x + size * draws[:, -noise:].view_as(x)
-        return x
+        return torch.cat([x, valid], 1) if self.masked else x
 
     def summary(self) -> str:
         """Return the counts, the held-out subjects and the table of classes."""
         found, val = self.recordings, self.val
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
-        counts = found.windows()
-        held_out = [found.subjects[g] for g in sorted({*found.groups[val].tolist()})] if found.subjects else []
-        out = ", ".join(held_out) or "unknown (the data name none: one person may be on both sides)"
+        tested = 0 if self.test is None else len(self.test)
+        unlabelled = int(found.windows().sum()) - sum(self.counts) - tested
+        more = f" ({unlabelled} more without a label)" if unlabelled else ""
+        out = ", ".join(self._people(val)) or "unknown (the data name none: one person may be on both sides)"
         test = ""
         if self.test is not None:
-            sources = {*self.test.sources.tolist()}
-            names = ", ".join(name for name in found.subjects if name in sources) or "unknown"
-            test = f"\nTest windows: {len(self.test)}, test subjects: {names}"
+            test = (
+                f"\nTest windows: {tested}, test subjects: {', '.join(self._people(self.test.recording)) or 'unknown'}"
+            )
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         return "\n".join(
             [
-                f"Found {len(found)} recordings{people} with {counts.sum()} windows"
+                f"Found {len(found)} recordings{people} with {sum(self.counts) + tested} windows{more}"
                 f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
-                f"Train windows: {counts[self.train].sum()}, Val windows: {counts[val].sum()}, held-out subjects: {out}"
-                f"{test}",
+                "Train windows: {}, Val windows: {}, held-out subjects: {}".format(*self.counts, out) + test,
                 self.class_summary(),
             ]
         )

@@ -125,9 +125,11 @@ def test_the_folder_tells_what_was_run(runs):
 
 
 def opened(folder, board=False, **more):
-    """A log whose only sink is metrics.jsonl, with `board` TensorBoard, too; and the run that it is of."""
+    """A log whose only sink is metrics.jsonl, with `board` the trackers, too; and the run that it is of."""
     world, plan = World(0, 0, 1, torch.device("cpu")), SimpleNamespace(epochs=1, total_steps=136)
+    task, record = SimpleNamespace(monitor="loss"), SimpleNamespace(resumed=SimpleNamespace(path=None))
     job = SimpleNamespace(cfg=config.Config(digest_every=0), plan=plan, world=world, progress=Progress(**more))
+    job.task, job.record = task, record
     found = log.Log(folder, job)
     found.sinks, found.bars = found.sinks if board else [found.lines], False
     return found, job
@@ -139,7 +141,7 @@ def test_an_evaluation_that_is_made_again_is_in_tensorboard_once(tmp_path):
         found, job = opened(tmp_path, board=True, step=start, evaluation_due=start > 0)
         for event in steps:
             job.progress.step += event == "train"
-            found._tell("write", event, job, {"loss": float(job.progress.step)})
+            found._write(event, job, {"loss": float(job.progress.step)})
         found.close()
     events = EventAccumulator(str(tmp_path / "logs")).Reload()
     seen = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in ("train/loss", "val/loss")}
@@ -180,7 +182,7 @@ def test_a_line_that_failed_half_way_spoils_no_other(tmp_path, capfd):
 
     for event, file in (("train", whole), ("train", SimpleNamespace(write=half)), ("eval", whole), ("eval", whole)):
         found.lines.file = file
-        found._tell("write", event, job, {})
+        found._write(event, job, {})
     found.close()
     first, torn, *rest = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in (first, *rest)] == ["train", "eval", "eval"] and len(torn) == 20
@@ -329,4 +331,78 @@ def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
     done = launch.python("-c", script, TOY, "wandb.enable=true", f"save_dir={tmp_path / 'run'}")
     todo = "error: the package wandb is not installed (wandb.enable): pip install wandb"
     assert done.code == 2 and done.errors == [todo], done.err
+    assert not (tmp_path / "run").exists()
+
+
+STORE = "mlflow.uri=file:"
+
+
+def in_mlflow(store):
+    """The only run of a store: (its data, its state, {metric: steps}, its pictures), read by the package itself."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    client = mlflow.MlflowClient(f"file:{store}")
+    (run,) = client.search_runs([client.get_experiment_by_name("lab").experiment_id])
+    number = run.info.run_id
+    steps = {name: [m.step for m in client.get_metric_history(number, name)] for name in run.data.metrics}
+    folders = [each.path for each in client.list_artifacts(number, "pictures")]
+    pictures = [each.path for folder in folders for each in client.list_artifacts(number, folder)]
+    return run.data, run.info.status, steps, pictures
+
+
+def test_mlflow_has_a_run_that_was_killed_and_resumed_once(launch, tmp_path, monkeypatch):
+    """Steps that are taken again after a kill are not logged again: MLflow would show both."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run, store = tmp_path / "run", tmp_path / "store"
+    words = [
+        "mlflow.enable=true",
+        f"{STORE}{store}",
+        "mlflow.experiment=lab",
+        "log_every=1",
+        "epochs=1",
+        "save_every=2",
+    ]
+    words += ["global_batch=12", f"save_dir={run}"]
+    died = launch.python("train.py", FAULTY, *words, "fault.kind=raise", "fault.rank=0", "fault.step=4")
+    assert died.code == 1 and in_mlflow(store)[1] == "FAILED", died.err
+    assert in_mlflow(store)[2]["train/loss"] == [1, 2, 3]
+    succeed(launch.torchrun(2, "train.py", FAULTY, *words, "--force", "fault.kind,fault.rank,fault.step"))
+    data, state, steps, _ = in_mlflow(store)
+    total = lines(run)[-1]["step"]
+    assert state == "FINISHED" and steps["train/loss"] == [*range(1, total + 1)], steps
+    assert data.params["optim.lr"] == str(yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"])
+    ours = [line for line in lines(run) if line["event"] == "eval"]
+    assert steps["val/loss"] == [line["step"] for line in ours] and data.metrics["val/loss"] == ours[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_pictures_and_names_of_classes_are_in_mlflow(launch, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    words = ["dataset.trials=40", "dataset.videos=8", "dataset.size=16", "dataset.frames=4", "epochs=1", "device=cpu"]
+    words += ["mlflow.enable=true", f"{STORE}{tmp_path / 'store'}", "mlflow.experiment=lab"]
+    succeed(launch.python("train.py", "video", *words, f"save_dir={tmp_path / 'run'}"))
+    _, _, steps, pictures = in_mlflow(tmp_path / "store")
+    assert "val f1/paw_withdraw" in steps and {Path(path).name for path in pictures} >= {
+        "clips.gif",
+        "confusion_matrix.png",
+    }
+
+
+@pytest.mark.parametrize(
+    ("uri", "error"),
+    [("nowhere://x", "MLflow cannot be started"), ("file:/proc/nowhere", "MLflow cannot be started")],
+)
+def test_a_store_that_cannot_be_reached_ends_the_run_before_its_first_step(launch, tmp_path, uri, error):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    done = launch.python("train.py", TOY, "mlflow.enable=true", f"mlflow.uri={uri}", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and len(done.errors) == 1 and error in done.errors[0], done.err
+    assert "set mlflow.uri or MLFLOW_TRACKING_URI" in done.errors[0] and not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_mlflow_missing_is_an_error_before_training(launch, tmp_path):
+    script = "import sys, train; from engine.report import mlflow; mlflow.find_spec = lambda name: None; "
+    script += "sys.exit(train.main(sys.argv[1:]))"
+    done = launch.python("-c", script, TOY, "mlflow.enable=true", f"save_dir={tmp_path / 'run'}")
+    assert done.code == 2 and "the package mlflow is not installed (mlflow.enable): pip install" in done.errors[0]
     assert not (tmp_path / "run").exists()

@@ -252,6 +252,10 @@ def test_windows_of_new_recordings_without_labels(launch, har_run, tmp_path):
     assert (tmp_path / "old.csv").read_text() == (tmp_path / "new.csv").read_text()
     rows, whole = table(tmp_path / "new.csv"), table(tmp_path / "whole.csv")
     assert [*rows[0]][:5] == ["file", "recording", "start", "time_s", "label"] and "p_TRAP" in rows[0]
+    assert {(row["subject"] in ("9", "10"), row["side"]) for row in whole} == {
+        (True, "held out"),
+        (False, "trained on"),
+    }
     counts = [(length - 128) // 100 + 1 for length in new["lengths"]]
     assert [(int(row["recording"]), int(row["start"])) for row in rows] == [
         (recording, 100 * n) for recording, count in enumerate(counts) for n in range(count)

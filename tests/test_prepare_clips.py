@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tasks
 from engine.config import schema_of
 from engine.contract import LockstepError
 from formats.clips import Clips, split_by_video
-from formats.videos import Cutting
+from formats.videos import Cutting, slide
 from tools import prepare_clips
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,25 +115,73 @@ def test_overlapping_trials_in_any_order_and_what_the_table_keeps(videos, prepar
         assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
 
 
-def test_two_frame_rates_a_typo_and_other_settings_are_told(videos, prepare):
-    """At preparation and at training: the same number of frames lasts longer in one of the videos."""
-    encode(videos / "b.mp4", 1, rate=25)
-    rows = [(f"{name}.mp4", at, label) for name in "ab" for at, label in ((0, "walk"), (9, "walk"), (18, "rest"))]
-    rows += [("b.mp4", 4, "rset")]
-    code, out, _ = prepare(
-        HEAD + "".join(f"{v},{at},{label}\n" for v, at, label in rows), "--frames 10 --stride 2 --size 16"
-    )
+SEVERAL = [(f"{name}.mp4", at, label) for name in "ab" for at, label in ((0, "walk"), (9, "walk"), (18, "rest"))]
+
+
+def test_a_label_that_occurs_once_is_asked_about(videos, prepare):
+    table = HEAD + "".join(f"{v},{at},{label}\n" for v, at, label in [*SEVERAL, ("b.mp4", 4, "rset")])
+    code, _, err = prepare(table, "--frames 5 --size 16")
+    assert code == 2 and not (videos / "out").exists()
+    says = r"label 'rset' occurs once, in b.mp4; 'rset' \(1\) is spelled nearly as 'rest' \(2\).*\(.*table.csv:8\)"
+    assert re.search(f"error: {says}: .*--allow-rare", err)
+    code, out, _ = prepare(table, "--frames 5 --size 16 --allow-rare")
+    assert code == 0 and "rest 2, rset 1, walk 4" in out and "all of 'walk'" not in out
+    assert "warning: all of 'rset' is in b.mp4" in out and "warning: 'rset' (1) is spelled nearly as 'rest' (2)" in out
+
+
+@pytest.mark.parametrize(("rate", "fps"), [(25, 20), (25, 25), (50, 10), (20, 8)])
+def test_videos_of_several_rates_are_taken_at_one(videos, prepare, rate, fps):
+    """A clip's frames lie equally far apart in time, in each video, and predict takes a new one likewise."""
+    encode(videos / "b.mp4", 1, rate=rate)
+    table = HEAD + "".join(f"{v},{at},{label}\n" for v, at, label in SEVERAL)
+    if rate != 20:
+        code, _, err = prepare(table, "--frames 3 --size 16")
+        assert code == 2 and re.search(
+            rf"error: .*a.mp4 has 20 frames/s, b.mp4 {rate} \(.*csv:5\): --fps 20 takes", err
+        )
+    code, out, err = prepare(table, f"--frames 3 --size 16 --stride 2 --fps {fps}")
+    assert code == 0, err
+    assert ("warning: a.mp4 has 20 frames/s, fewer than --fps 25: some are taken twice" in out) == (fps == 25)
+    clips = Clips(videos / "out")
+    assert clips.cutting["fps"] == [fps] and clips.cutting["resampled"]
+    for trial, (video, at, _) in enumerate(sorted(SEVERAL)):
+        own = rate if video == "b.mp4" else 20
+        wanted = [gray_of(at + round(2 * t * own / fps), int(video == "b.mp4")) for t in range(3)]
+        assert np.abs(np.subtract(left(clips, trial), wanted)).max() <= 1
+    cls = tasks.load("video")
+    task = cls(schema_of(cls)())
+    task.cfg.dataset.root = str(videos / "out")
+    task.datasets()
+    assert f"Clips: 3 frames, 16 x 16 pixels, {6 / fps:.2f} s" in task.summary()
+
+
+def test_frames_are_resampled_back_and_forth():
+    """predict's stream at 8 of 20 frames/s: each frame gets the answer of the nearest that was taken."""
+    pictures = [np.full((2, 2), n, np.uint8) for n in range(30)]
+
+    def classify(x):
+        return x[:, -1, 0, :1].numpy().astype(float)  # of a trial of one frame: its number
+
+    found = slide(iter(pictures), Cutting(1, 1, None, 2, fps=8.0), 1, classify, 4, 20.0)[:, 0]
+    taken = [round(n * 2.5) for n in range(12)]
+    assert len(found) == 30 and {*found} == {*taken}
+    assert all(abs(at - n) == min(abs(each - n) for each in taken) for n, at in enumerate(found))
+
+
+def test_settings_that_differ_from_the_clips_are_told(videos, prepare):
+    rows = "".join(f"{v},{at},{label}\n" for v, at, label in SEVERAL)
+    code, _, _ = prepare(HEAD + rows, "--frames 10 --stride 2 --size 16")
+    assert code == 0
+    about = videos / "out/cutting.json"  # as older versions wrote it
+    about.write_text(json.dumps({"crop": None, "stride": 2, "size": 16, "fps": [20, 25]}))
     lasts = "1.00 s or 0.80 s (videos of 20 and 25 frames/s: give them one rate)"
-    assert code == 0 and f"warning: a clip lasts {lasts}" in out and "rest 2, rset 1, walk 4" in out
-    assert "warning: all of 'rset' is in b.mp4" in out and "all of 'walk'" not in out
-    assert "warning: 'rset' (1) is spelled nearly as 'rest' (2)" in out
     cls = tasks.load("video")
     for words, said in (
         ({}, f"Clips: 10 frames, 16 x 16 pixels, {lasts}"),
         ({"frames": 5, "size": 32}, "Clips: 5 frames, the middle of 10, 16 x 16 pixels, 0.50 s or 0.40 s"),
     ):
         cfg = schema_of(cls)()
-        vars(cfg.dataset).update({"root": str(videos / "out"), "frames": 10} | words)
+        vars(cfg.dataset).update({"root": str(videos / "out")} | words)
         task = cls(cfg)
         task.datasets()
         assert said in task.summary() and ("warning: dataset.size=32 changes no" in task.summary()) == bool(words)
@@ -183,7 +232,7 @@ def test_crop_takes_the_box(videos, prepare):
         (HEAD + "a.mp4,36,rest\n", r"needs frame 40 of .*a.mp4, which has 40 .*table.csv:2"),
         ("video,center,label\na.mp4,1,rest\n", r"start at frame -1 of .*a.mp4 .*table.csv:2"),
         (HEAD + "a.mp4,0,rest\nc.mp4,0,rest\n", r"cannot read the video.*c.mp4 \(.*table.csv:3\)"),
-        (HEAD + "table.csv,0,rest\n", r"cannot read the video.*table.csv"),
+        (HEAD + "a.mp4,0,rest\ntable.csv,0,rest\n", r"cannot read the video.*\(.*table.csv\).*\(.*table.csv:3\)"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_place(videos, prepare, text, says):

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, succeed
 from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, command
 
-TOPICS = ("launching", "your-own-data", "tools", "config", "nothing-lost", "same-bits", "troubleshooting")
+TOPICS = ("launching", "your-own-data", "behaviour", "tools", "config", "nothing-lost", "same-bits", "troubleshooting")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in TOPICS))
 PROGRAMS = re.compile(
     r"((\w+=\S* )*)(python|torchrun|accelerate|make|srun|sbatch|pip|\./train_multigpu\.sh|\.venv/bin/python)\b"
@@ -68,6 +68,12 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python examples/own_sensors.py checkpoints/own_sensors": "test_own_data_from_raw_files_to_metrics",
     "python examples/own_videos.py checkpoints/own_videos": "test_own_data_from_raw_files_to_metrics",
     "python examples/own_robot.py checkpoints/own_robot": "test_own_data_from_raw_files_to_metrics",
+    "python tools/prepare_clips.py events.tsv data/mice --videos recordings --groups cages.csv":
+        "test_a_clip_for_each_event",
+    "python tools/prepare_tracks.py tracks data/mice.npz --labels events.tsv":
+        "test_tracks_with_labels_are_trained_on_and_predicted",
+    "python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8":
+        "test_tracks_with_labels_are_trained_on_and_predicted",
     "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256":
         "test_own_data_from_raw_files_to_metrics",
     "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice": "test_own_data_from_raw_files_to_metrics",

@@ -122,6 +122,103 @@ def test_the_model_normalises_by_the_covered_steps_to_train_on_alone(tmp_path):
     assert known["std"][2] == 1, "a dead channel is not divided by zero"
 
 
+@pytest.mark.parametrize("kind", ["text", "numbers", "numbers of classes"])
+def test_a_window_has_the_label_of_its_centre_and_none_is_left_out(tmp_path, kind):
+    """Against a plain loop, also with an even and an odd length, and the classes renumbered as for another model."""
+    names, rng = np.array(["", "rest", "walk"]), np.random.default_rng(0)
+    steps = rng.integers(-1, 2, 43)
+    change = {"step_label": steps, "label": None}
+    if kind == "text":
+        change |= {"step_label": names[steps + 1], "classes": None}
+    elif kind == "numbers":
+        change |= {"step_label": np.where(steps < 0, -1, 5 + steps), "classes": None}
+    arrays = save_recordings(tmp_path / "a.npz", **change)
+    for length, stride in ((8, 3), (7, 2), (1, 1)):
+        found = windows.read(tmp_path, length=length, stride=stride)
+        expected = [
+            (recording, start, begin + start, steps[begin + start + length // 2])
+            for recording, begin, size in ((0, 0, 20), (1, 20, 9), (2, 29, 14))
+            for start in range(0, size - length + 1, stride)
+        ]
+        assert found.windows().sum() == len(expected)
+        expected = [row for row in expected if row[3] >= 0]
+        data = windows.Windows(found, np.ones(3, dtype=bool))
+        assert [*zip(data.recording, data.step, data.starts.tolist(), data.labels, strict=True)] == expected
+        batch = everything(data)
+        assert batch["y"].tolist() == data.labels.tolist() and data.sources.tolist() == [
+            str(r[0] + 5) for r in expected
+        ]
+        truth = [arrays["signal"][row : row + length].T for _, _, row, _ in expected]
+        assert np.array_equal(batch["x"].numpy(), np.stack(truth))
+    other = windows.renumbered(found, ["walk", "6", "new", "5", "rest"])
+    here = windows.Windows(other, np.ones(3, dtype=bool)).labels
+    assert [other.classes[c] for c in here] == [found.classes[c] for c in data.labels] and other.step_labels.min() == -1
+    with pytest.raises(LockstepError, match=r"class '(5|rest)' is not one of the model's"):
+        windows.renumbered(found, ["walk", "6"])
+    assert len(windows.Windows(windows.read(tmp_path, 8, 3, labelled=False), np.ones(3, dtype=bool))) == 9
+
+
+def padded(path: Path) -> np.ndarray:
+    """Six recordings of 16 steps, of which 16 or 10 were measured; two channels and `valid` -> the signal."""
+    signal = np.random.default_rng(1).normal([3, -50, 0], [2, 5, 0], (6, 16, 3)).astype(np.float32)
+    signal[:, :, 2] = 1
+    signal[1::2, 10:] = 0
+    signal = signal.reshape(-1, 3)
+    about = {"channels": np.array(["ax", "ay", "valid"]), "label": np.arange(6) // 3, "subject": np.arange(6) % 3}
+    save_recordings(path, steps=[16] * 6, signal=signal, **about)
+    return signal
+
+
+@pytest.mark.parametrize("mode", ["conv", "flatten", "transformer"])
+def test_padding_is_zero_for_the_network_and_counts_in_no_mean(tmp_path, mode):
+    signal = padded(tmp_path / "a.npz")
+    task = make(dataset__root=str(tmp_path), dataset__length=16, dataset__val_subjects=["2"], model__mode=mode)
+    train, _ = task.datasets()
+    own = signal[np.repeat(np.arange(6) % 3 < 2, 16) & (signal[:, 2] > 0), :2]
+    assert task.mean.numpy() == pytest.approx(np.append(own.mean(0), 0), rel=1e-5)
+    assert task.std.numpy() == pytest.approx(np.append(own.std(0), 1), rel=1e-5)
+    batch, model = everything(train), task.model()
+    x = model.standardise(batch["x"])
+    valid = batch["x"][:, 2:] > 0
+    assert not x[~valid.expand_as(x)].any() and torch.equal(x[:, 2:], batch["x"][:, 2:])
+    other = torch.where(valid, batch["x"], torch.tensor([1e3, -7, 0])[:, None])
+    assert torch.equal(model(other), model(batch["x"])), "whatever stands in the padding"
+    task = make()
+    task.load_metadata({"classes": ["a", "b"], "train_counts": [1, 1], "length": 16, "channels": 3, "names": [*"abc"]})
+    assert not task.masked and task.about["subjects"] == {}, "a checkpoint of before"
+
+
+def test_augmentation_keeps_padding_apart(tmp_path):
+    padded(tmp_path / "a.npz")
+    task = make(dataset__root=str(tmp_path), dataset__length=16, dataset__val_subjects=["2"], augment__scale=0.0)
+    batch = everything(task.datasets()[0])
+    many = batch["x"].repeat(200, 1, 1)
+    many[:, :2] = torch.where(many[:, 2:] > 0, torch.tensor([4.0, -9.0])[:, None], 0.0)
+    seeds = contract.sample_seeds(0, 0, torch.arange(len(many)))
+    task.cfg.augment.jitter = 0.0
+    y = task.augment(many, seeds)
+    valid = y[:, 2] > 0.5
+    assert set(y[:, 2].unique().tolist()) == {0.0, 1.0} and 0.5 < valid.float().mean() < 0.95
+    for channel, value in ((0, 4.0), (1, -9.0)):  # a constant stays one: nothing of the padding gets into it
+        torch.testing.assert_close(y[:, channel][valid], torch.full((int(valid.sum()),), value))
+    sizes = valid.sum(1)[1::2]
+    assert sizes.unique().numel() > 5, "moved and stretched with the signal"
+    task.cfg.augment.jitter = 0.05
+    assert set(task.augment(many, seeds)[:, 2].unique().tolist()) == {0.0, 1.0}
+
+
+def test_a_checkpoint_knows_the_people_of_each_side(tmp_path):
+    save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=np.array(list("aabbcc")), label=np.arange(6) % 2)
+    task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__val_subjects=["b"])
+    task.cfg.exclude = ["c"]
+    task.datasets()
+    assert task.metadata()["subjects"] == {"trained on": ["a"], "held out": ["b"]}
+    save_recordings(tmp_path / "a.npz", steps=[9] * 6, subject=None, label=np.arange(6) % 2)
+    task = make(dataset__root=str(tmp_path), dataset__length=8)
+    task.datasets()
+    assert not any(task.metadata()["subjects"].values())
+
+
 @pytest.mark.parametrize("inner", ["", "UCI HAR Dataset"])
 def test_uci_folder(tmp_path, inner):
     written = save_uci(tmp_path / inner)
@@ -232,6 +329,25 @@ def fault(message: str, root: Path, length: int = 8, **how) -> None:
         ({"subject": np.array([1, 2])}, r"subject has shape \(2,\), lengths has \(3,\)"),
         ({"label": np.array([0, 1, 2])}, r"label 2 is not one of the 2 classes \(counted from 0\)"),
         ({"label": np.array([0.5, 1, 1])}, "labels are float64, expected integers or strings"),
+        (
+            {"label": np.array([0, -1, 1])},
+            "label -1 is negative, the first at 1 .*: number .* and leave out what has no",
+        ),
+        (
+            {"step_label": np.arange(43) % 2 - 2},
+            "label -2 is negative, the first at 0 .* and give -1 to what has no label",
+        ),
+        (
+            {"step_label": np.zeros(42, int)},
+            r"step_label has shape \(42,\), signal has \(43, 2\) .*: give one .* per step",
+        ),
+        ({"step_label": np.arange(43) - 1}, "label 10 is not one of the 2 classes"),
+        ({"step_label": np.full(43, "walk")}, "label walk is not one of the 2 classes"),
+        ({"step_label": np.full(43, ""), "classes": None}, "not one step has a label"),
+        (
+            {"channels": np.array(["ax", "valid"])},
+            "the channel 'valid' holds more than 0 and 1 .*: give it another name",
+        ),
         ({"channels": np.array(["ax"])}, "1 channel names for 2 channels"),
         ({"val": np.ones(3, dtype=bool)}, "0 recordings to train on and 3 to validate on"),
         ({"signal": np.repeat([0, np.nan], [50, 36]).reshape(43, 2)}, "NaN or infinite value in 18 steps.*recording 1"),
@@ -560,6 +676,18 @@ def test_task_builds_each_model_at_a_sensible_size_and_with_its_dropout(mode):
     task.cfg.model.dropout = 0.5
     model = task.model()
     assert not torch.equal(model(x), model(x)) and torch.equal(model.eval()(x), model(x)), "in training only"
+
+
+def test_task_says_what_has_no_label(tmp_path):
+    steps = np.repeat([0, -1, 1, 0, 1, -1], 9)
+    save_recordings(tmp_path / "a.npz", steps=[9] * 6, step_label=steps, label=None, subject=np.array(list("aabbcc")))
+    task = make(dataset__root=str(tmp_path), dataset__length=8, dataset__stride=1, dataset__val_subjects=["c"])
+    task.datasets()
+    assert "with 8 windows (4 more without a label) of 8 steps" in task.summary()
+    assert "Train windows: 6, Val windows: 2" in task.summary()
+    save_recordings(tmp_path / "a.npz", steps=[9] * 3, step_label=np.repeat([0, 1, -1], 9), label=None)
+    with pytest.raises(LockstepError, match=r"2 windows with a label to train on and 0 to validate on .*: label more"):
+        make(dataset__root=str(tmp_path), dataset__length=9, dataset__val_subjects=["7"]).datasets()
 
 
 def test_task_refuses_a_width_that_the_heads_do_not_divide():

@@ -48,7 +48,7 @@ from tools.running import train_in
 NO_NUMBERS = (
     "num_workers eval_batch_size log_every eval_every save_every save_minutes patience max_time_s "
     "digest_every max_skipped_steps check_every check_resume check_sums keep_checkpoints loader_timeout_s oom "
-    "allocator record random_samples resume init_from wandb. ddp.timeout_s ddp.init_timeout_s ddp.bind_cores"
+    "allocator record random_samples resume init_from wandb. mlflow. ddp.timeout_s ddp.init_timeout_s ddp.bind_cores"
 ).split()
 """Keys and sections (`wandb.`) that change no step. What `resume` and `init_from` name is compared by itself."""
 
@@ -567,6 +567,7 @@ NO_MORE = {
     "keep_checkpoints": 0,
     "check_sums": False,
     "wandb": {"enable": False},
+    "mlflow": {"enable": False},
 }
 """Settings of a step that is taken again: none of them can change it, but for those that hide a model's modules."""
 

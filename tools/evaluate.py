@@ -90,7 +90,15 @@ def of_run(trust: bool, argv: list[str]) -> list[str]:
         raise LockstepError(what, str(folder / "config.yaml"), "read it, then give --trust to run it")
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
-    return ["--config", str(folder / "config.yaml"), *rest, "save_dir=", f"resume={file}", "wandb.enable=false"]
+    return [
+        "--config",
+        str(folder / "config.yaml"),
+        *rest,
+        "save_dir=",
+        f"resume={file}",
+        "wandb.enable=false",
+        "mlflow.enable=false",
+    ]
 
 
 def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:

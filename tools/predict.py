@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,12 @@ from engine.files.atomic import write_atomically
 from engine.metrics import packed
 from engine.seeds import seed_everything
 from engine.speed import memory
-from formats import videos
+from formats import behaviour, videos
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
-from tools.prepare_clips import read_annotations, whole_number
+from tools.prepare_clips import add_labels, read_annotations, whole_number
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
@@ -64,11 +64,11 @@ NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
 
 def main(argv: list[str]) -> int:
     by_split = any(word.split("=")[0] == "--split" for word in argv)
-    asked, rest = _parser(by_split).parse_known_args(argv)
+    asked, rest = parser(by_split).parse_known_args(argv)
     return guarded([asked.run, *rest], lambda args: _predict(args, asked), partial(of_run, asked.trust))
 
 
-def _parser(by_split: bool) -> argparse.ArgumentParser:
+def parser(by_split: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="predict.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -83,8 +83,9 @@ def _parser(by_split: bool) -> argparse.ArgumentParser:
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
-    seen = "what people saw, as for tools/prepare_clips.py: in the ethograms"
-    add("--annotations", type=Path, metavar="CSV", help=seen)
+    seen = "what people saw, a table or labels as for tools/prepare_clips.py: in the ethograms"
+    add("--annotations", type=Path, metavar="FILE", help=seen)
+    add_labels(parser.add_argument_group("of the annotations").add_argument)
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--trust", action="store_true", help=TRUST)
     return parser
@@ -288,6 +289,10 @@ def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         cells["start"] = windows.step.tolist()
         if found.rate_hz:
             cells["time_s"] = np.round(windows.step / found.rate_hz, 6).tolist()
+        if found.subjects:
+            cells["subject"] = windows.sources.tolist()
+            known = {name: side for side, names in task.about["subjects"].items() for name in names}
+            cells |= {"side": [known.get(name, "new") for name in cells["subject"]]} if known else {}
         yield Prediction(path.name, cells, loaded.classify_all(windows))
 
 
@@ -315,8 +320,8 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError(what, str(asked.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    annotated = read_annotations(asked.annotations, cutting, [])[0] if asked.annotations else None
-    if annotated and not annotated.trials.keys() & {*names}:
+    seen_in, truth_of = annotated(asked, cutting)
+    if asked.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
         raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
     for path, name in zip(paths, names, strict=True):
@@ -324,7 +329,7 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             with videos.opened(path) as (decoded, fps):
                 pictures = (videos.gray_square(frame, cutting.crop, cutting.size, path) for frame in decoded)
                 shown = tqdm(pictures, name, unit="frame", disable=None)
-                probabilities = videos.slide(shown, cutting, stride, loaded.classify, loaded.batch_size)
+                probabilities = videos.slide(shown, cutting, stride, loaded.classify, loaded.batch_size, fps)
             if not len(probabilities):
                 what = f"it has fewer frames than a trial, which has {cutting.span}"
                 raise videos.BrokenVideo(what, where=str(path), todo="leave it out")
@@ -332,15 +337,37 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             yield error
             continue
         rates, count = about["cutting"].get("fps", []), len(probabilities)
-        if fps and rates and not any(abs(fps - rate) < 0.02 * rate for rate in rates):
+        if fps and rates and not cutting.fps and not any(abs(fps - rate) < 0.02 * rate for rate in rates):
             known = " and ".join(f"{rate:g}" for rate in rates)
             print(f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}", file=sys.stderr)
         times = np.round(np.arange(count) / fps, 6).tolist() if fps else [""] * count
         cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
         if side := videos.side_of(os.path.abspath(path), about["videos"]):  # whatever folder DATA is
             cells["side"] = [side] * count
-        truth = annotated.class_of_frames(name, fps, count, classes) if annotated else None
-        yield Prediction(name, cells, probabilities, fps, truth)
+        yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
+
+
+Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
+"""(video, frames per second, N, classes) -> (N,) class numbers, -1 where nothing is annotated; None without any."""
+
+
+def annotated(asked: argparse.Namespace, cutting: videos.Cutting) -> tuple[Callable[[list[str]], list[str]], Truth]:
+    """Return a function that keeps those videos that people have annotated, and one for what they saw."""
+    if not asked.annotations:
+        return lambda names: [], lambda *_: None
+    if not behaviour.is_labels(asked.annotations):
+        plan, _ = read_annotations(asked.annotations, cutting, [])
+        return lambda names: [name for name in names if name in plan.trials], plan.class_of_frames
+    found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
+    labels = {one.stem: one.of(asked.subjects) for one in found}
+
+    def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+        if (one := labels.get(behaviour.stem_of(video))) is None:
+            return None
+        number = {name: c for c, name in enumerate(classes)}
+        return np.array([number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()])
+
+    return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
 
 
 def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
@@ -354,7 +381,8 @@ def cutting_of(task: video.Task, asked: argparse.Namespace) -> videos.Cutting:
         words = "note: the run does not know how its clips were cut out of videos: every frame is taken, whole"
         print(words + " (--every and --crop change that)", file=sys.stderr)
     crop = asked.crop or trained.get("crop")
-    cutting = videos.Cutting(length, asked.every or trained.get("stride", 1), tuple(crop) if crop else None, height)
+    every, rate = asked.every or trained.get("stride", 1), trained["fps"][0] if trained.get("resampled") else 0.0
+    cutting = videos.Cutting(length, every, tuple(crop) if crop else None, height, rate)
     if asked.stride > cutting.span:
         what = f"--stride {asked.stride} leaves out frames: a trial has {cutting.span}"
         raise LockstepError(what, "--stride", f"give {cutting.span} or less")

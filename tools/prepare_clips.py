@@ -1,9 +1,10 @@
-"""Cut videos by a table of annotations into a packed folder of gray clips that the video task trains on.
+"""Cut videos by what people saw in them into a packed folder of gray clips that the video task trains on.
 
     python tools/prepare_clips.py annotations.csv data/mice --videos recordings --size 256 --frames 17
+    python tools/prepare_clips.py events.tsv data/mice --videos recordings
     python train.py video --root data/mice
 
-The table has a header and one row per trial:
+A table has a header and one row per trial:
 
     video                 file name, relative to --videos
     label                 class of the trial
@@ -11,8 +12,14 @@ The table has a header and one row per trial:
                           or start_s, center_s or end_s: the same in seconds, at the video's average frame rate
     group                 optional: the animal or the cage of the video; no group is trained on and validated
 
-Exactly one of the six time columns is needed. Frames are converted to gray, cropped, and resized to a square. A trial
-that reaches beyond its video is an error: nothing is padded. The folder appears only when it is complete.
+Exactly one of the six time columns is needed. A trial that reaches beyond its video is an error: nothing is padded.
+
+Or a file, or a folder, of labels: events that BORIS exported (tabular or aggregated; CSV, TSV, .xlsx), DeepEthogram's
+VIDEO_labels.csv, SimBA's targets_inserted/VIDEO.csv. Clips are cut one after the other from the start of each video,
+one every --step frames, and have the label of their centre frame: `background` where nothing was seen, none where
+nobody looked. With --per-event there is a clip for each event instead, around its middle, and none of the background.
+
+Frames are converted to gray, cropped, and resized to a square. The folder appears only when it is complete.
 Needs PyAV: pip install av
 """
 
@@ -33,22 +40,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine.errors import LockstepError, amount
+from formats import behaviour
 from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
-from formats.clips import CUTTING, GROUP, ClipsWriter, check_group, lasting, read_table
-from formats.videos import BrokenVideo, Cutting, gray_square, import_av, opened
+from formats.clips import CUTTING, GROUP, ClipsWriter, check_group, read_table
+from formats.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
+OFTEN = 3  # trials of one label, from which on one that occurs once may be a typo
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
 
 @dataclass
 class Trial:
-    """One row of the table: `at` in frames or seconds, `line` the row's line."""
+    """One row of the table: `at` in frames or seconds, `line` the row's line. One that was `cut` from events may lie
+    beyond the end of its video, whose length was rounded."""
 
     label: str
     at: float
     line: int
+    cut: bool = False
 
 
 @dataclass
@@ -68,9 +79,9 @@ class Plan:
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
         at = round(trial.at * fps) if self.column.endswith("_s") else round(trial.at)
-        last = self.cutting.span - 1
-        before = {"start": 0, "center": last // 2, "end": last}[self.column.removesuffix("_s")]
-        return at - before + self.cutting.every * np.arange(self.cutting.frames)
+        offsets = self.cutting.offsets(fps)
+        before = {"start": 0, "center": offsets[-1] // 2, "end": offsets[-1]}[self.column.removesuffix("_s")]
+        return at - before + offsets
 
     def class_of_frames(self, video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
         """Return (N,) class numbers of a video's frames, -1 without a trial or for a class that is not in `classes`;
@@ -141,6 +152,93 @@ def _trial(row: dict[str, str], column: str, classes: list[str], where: str, lin
     return Trial(label, at, line)
 
 
+def plan_of_labels(asked: argparse.Namespace, cutting: Cutting, folder: Path, classes: list[str]) -> Plan:
+    """Return the clips to cut by files of labels; labels that are not in `classes`, if any, are left out.
+
+    Raises LockstepError with the file and the line, also for a video that is not in the folder or is there twice.
+    """
+    plan = Plan("center_s" if asked.per_event else "start", cutting)
+    groups = groups_of(asked.groups) if asked.groups else {}
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    for labels in behaviour.read(asked.annotations, asked.behaviours, asked.offset):
+        labels = labels.of(asked.subjects)
+        found = [path for path in files if behaviour.stem_of(path.name) == labels.stem]
+        if len(found) != 1:
+            what = (
+                f"{len(found)} videos called {labels.stem} in {folder}"
+                if found
+                else f"no video {labels.video} in {folder}"
+            )
+            raise BrokenVideo(what, where=str(labels.path), todo="give --videos FOLDER, with each video once")
+        video = str(found[0].relative_to(folder))
+        with opened(found[0]) as (_, fps):
+            trials = plan.trials[video] = (
+                _by_event(labels, fps) if asked.per_event else _by_step(labels, fps, plan, asked)
+            )
+        trials[:] = [trial for trial in trials if not classes or trial.label in classes]
+        if asked.groups:
+            if labels.stem not in groups:
+                raise LockstepError(f"no row of {labels.video}", str(asked.groups), "name the group of each video")
+            plan.groups[video] = groups[labels.stem] | {"video": video}
+    plan.trials = {video: trials for video, trials in plan.trials.items() if trials}
+    if not plan.trials:
+        raise LockstepError("no clips", str(asked.annotations), "label more, or shorten --frames and --step")
+    return plan
+
+
+def _by_event(labels: behaviour.Labels, fps: float) -> list[Trial]:
+    if labels.frames is not None:
+        todo = "drop it: there is a label for each frame"
+        raise LockstepError("--per-event needs events, such as those of BORIS", str(labels.path), todo)
+    return [Trial(each.behaviour, (each.start_s + each.stop_s) / 2, each.line) for each in labels.events]
+
+
+def _by_step(labels: behaviour.Labels, fps: float, plan: Plan, asked: argparse.Namespace) -> list[Trial]:
+    offsets, lines, of_events = plan.cutting.offsets(fps), labels.lines, labels.frames is None
+    if of_events and not fps:
+        raise LockstepError(f"{labels.video} has no frame rate", str(labels.path), "convert it: events are in seconds")
+    last_s = max([labels.length_s, *(event.stop_s for event in labels.events)])
+    count = round(last_s * fps) if labels.frames is None else len(labels.frames)
+    names = labels.names(count, fps, asked.priority)
+    trials = []
+    for first in range(0, count - int(offsets[-1]), asked.step or int(offsets[-1]) + 1):
+        name = str(names[centre := first + int(offsets[-1]) // 2])
+        if name and not (asked.no_background and name == behaviour.BACKGROUND):
+            inside = [
+                e.line for e in labels.events if e.behaviour == name and e.start_s * fps <= centre < e.stop_s * fps
+            ]
+            line = int(lines[centre]) if lines is not None else (inside or [0])[0]
+            trials.append(Trial(name, first, line, cut=of_events))
+    return trials
+
+
+def groups_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return {name of a video without its ending: its group and line} of a table `video,group`."""
+    found: dict[str, dict[str, Any]] = {}
+    for line, row in read_table(path, "\n".join(text_lines(path)), ("video", GROUP)):
+        one: dict[str, Any] = {"video": row["video"].strip(), GROUP: row[GROUP].strip(), "line": line}
+        if not one[GROUP]:
+            raise LockstepError("an empty group", f"{path}:{line}", "name the animal or the cage")
+        check_group(one, found.setdefault(behaviour.stem_of(one["video"]), one), path)
+    return found
+
+
+def check_rates(plan: Plan, rates: dict[str, float], table: Path) -> None:
+    """Raise LockstepError if {video: frames per second} are several rates, and no --fps makes them one."""
+    known = {video: rate for video, rate in rates.items() if rate}
+    slow, fast = (min(known, key=known.__getitem__), max(known, key=known.__getitem__)) if known else ("", "")
+    if plan.cutting.fps and (odd := next((video for video in rates if video not in known), "")):
+        raise LockstepError(f"{odd} has no frame rate", place(table, plan.trials[odd][0].line), "convert it")
+    if known and not plan.cutting.fps and known[fast] > 1.02 * known[slow]:
+        what = f"videos of several frame rates: {slow} has {known[slow]:g} frames/s, {fast} {known[fast]:g}"
+        todo = f"--fps {known[slow]:g} takes each at that rate, so that all clips last equally long"
+        raise LockstepError(what, place(table, max(plan.trials[v][0].line for v in (slow, fast))), todo)
+
+
+def place(table: Path, line: int) -> str:
+    return f"{table}:{line}" if line else str(table)
+
+
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 Cut = tuple[Trial, int, np.ndarray]  # trial, number of its first frame in the video, (T, size, size) uint8
@@ -166,7 +264,7 @@ def _collect(
     for trial, numbers in waiting:
         if numbers[0] < 0:
             what = f"the trial would start at frame {numbers[0]} of {path}"
-            raise LockstepError(what, f"{table}:{trial.line}", MOVE)
+            raise LockstepError(what, place(table, trial.line), MOVE)
     needed = set(np.concatenate([numbers for _, numbers in waiting]).tolist())
     waiting.sort(key=lambda item: (item[1][-1], item[0].line))
     kept: dict[int, np.ndarray] = {}
@@ -182,9 +280,10 @@ def _collect(
             kept = {n: picture for n, picture in kept.items() if n >= oldest}
         if not waiting:
             return
-    trial, numbers = waiting[0]
-    what = f"the trial needs frame {numbers[-1]} of {path}, which has {count}"
-    raise LockstepError(what, f"{table}:{trial.line}", MOVE)
+    for trial, numbers in waiting:
+        if not trial.cut:
+            what = f"the trial needs frame {numbers[-1]} of {path}, which has {count}"
+            raise LockstepError(what, place(table, trial.line), MOVE)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -195,20 +294,47 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="prepare_clips.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("annotations", type=Path, help="the table, CSV in UTF-8")
+    add("annotations", type=Path, help="the table, CSV in UTF-8; or a file or a folder of labels")
     add("output", type=Path, help="the packed folder to make; must not exist")
     add("--videos", type=Path, metavar="FOLDER", help="where the videos are; default: the table's folder")
     add("--classes", default="", metavar="A,B,…", help="classes in the order of their numbers; default: all, by name")
     add("--frames", type=whole_number(1), default=17, metavar="T", help="frames per trial (default: 17)")
     add("--stride", type=whole_number(1), default=1, metavar="N", help="take every Nth frame of the video (default: 1)")
+    many = "frames per second at which videos of any rate are taken (default: their own, which must be one)"
+    add("--fps", type=rate, default=0.0, metavar="HZ", help=many)
     add("--size", type=whole_number(8), default=256, metavar="PX", help="height and width of the clips (default: 256)")
     box = "keep this box of the video, in its pixels: leaves out a time stamp, or what lies around the arena"
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help=box)
+    add("--allow-rare", action="store_true", help="keep a label that occurs once, which may be a typo")
+    more = parser.add_argument_group("with files of labels")
+    add_labels(more.add_argument)
+    add = more.add_argument
+    add("--step", type=whole_number(1), default=0, metavar="N", help="a clip every N frames (default: end to end)")
+    add("--per-event", action="store_true", help="a clip around the middle of each event instead")
+    add("--no-background", action="store_true", help="leave out clips in which nothing was seen")
+    add("--groups", type=Path, metavar="CSV", help="a table video,group: the animal or the cage of each video")
+    add = parser.add_argument
     add("--skip-broken", action="store_true", help="leave out videos that cannot be read, and name them")
     asked = parser.parse_args(argv)
     if asked.crop and not (asked.crop[2] and asked.crop[3]):
         parser.error("argument --crop: width and height must be at least 1")
     return asked
+
+
+def add_labels(add: Any) -> None:
+    """Add the options of reading labels."""
+    words: Any = {"type": lambda text: [name.strip() for name in text.split(",")], "default": [], "metavar": "A,B,…"}
+    add("--subjects", **words, help="whose events count, where there are several")
+    add("--priority", **words, help="the behaviours that win where several are seen at once, the first one first")
+    add("--behaviours", **words, help="SimBA's columns of behaviours (default: those of its project)")
+    times = "what to do with a time offset of BORIS (default: refuse it)"
+    add("--offset", choices=("subtract", "ignore"), default="", help=times)
+
+
+def rate(text: str) -> float:
+    if not 0 < float(text) < 1e6:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return float(text)
 
 
 def whole_number(low: int) -> Any:
@@ -228,30 +354,51 @@ def prepare(asked: argparse.Namespace) -> str:
     import_av()  # fails before anything is written
     classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
     crop = tuple(asked.crop) if asked.crop else None
-    cutting = Cutting(asked.frames, asked.stride, crop, asked.size)
-    plan, classes = read_annotations(asked.annotations, cutting, classes)
-    folder = asked.videos or asked.annotations.parent
+    cutting = Cutting(asked.frames, asked.stride, crop, asked.size, asked.fps)
+    table, folder = asked.annotations, asked.videos or asked.annotations
+    folder = folder if folder.is_dir() else folder.parent
+    if behaviour.is_labels(table):
+        plan = plan_of_labels(asked, cutting, folder, classes)
+        classes = classes or sorted({trial.label for trials in plan.trials.values() for trial in trials})
+    else:
+        plan, classes = read_annotations(table, cutting, classes)
+    counts = Counter(trial.label for trials in plan.trials.values() for trial in trials)
+    rare = [(trial, video) for video, trials in plan.trials.items() for trial in trials if counts[trial.label] == 1]
+    if rare and max(counts.values()) >= OFTEN and not asked.allow_rare:
+        trial, video = rare[0]
+        near = look_alikes({name: counts[name] for name in counts if name == trial.label or counts[name] > 1})
+        what = f"label {trial.label!r} occurs once, in {video}" + f"; {near[0]}" * bool(near)
+        todo = "correct it, or --allow-rare keeps it: it is trained on or validated, never both"
+        raise LockstepError(what, place(table, trial.line), todo)
     broken: list[str] = []
     files: dict[tuple[int, int], str] = {}
+    rates: dict[str, float] = {}
     for video, trials in plan.trials.items():  # before hours of decoding
-        where = f"{asked.annotations}:{trials[0].line}"
+        where = place(table, trials[0].line)
         try:
-            found = os.stat(folder / video)
+            about_file = os.stat(folder / video)
         except OSError:
             if not asked.skip_broken:
                 what = f"cannot read the video: there is no {folder / video}"
                 raise BrokenVideo(what, where=where, todo="fix the name, or give --videos FOLDER") from None
         else:
-            if (twin := files.setdefault((found.st_dev, found.st_ino), video)) != video:
+            if (twin := files.setdefault((about_file.st_dev, about_file.st_ino), video)) != video:
                 what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
                 raise LockstepError(what, where, "call it by one name: the split is by video")
+            try:
+                with opened(folder / video) as (_, rates[video]):
+                    pass
+            except BrokenVideo as error:
+                if not asked.skip_broken:
+                    raise _of_line(error, where) from None
+    check_rates(plan, rates, table)
     seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
     extra = ("source_frame", "source_line", *([GROUP] if plan.groups else []))
     total = sum(len(trials) for trials in plan.trials.values())
     with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
         for video, trials in plan.trials.items():
             bar.set_description(Path(video).name)
-            clips: Iterable[Cut] = cut(folder / video, plan, trials, asked.annotations)
+            clips: Iterable[Cut] = cut(folder / video, plan, trials, table)
             try:
                 # With --skip-broken a video that breaks half-way is left out whole, so its clips wait in memory.
                 group = {GROUP: plan.groups[video][GROUP]} if plan.groups else {}
@@ -261,9 +408,10 @@ def prepare(asked: argparse.Namespace) -> str:
                     bar.update()
             except BrokenVideo as error:
                 if not asked.skip_broken:
-                    raise
+                    raise _of_line(error, place(table, trials[0].line)) from None
                 broken.append(str(error))
-        about = {"crop": crop, "stride": asked.stride, "size": asked.size, "fps": sorted(plan.rates)}
+        about = {"crop": crop, "stride": asked.stride, "size": asked.size}
+        about |= {"fps": [asked.fps], "resampled": True} if asked.fps else {"fps": sorted(plan.rates)}
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])
@@ -271,8 +419,8 @@ def prepare(asked: argparse.Namespace) -> str:
     lines = [f"skipped: {line}" for line in broken]
     if broken:
         lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
-    counts = {label: len(names) for label, names in seen.items()}
-    shares = ", ".join(f"{name} {count}" for name, count in counts.items())
+    found = {label: len(names) for label, names in seen.items()}
+    shares = ", ".join(f"{name} {count}" for name, count in found.items())
     lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
     # Only warnings: the folder is complete and may have another purpose. Training refuses it.
     of = {video: plan.groups[video][GROUP] if plan.groups else video for video in plan.trials}  # what a split divides
@@ -284,10 +432,13 @@ def prepare(asked: argparse.Namespace) -> str:
     warnings = []
     if len(groups) < 2:
         warnings.append(f"all trials are of one {unit}; training divides {unit}s, so it needs two or more")
-    if sum(count > 0 for count in counts.values()) < 2:
+    if sum(count > 0 for count in found.values()) < 2:
         warnings.append("all trials are of one class; there is nothing to tell apart")
-    if " or " in (lasts := lasting(asked.frames, about)):
-        warnings.append(f"a clip lasts {lasts}")
+    slow = [video for video, each in rates.items() if each < 0.98 * asked.fps]
+    if slow:
+        warnings.append(
+            f"{slow[0]} has {rates[slow[0]]:g} frames/s, fewer than --fps {asked.fps:g}: some are taken twice"
+        )
     alone = {label: of[names[0]] for label, names in seen.items() if len({of[name] for name in names}) == 1}
     alone = alone if len(groups) > 1 else {}
     warnings += [f"all of {label!r} is in {name}: trained on or validated, never both" for label, name in alone.items()]
@@ -295,10 +446,14 @@ def prepare(asked: argparse.Namespace) -> str:
     for name in sorted(plan.trials):
         if (other := stems.setdefault(os.path.splitext(name)[0], name)) != name:
             warnings.append(f"{other} and {name} differ in their ending: two videos, or one?")
-    warnings += look_alikes({name: count for name, count in counts.items() if count})
+    warnings += look_alikes({name: count for name, count in found.items() if count})
     warnings += look_alikes(groups, typos=False) if plan.groups else []
     lines += [f"warning: {warning}" for warning in warnings]
     return "\n".join(lines)
+
+
+def _of_line(error: BrokenVideo, where: str) -> BrokenVideo:
+    return BrokenVideo(str(error), where, "or --skip-broken leaves it out")
 
 
 def main(argv: list[str] | None = None) -> int:

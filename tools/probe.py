@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(out: Path, seconds: float, args: config.Args) -> int:
-    fixed = {"save_dir": "", "resume": "never", "wandb.enable": False, "oom": "stop"}
+    fixed = {"save_dir": "", "resume": "never", "wandb.enable": False, "mlflow.enable": False, "oom": "stop"}
     args = args._replace(cfg=config.changed(args.cfg, fixed))
 
     def work(world: World, stop: StopRequest) -> None:

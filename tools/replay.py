@@ -461,6 +461,7 @@ class Taker:
             "max_time_s": 0.0,
             "multi_gpu": "dp" if cfg.multi_gpu == "dp" else "none",
             "wandb.enable": False,
+            "mlflow.enable": False,
         }
         if known.path and not any(word.startswith(("amp=", "--amp")) for word in self.rest):
             fixed |= {"amp": known.precision, "memory_format": known.memory_format}

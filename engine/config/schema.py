@@ -102,6 +102,16 @@ class Wandb:
 
 
 @dataclass
+class MLflow:
+    enable: bool = option(False, "log to MLflow too (`pip install mlflow`)")
+    uri: str = option(
+        "", "server, database or folder, such as file:mlruns; empty: as MLFLOW_TRACKING_URI says, or MLflow's own"
+    )
+    experiment: str = option("lockstep", "the experiment's name")
+    name: str = option("", "the run's name; empty = the run folder's")
+
+
+@dataclass
 class Config:
     """The sections of every task. A task's `Settings` adds its own (`dataset`, `model`, ...)."""
 
@@ -202,6 +212,7 @@ class Config:
     schedule: Schedule = section(Schedule)
     ddp: DDP = section(DDP)
     wandb: Wandb = section(Wandb)
+    mlflow: MLflow = section(MLflow)
 
 
 ALIASES = {

@@ -22,7 +22,7 @@ from engine.files import status
 from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
-from engine.report import wandb
+from engine.report import trackers
 from engine.run import Run, environment
 
 
@@ -139,10 +139,9 @@ def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
     return [bucket_cap_mb * MIB] * int(full) + [rest] * (rest > 0)
 
 
-def check_wandb(cfg: Any, world: World) -> None:
-    """(all ranks) Before anything is loaded, raise LockstepError if wandb is enabled and cannot be used."""
-    if cfg.wandb.enable:
-        on_rank0(world, lambda: wandb.require(cfg))
+def check_trackers(cfg: Any, world: World) -> None:
+    """(all ranks) Before anything is loaded, raise LockstepError if a tracker is enabled and cannot be used."""
+    on_rank0(world, lambda: trackers.require(cfg))
 
 
 def training(run: Run, strict: bool) -> None:

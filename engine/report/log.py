@@ -1,9 +1,7 @@
-"""The run's log: sentences for the terminal, events for metrics.jsonl, TensorBoard and wandb. Only rank 0 writes."""
+"""The run's log: sentences for the terminal, events for metrics.jsonl and the trackers. Only rank 0 writes."""
 
 from __future__ import annotations
 
-import functools
-import io
 import json
 import math
 import os
@@ -16,17 +14,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
-from engine import config
 from engine.comm import digests
 from engine.contract import LOGGED, Sums
 from engine.errors import LockstepError, amount, console, show_bars
 from engine.evaluation import pictures
 from engine.files import atomic, status
 from engine.metrics import Skipped, Straggler, means
-from engine.report.wandb import Wandb
+from engine.report import trackers
+from engine.report.tensorboard import Board
 from engine.run import Silent
 from engine.speed import cores
 from engine.survive import terminal
@@ -35,6 +32,9 @@ if TYPE_CHECKING:
     from engine.run import Run
 
 T = TypeVar("T")
+
+GROUPS = {"train": "train", "eval": "val"}
+"""The events that trackers are told of, and what the names of their numbers begin with."""
 
 SHORT_NAMES = {"loss": "Loss", "accuracy": "Acc", "macro_f1": "F1", "success_rate": "Success"}
 
@@ -52,13 +52,13 @@ class Log(Silent):
         show_bars(self.bars)
         self.bar: Any = None
         self.epoch_bar = self._bar(total=run.plan.epochs, initial=run.progress.epoch, desc="Epochs", unit="epoch")
+        self.memory_read_at = -math.inf
         self.lines = Lines(folder / "metrics.jsonl", run)
-        self.sinks: list[Any] = [self.lines, Board(folder / "logs", run)]
-        if run.cfg.wandb.enable:
-            self.sinks.append(Wandb(run.cfg, folder))
+        repeated = self.lines.repeated
+        self.sinks: list[Any] = [self.lines, *trackers.opened(run, folder, repeated is not None)]
         self.excepthook, threading.excepthook = threading.excepthook, self._thread_failed
-        if self.lines.repeated is not None:
-            self._tell("repeat", run, self.lines.repeated)
+        if repeated is not None:
+            self._tell("scalars", self.first_step, _tagged("train", repeated))
 
     def _tell(self, method: str, *about: Any) -> None:
         """Call `method` of every sink that has it; the training continues where that fails."""
@@ -82,12 +82,21 @@ class Log(Silent):
         else:
             self.excepthook(about)
 
+    def _write(self, event: str, run: Run, values: dict[str, Any]) -> None:
+        """Write an event to metrics.jsonl, and its numbers to the trackers if they are a training's or evaluation's."""
+        self._tell("write", event, run, values)
+        if event in GROUPS:
+            if event == "train" and time.perf_counter() > self.memory_read_at + 1.0:  # it takes 0.2 ms
+                self.memory_read_at = time.perf_counter()
+                values = values | {"memory_mb": _memory_mb(run.world.device)}
+            self._tell("scalars", run.progress.step, _tagged(event, values))
+
     def sync(self) -> None:
         """Flush the log to the disk before a checkpoint: a resumed run relies on a log that is complete up to it."""
         self._tell("sync")
 
-    def close(self) -> None:
-        self._tell("close")
+    def close(self, status: str = "done") -> None:
+        self._tell("close", status)
         threading.excepthook = self.excepthook
         show_bars(False)
 
@@ -99,7 +108,7 @@ class Log(Silent):
         if every and p.step % every < plan.log_every:
             with run.world.host_sync():
                 digest["digest"] = digests.digest(run.model.parameters())
-        self._tell("write", "train", run, metrics | digest)
+        self._write("train", run, metrics | digest)
         shown = {name.lower(): value for name, value in _shown(metrics).items()}
         if self.bars:
             self.bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in shown.items()), refresh=False)
@@ -118,13 +127,14 @@ class Log(Silent):
 
     def evaluation(self, run: Run, metrics: dict[str, float], sums: Sums) -> None:
         p, monitor = run.progress, run.task.monitor
-        self._tell("write", "eval", run, metrics)
+        self._write("eval", run, metrics)
         shown = _shown(metrics) | ({} if monitor in SHORT_NAMES else {monitor: f"{metrics[monitor]:.4f}"})
         left = ", ".join(f"{k}: {v}" for k, v in _shown(means(p.epoch_totals)).items())
         right = ", ".join(f"{k}: {v}" for k, v in shown.items())
         console.info(f"Epoch {p.epoch + 1}/{run.plan.epochs} - Train {left} | Val {right}")
         self._check_terminal(run)
-        self._tell("pictures", p.step, pictures(run, next(iter(run.loaders.val)), sums))
+        for name, picture in pictures(run, next(iter(run.loaders.val)), sums).items():
+            self._tell("picture", p.step, name, picture)
 
     def straggler(self, run: Run, found: Straggler | None) -> None:
         if found and (found.rank, found.phase) != self.slowest:  # once, and again when it changes
@@ -136,7 +146,7 @@ class Log(Silent):
         found = {str(index): what for index, what in (skipped.found or {}).items()}
         about: dict[str, Any] = {"skipped_step": skipped.step, "ranks": ranks}
         about |= {"why": skipped.why} if skipped.why else {"found": found} if found else {}
-        self._tell("write", "skipped", run, about)
+        self._write("skipped", run, about)
         if skipped.why:
             return
         where = "; ".join(f"rank {rank}, samples {_few(samples)}" for rank, samples in ranks.items())
@@ -153,18 +163,15 @@ class Log(Silent):
     def changed(self, run: Run, changes: list[str]) -> None:
         """Log the settings of a resumed run that --force has changed."""
         for change in changes:
-            self._tell("write", "changed", run, {"change": change})
+            self._write("changed", run, {"change": change})
             console.info(f"  {change} from step {run.progress.step} on")
-
-    def hparams(self, run: Run) -> None:
-        self._tell("hparams", run)
 
     def _check_terminal(self, run: Run) -> None:
         """Log once that the terminal is gone, which doesn't end the training."""
         if terminal.lost_streams and "the terminal" not in self.lost:
             self.lost.add("the terminal")
             warning = f"{terminal.lost_streams[0]}: training continues"
-            self._tell("write", "warning", run, {"warning": warning})
+            self._write("warning", run, {"warning": warning})
             status.current.update(warning=warning)
             terminal.write_stderr(f"warning: {warning}, its log is {self.lines.path}\n")
 
@@ -223,85 +230,8 @@ class Lines:
     def sync(self) -> None:
         os.fsync(self.file.fileno())
 
-    def close(self) -> None:
+    def close(self, status: str) -> None:
         self.file.close()
-
-
-class Board:
-    """TensorBoard: the numbers of training and evaluation, pictures, and the HPARAMS tab."""
-
-    name = "TensorBoard"
-    groups = {"train": "train", "eval": "val"}  # the events that are shown, and the first part of their tags
-
-    def __init__(self, folder: Path, run: Run):
-        folder.mkdir(exist_ok=True)
-        self.folder, self.purge_step = folder, run.progress.step + 1
-        self.config = "" if run.progress.step else config.to_yaml(run.cfg)  # once
-        self.memory_read_at = -math.inf
-
-    @functools.cached_property
-    def writer(self) -> Any:
-        """Return TensorBoard's writer, made at the first log point because its import is slow."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(self.folder), purge_step=self.purge_step)
-        if self.config:
-            writer.add_text("config", f"```yaml\n{self.config}```", 0)
-        return writer
-
-    def write(self, event: str, run: Run, values: dict[str, Any]) -> None:
-        if event not in self.groups:
-            return
-        writer = self.writer.file_writer  # first: it loads the module below
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        if (
-            event == "train" and time.perf_counter() > self.memory_read_at + 1.0
-        ):  # once a second at most: it takes 0.2 ms
-            self.memory_read_at = time.perf_counter()
-            values = values | {"memory_mb": _memory_mb(run.world.device)}
-        numbers = {_tag(self.groups[event], k): v for k, v in values.items() if isinstance(v, (int, float))}
-        scalars = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        writer.add_summary(
-            Summary(value=scalars), run.progress.step
-        )  # one event for all: SummaryWriter writes one each
-
-    def repeat(self, run: Run, values: dict[str, Any]) -> None:
-        """Purge also the step that the run resumes from, and write the training's metrics of it again."""
-        self.purge_step -= 1
-        self.write("train", run, values)
-
-    def pictures(self, step: int, found: dict[str, np.ndarray]) -> None:
-        """Write pictures as PNG, clips (T, H, W[, 3]) as GIF: `add_video` needs moviepy, or drops them silently."""
-        writer = self.writer.file_writer
-        from PIL import Image
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        for name, picture in found.items():
-            moving = picture.ndim == 4 or (picture.ndim == 3 and picture.shape[-1] != 3)
-            first, *rest = map(Image.fromarray, picture if moving else [picture])
-            data = io.BytesIO()
-            about = {"save_all": True, "append_images": rest, "duration": 100, "loop": 0} if moving else {}
-            first.save(data, "GIF" if moving else "PNG", **about)
-            image = Summary.Image(height=first.height, width=first.width, encoded_image_string=data.getvalue())
-            writer.add_summary(Summary(value=[Summary.Value(tag=f"val/{name}", image=image)]), step)
-
-    def hparams(self, run: Run) -> None:
-        """Write the config and the final metrics for the HPARAMS tab, in the same folder instead of a sub-run."""
-        from torch.utils.tensorboard.summary import hparams
-
-        flat = config.flatten(config.to_dict(run.cfg))
-        flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
-        metrics = run.record.metrics
-        results = {_tag("val", name): metrics[name] for name in (run.task.monitor, "loss")}  # the tab finds them by tag
-        for summary in hparams(flat, results):
-            self.writer.file_writer.add_summary(summary)
-
-    def sync(self) -> None:
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def start(folder: Path, run: Run) -> Log:
@@ -323,8 +253,13 @@ def _has_room_for_bars() -> bool:
         return True
 
 
+def _tagged(event: str, values: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of an event by the name that trackers show."""
+    return {_tag(GROUPS[event], k): v for k, v in values.items() if isinstance(v, (int, float))}
+
+
 def _tag(group: str, name: str) -> str:
-    """Return a TensorBoard tag. It groups by the first slash, and `val/f1/walk` of each class would bury `val/loss`."""
+    """Return a number's name for trackers. They group by the first slash: `val/f1/walk` would bury `val/loss`."""
     kind, slash, rest = name.partition("/")
     return f"{group} {kind}/{rest}" if slash else f"{group}/{name}"
 

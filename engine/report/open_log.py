@@ -71,10 +71,8 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
         if record.checkpoints:
             record.checkpoints.close()
     if isinstance(record.log, log.Log):
-        if record.metrics and not run.stopped:
-            record.log.hparams(run)
         code = status.STOPPED if run.stopped else status.DONE
         status.current.write("stopped" if run.stopped else "done", code, run.stopped, step=progress.step)
         record.log.end_bars(run)
         console.info(describe.ended(run, path))
-    record.log.close()
+    record.log.close("stopped" if run.stopped else "done")

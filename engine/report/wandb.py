@@ -1,23 +1,26 @@
-"""Weights & Biases as a sink of the log. The package is imported only where `wandb.enable` asks for it."""
+"""Weights & Biases as a tracker. The package is imported only where `wandb.enable` asks for it."""
 
 from __future__ import annotations
 
+import io
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from engine import config
 from engine.errors import LockstepError
-
-if TYPE_CHECKING:
-    from engine.run import Run
+from engine.report.tensorboard import encoded
 
 NO_LOGIN = "`wandb login`, or WANDB_MODE=offline, or wandb.enable=false"
 
 
 def require(cfg: Any) -> None:
-    """Raise LockstepError if the package is missing or has no login. Sends nothing."""
+    """Raise LockstepError if wandb is enabled and the package is missing or has no login. Sends nothing."""
+    if not cfg.wandb.enable:
+        return
     if not find_spec("wandb"):
         raise LockstepError("the package wandb is not installed", "wandb.enable", "pip install wandb")
     if cfg.wandb.mode != "auto":
@@ -40,19 +43,28 @@ def require(cfg: Any) -> None:
 class Wandb:
     name = "wandb"
 
-    def __init__(self, cfg: Any, folder: Path):
+    def __init__(self, cfg: Any, folder: Path, earlier: str):
         import wandb
 
         about = {"project": cfg.wandb.project, "name": cfg.wandb.name or folder.name, "dir": str(folder)}
+        about |= {"id": earlier, "resume": "allow"} if earlier else {}
         try:
             self.run = wandb.init(**about, entity=cfg.wandb.entity or None, config=config.to_dict(cfg))
         except Exception as error:
             raise LockstepError(f"wandb cannot be started: {_reason(error)}", "wandb.enable", NO_LOGIN) from error
+        self.id = str(self.run.id)
 
-    def write(self, event: str, run: Run, values: dict[str, Any]) -> None:
-        self.run.log({f"{event}/{name}": value for name, value in values.items()}, step=run.progress.step)
+    def scalars(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)  # it drops the steps that an earlier process has logged
 
-    def close(self) -> None:
+    def picture(self, step: int, name: str, picture: np.ndarray) -> None:
+        import wandb
+
+        data, kind, _ = encoded(picture)
+        shown = wandb.Video(io.BytesIO(data), format="gif") if kind == "GIF" else wandb.Image(picture)
+        self.run.log({f"val/{name}": shown}, step=step)
+
+    def close(self, status: str) -> None:
         self.run.finish()
 
 
