@@ -144,7 +144,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.load(_bytes(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = yaml.safe_load(_bytes(path))
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
         return {}
     return found if isinstance(found, dict) else {}
