@@ -193,7 +193,14 @@ def test_a_studys_numbers_are_those_of_plain_loops():
 
 def about(found):
     told = {"task": "own_task.py", "monitor": "macro_f1", "higher_is_better": True, "what": "3 folds", "by": "people"}
-    told |= {"seeds": [0, 1], "folds": [0, 1, 2], "trainings": 12, "tested": 12, "words": ["x"], "val_share": 0.1}
+    told |= {
+        "seeds": [0, 1],
+        "folds": [{"test": ["p_0", "p_1"]}] * 3,
+        "trainings": 12,
+        "tested": 12,
+        "words": ["x"],
+        "val_share": 0.1,
+    }
     return told | found
 
 

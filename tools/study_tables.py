@@ -43,7 +43,10 @@ def summary(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     people = max((len(each["sources"]) for each in found["configs"]), default=0)
     number = max((value["n"] for each in found["configs"] for value in each["metrics"].values()), default=0)
     cut = amount(number, "fold" if found["folds"] else "seed")
+    alone = bool(people) and bool(found["folds"]) and all(len(each["test"]) == 1 for each in found["folds"])
     for title, key in ((f"mean ± sd of {people} {found['by']}", "over_sources"), (f"mean ± sd of {cut}", "metrics")):
+        if alone and key == "metrics":  # the same numbers
+            continue
         if any(each[key] for each in found["configs"]):
             rows = [[each["name"], *(plus_minus(each[key].get(name)) for name in metrics)] for each in found["configs"]]
             tables.append((title, [["", *metrics], *rows]))
