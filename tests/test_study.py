@@ -19,6 +19,7 @@ import torch
 import yaml
 from conftest import ROOT, TOY, succeed
 from runs import same_bits, status, weights
+from test_test_split import write_clips
 
 import tasks
 from engine import config
@@ -75,6 +76,7 @@ def test_folds_are_balanced_drawn_from_a_seed_and_the_same_on_any_machine():
         assert np.abs(sums / sums.mean(0) - 1).max() < 0.03
     assert folds(np.ones((5, 1)), 5, 3).tolist() == [0, 1, 2, 3, 4], "leave one out"
     assert folds(np.array([[3, 0, 1], [0, 0, 2], [1, 0, 1]]), 2, 0).shape == (3,), "a class that nobody has"
+    assert {*folds(np.array([[9_000_000], [1], [1], [1]]), 3, 0).tolist()} == {0, 1, 2}, "people of next to nothing"
     literal = folds(np.arange(1, 19).reshape(9, 2), 3, 7)
     assert literal.tolist() == LITERAL
 
@@ -189,6 +191,10 @@ def test_a_studys_numbers_are_those_of_plain_loops():
     assert by["macro_f1", "sources"]["mean"] == pytest.approx(np.mean(truth)) and by["macro_f1", "sources"]["n"] == 7
     assert by["loss", "folds"]["n"] == 3 and by["loss", "folds"]["mean"] == pytest.approx(1.0)
     assert by["macro_f1", "folds"]["of"] == ["A", "B"]
+    scores = np.array([run["metrics"]["macro_f1"] for run in runs]).reshape(2, 3, 2).mean(2)  # (config, fold)
+    change = scores[1] - scores[0]
+    half = t_quantile(0.975, 2) * change.std(ddof=1) * np.sqrt(1 / 3 + 1 / 2)  # of folds that share their training data
+    assert by["macro_f1", "folds"]["high"] == pytest.approx(change.mean() + half)
 
 
 def about(found):
@@ -401,6 +407,27 @@ def test_a_study_that_cannot_be_is_refused_before_anything_is_written(study, wor
     assert not study.folder.exists()
 
 
+SWAPPED = """
+from tests.tasks import people
+
+class Task(people.Task):
+    split_keys = {"people": ("dataset.test", "dataset.val")}
+"""
+
+
+def test_keys_that_split_otherwise_are_found_before_the_first_training(study, tmp_path):
+    """Of a task whose keys are swapped; and of videos, a cut that its groups do not allow."""
+    (tmp_path / "swapped.py").write_text(SWAPPED)
+    refused(study, "dataset.test=.* gives .* .the task's `split_keys`.: give the keys to validate and to test on",
+            "--folds=3", task=str(tmp_path / "swapped.py"))  # fmt: skip
+    write_clips(tmp_path / "clips", "abcde")
+    refused(study, "is of group ., and so is .*test_groups=", f"dataset.root={tmp_path / 'clips'}", "--folds=3",
+            "--by=videos", task="video")  # fmt: skip
+    assert not study.folder.exists()
+    code, out, err, _ = study(f"dataset.root={tmp_path / 'clips'}", "--leave-one-out=groups", "--dry-run", task="video")
+    assert code == 0 and "leave one of 5 groups out, 1 seed: 5 trainings" in out and not study.folder.exists(), err
+
+
 def test_a_task_that_names_no_split_is_told_what_it_lacks(study):
     refused(study, "toy.py does not say which keys choose a split .task.: give it `split_keys`", "--folds=3", task=TOY)
 
@@ -411,6 +438,9 @@ def test_one_folder_is_one_study(study, tmp_path):
     code, out, err, started = study(*words)
     assert code == 0 and len(started) == 4 and "one test set, 2 seeds: 2 trainings" in out and "of 2 people" in out, err
     assert [path.name for path in sorted(study.folder.glob("seed_*/test.json"))] == ["test.json"] * 2
+    (study.folder / "seed_1/test.json").unlink()  # as if it was killed before its test
+    code, out, err, started = study(*words)
+    assert code == 0 and started == ["evaluate"] and "1 of 2 are done" in out, err
     refused(study, r"not the study of that folder: seeds: \[0, 1\] -> \[0, 2\] .*: change it back, or give another",
             *words[:-1], "--seeds=0,2")  # fmt: skip
     refused(study, "not the study of that folder: words: ", *words[:-2], "epochs=2", words[-1])
@@ -444,8 +474,10 @@ def test_a_training_that_fails_is_named_and_the_rest_is_written(study, tmp_path)
 
 @pytest.mark.slow
 def test_the_command_that_resumes_a_training_of_a_study_is_whole(study):
-    """What tools/runs.py prints of it has the split that the study has set."""
-    code, _, err, _ = study("--folds=3", "epochs=1")
+    """What tools/runs.py prints of it has the split that the study has set, and the number of processes."""
+    code, _, err, _ = study("--folds=3", "epochs=1", "--processes=2")
     assert code == 0, err
+    assert all(any("--nproc_per_node=2" in word for word in command) for command in study.started)
     words = shlex.split(status(study.folder / "fold_1_seed_0")["resume_command"])
+    assert "--nproc_per_node=2" in words
     assert str(study.folder / "fold_1_seed_0.yaml") in words

@@ -11,7 +11,7 @@ A fold is a function of the data and --fold-seed; no person (animal, video) is c
 about --val-share validate. A training is train.py with these settings, in a folder of its own under --out; the
 checkpoint that is best in validation is scored on the test, once. The same command again continues where it was killed;
 what is done is not done again. Settings of the training come before --compare, whose words are the configs: one each,
-or several settings in quotes.
+or several settings in quotes. On a CPU a process computes in one thread, unless OMP_NUM_THREADS is set.
 
 It writes study.json, study.csv, runs.csv and study.tex into --out, study.pdf and study.png with matplotlib, and
 `python tools/report.py FOLDER` makes a page of it. What each number is: docs/study.md. Another task than har and video
@@ -153,8 +153,8 @@ class Study:
         self.plan = self._plan()
         self.trainings = list(_trainings(self.plan))
         with tempfile.TemporaryDirectory(prefix="lockstep_") as scratch:
-            for each in self.trainings:
-                self._settings(each, Path(scratch))
+            given = [self._settings(each, Path(scratch)) for each in self.trainings]
+            self._try_sides(given[0])
         self.stop, self.number = threading.Event(), int(signal.SIGINT)
         self.steps: dict[str, int] = {}
         self.failed: list[tuple[str, str]] = []
@@ -222,6 +222,22 @@ class Study:
         known: list[str] = found.tolist()
         order = sorted(range(len(known)), key=lambda n: (len(known[n]) * known[n].isdecimal() or 99, known[n]))
         return counts[order], [known[n] for n in order]
+
+    def _try_sides(self, words: list[str]) -> None:
+        """Raise LockstepError unless the task splits the data of the first training as the study says."""
+        if not self.plan["folds"]:
+            return
+        task, cut = self.task(config.parse(words, tasks.load).cfg), self.plan["folds"][0]
+        with contextlib.redirect_stdout(io.StringIO()):
+            train_set, val_set = check_datasets(task.datasets())
+            tested = test_set(task, train_set, val_set, needed=True)
+        for side, found, key in zip(("val", "test"), (val_set, tested), self.task.split_keys[self.kind], strict=True):
+            names = set() if found is None else {*map(str, names_of(found, self.kind))}  # type: ignore[arg-type]
+            if names != {*cut[side]}:
+                what = f"{key}={_some(cut[side])} gives {_some(sorted(names)) or 'nobody'}"
+                raise LockstepError(
+                    what, "the task's `split_keys`", "give the keys to validate and to test on, in that order"
+                )
 
     def _plan(self) -> dict[str, Any]:
         asked, names = self.asked, self.names

@@ -30,8 +30,8 @@ from engine.phases import phase
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
-FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metrics.jsonl", "error.txt", "stacks.txt")
-"""Files that a run writes into its folder, besides checkpoints and `logs/`."""
+FILES = f"{MANIFEST} {LOCK} config.yaml environment.json status.json metrics.jsonl error.txt stacks.txt test.json".split()
+"""Files of a run in its folder, besides checkpoints and `logs/`."""
 
 
 def check_files(folder: Path) -> None:
