@@ -12,7 +12,7 @@ import gzip
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
@@ -35,7 +35,7 @@ GUESSES = {
 }
 """Names of columns, in any case, that are taken for what they say unless another is given."""
 
-LINES = 1 << 16
+LINES = 1 << 13
 """Lines of text in memory at once."""
 
 DECIMAL_COMMA = re.compile(r"\s*[+-]?\d*,\d+([eE][+-]?\d+)?\s*")
@@ -53,6 +53,7 @@ class Reading:
     unit      of the time: one of UNITS, `datetime` (ISO 8601), or a format of strptime
     missing   whether a channel's cell may be empty or NaN
     skip      whether to leave out lines that cannot be read
+    tell      called with the number of lines that were read
     """
 
     columns: list[str] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Reading:
     separator: str = ""
     missing: bool = False
     skip: bool = False
+    tell: Callable[[int], Any] = bool
 
 
 @dataclass
@@ -183,6 +185,7 @@ def _read_text(path: Path, how: Reading) -> Sheet:
             parser = _Parser(path, block, how)
         parser.add(block, first)
         first += len(block)
+        how.tell(len(block))
     if parser is None or not parser.lines:
         raise LockstepError("no rows of data", str(path), EMPTY)
     return parser.sheet()
@@ -422,4 +425,5 @@ def _read_parquet(path: Path, how: Reading) -> Sheet:
     if not len(values):
         raise LockstepError("no rows of data", str(path), EMPTY)
     time = None if time is None else _since_first(time, how.unit)
+    how.tell(len(values))
     return Sheet(path, np.arange(1, len(values) + 1), time, values, channels, texts, used, [])

@@ -307,7 +307,7 @@ def parse_ts(path: Path, labelled: bool, missing: bool = False) -> TsPart:
     lines: list[int] = []
     for number, line in enumerate(text_lines(path), 1):
         line, where = line.strip(), f"{path}:{number}"
-        if not line or line.startswith("#"):
+        if not line or line.startswith(("#", "%")):
             continue
         if line.startswith("@"):
             key, *values = line[1:].split() or [""]

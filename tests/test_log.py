@@ -391,7 +391,7 @@ def test_pictures_and_names_of_classes_are_in_mlflow(launch, tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("uri", "error"),
-    [("nowhere://x", "MLflow cannot be started"), ("file:/proc/nowhere", "MLflow cannot be started")],
+    [("nowhere://x", "mlflow cannot be started"), ("file:/proc/nowhere", "mlflow cannot be started")],
 )
 def test_a_store_that_cannot_be_reached_ends_the_run_before_its_first_step(launch, tmp_path, uri, error):
     pytest.importorskip("mlflow", reason="mlflow is not installed")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import re
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -222,7 +225,12 @@ def test_a_layout_is_read_at_the_first_try(tmp_path, prepare, layout, request):
 
 def test_the_defects_of_wisdm_are_told(tmp_path, prepare):
     code, out, _ = prepare(wisdm(tmp_path), "--like wisdm")
-    assert code == 0 and ": 4 lines are left out, the first: z is empty (" in out and "_raw.txt:601, column 6)" in out
+    assert (
+        code == 0
+        and "1800 samples in 1 file" in out
+        and ": 4 lines are left out, the first: z is empty (" in out
+        and "_raw.txt:601, column 6)" in out
+    )
     (tmp_path / "out.npz").unlink()
     code, _, err = prepare(".", "--like wisdm --bad-lines refuse")
     assert code == 2 and re.search(
@@ -293,7 +301,7 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     assert "--pad pads them to 9 with a mask, --length 5 cuts each into windows" in err
     assert not (tmp_path / "out.npz").exists()
     code, out, _ = prepare(data, "--pad")
-    assert code == 0 and "dataset.length=9 dataset.stride=9" in out
+    assert code == 0 and "dataset.length=9 dataset.stride=9" in out and "warning" not in out
     found = windows.read(tmp_path / "out.npz", length=9, stride=9)
     names = dict(zip(("up", "down"), ("1", "-1"), strict=True)) if make is ucr else {"up": "up", "down": "down"}
     assert [found.classes[n] for n in found.labels] == [names[side] for side in SIDES]
@@ -302,7 +310,9 @@ def test_cases_are_refused_padded_or_cut(tmp_path, prepare, make):
     for one, padded in zip(SERIES, np.split(found.signal, 6), strict=True):
         assert np.allclose(padded[: len(one), :count], one[:, :count]) and not padded[len(one) :].any()
         assert padded[:, -1].tolist() == [1.0] * len(one) + [0.0] * (9 - len(one))
-    code, out, _ = prepare(data, "--length 6", "cut.npz")
+    code, _, err = prepare(data, "--pad --scale 1,2,3", "no.npz")
+    assert code == 2 and f"3 factors for {count} channel" in err
+    code, out, _ = prepare(data, "--length 6 --mixed", "cut.npz")  # a case has one label anyway
     assert code == 0 and "5 of 45 steps are left out, in pieces shorter than 6" in out
     cut = windows.read(tmp_path / "cut.npz", length=6, stride=1)
     assert cut.lengths.tolist() == [9, 9, 7, 9, 6] and not cut.masked
@@ -378,7 +388,7 @@ def test_windows_span_no_gap_no_hole_no_step_back_and_no_change_of_label(tmp_pat
 
 
 def test_mixed_keeps_recordings_whole_and_a_window_has_the_label_of_its_middle(tmp_path, prepare):
-    labels = ["walk"] * 30 + [""] * 7 + ["0"] * 20 + ["sit"] * 43
+    labels = ["walk"] * 30 + [""] * 4 + ["nan"] * 3 + ["0"] * 20 + ["sit"] * 43
     table(tmp_path / "a.csv", [f"{n / 10},{n},{label},{who}" for who in "ab" for n, label in enumerate(labels)])
     assert prepare("a.csv", "--mixed --length 10 --exclude-label 0")[0] == 0
     found = windows.read(tmp_path / "out.npz", length=10, stride=1)
@@ -395,6 +405,7 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         {
             "": [*"01234"],
             "--exclude-label 0,3": [*"124"],
+            "--exclude-label 1 --label-map 1=walk,2=walk": ["0", "3", "4", "walk"],
             "--label-map 1=walk,2=walk --keep-classes walk,4": ["4", "walk"],
             "--label-map map.csv:class": ["run", "walk"],
         }.items()
@@ -403,7 +414,10 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
         code, _, err = prepare("a.csv", f"{options} --length 10", f"{number}.npz")
         assert code == 0, err
         assert windows.read(tmp_path / f"{number}.npz", 10, 10).classes == names
-    sizes = [len(one) for _, _, one in pieces(tmp_path / "2.npz")]
+    assert {len(one) for label, _, one in pieces(tmp_path / "2.npz") if label == "walk"} == {20}, (
+        "1 is out, whatever it is"
+    )
+    sizes = [len(one) for _, _, one in pieces(tmp_path / "3.npz")]
     assert sizes == [40, 20, 40, 20], "what is called alike is one piece"
     (tmp_path / "map.csv").write_text("code,class\n0,walk\n")
     for options, says in (
@@ -418,6 +432,22 @@ def test_labels_are_renamed_kept_and_excluded(tmp_path, prepare):
     ):
         code, _, err = prepare("a.csv", f"--length 10 {options}", "no.npz")
         assert code == 2 and says.format(tmp_path) in err and not (tmp_path / "no.npz").exists(), err
+
+
+def test_recordings_of_one_person_are_kept_apart_and_bad_lines_out(tmp_path, prepare):
+    """Two devices that wrote into one table by turns, each with a clock of its own."""
+    rows = [f"{n / 10 + 100 * d},{1000 * d + n},walk,ann,{d}" for n in range(60) for d in (0, 1)]
+    rows[40] = "2.0,oops,walk,ann,0"
+    table(tmp_path / "a.csv", rows, "time,x,label,subject,session")
+    code, out, err = prepare("a.csv", "--length 20 --bad-lines skip")
+    assert code == 0, err
+    assert (
+        "recording session" in out
+        and "119 samples" in out
+        and "a.csv: 1 lines are left out, the first: x is 'oops'" in out
+    )
+    cut = [signal[:, 0] for _, _, signal in pieces(tmp_path / "out.npz")]
+    assert np.allclose(np.concatenate(cut), [1000 * d + n for d in (0, 1) for n in range(60)], atol=1e-3)
 
 
 def test_doubts_are_told(tmp_path, prepare):
@@ -536,6 +566,17 @@ def test_a_fault_is_named_with_line_column_and_cure(tmp_path, prepare, line, row
     assert err.count("\n") == 1 and not out and sorted(p.name for p in tmp_path.iterdir()) == ["a.csv"]
 
 
+def test_the_line_of_a_fault_far_down_and_of_a_gap_there(tmp_path, prepare):
+    """Beyond the first block of lines."""
+    rows = [f"{n / 50 + 9 * (n >= 9500):.2f},{n},{n},walk,ann" for n in range(10_000)]
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    code, out, _ = prepare("a.csv")
+    assert code == 0 and f"{tmp_path}/a.csv:9502: no sample for 9.02 s" in out
+    rows[9000] = "180,,1,walk,ann"
+    (tmp_path / "a.csv").write_text("\n".join([HEAD, *rows]))
+    assert f"x is empty ({tmp_path}/a.csv:9002, column 2)" in prepare("a.csv", "", "no.npz")[2]
+
+
 def test_faults_of_order_files_and_folders(tmp_path, prepare):
     path = tmp_path / "a.csv"
     path.write_text("\n".join([HEAD, *np.random.default_rng(0).permutation(GOOD)]))
@@ -594,7 +635,9 @@ def test_without_labels_for_a_prediction_and_a_rate_of_other_units(tmp_path, pre
     assert found.rate_hz == 50 and len(found) == 1
     first = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "out.npz").unlink()
-    assert prepare("a.csv", "--no-label --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    assert (
+        prepare("a.csv", "--no-label --mixed --time-unit ms")[0] == 0 and (tmp_path / "out.npz").read_bytes() == first
+    )
 
 
 @pytest.mark.slow
@@ -617,3 +660,79 @@ def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
         sides = {tuple(row.split(",")[4:6]) for row in table.read_text().splitlines()[1:]}
         assert {who for who, _ in sides} == {"101", "102", "103"} and len(sides) == 3
         assert sorted(side for _, side in sides) == ["held out", "trained on", "trained on"]
+        with np.load(out) as arrays:
+            np.savez(tmp_path / "new.npz", **dict(arrays) | {"subject": np.array(["101", "x", "103"])})
+        new = str(tmp_path / "new.npz")
+        succeed(launch.python("tools/predict.py", f"{tmp_path}/run", new, "--out", str(tmp_path / "q.csv")))
+        rows = [row.split(",")[4:6] for row in (tmp_path / "q.csv").read_text().splitlines()[1:]]
+        assert {side for who, side in rows if who == "x"} == {"new"} and {side for _, side in rows} > {"new"}
+
+
+# ---- archives as they are published ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> Path:
+    """Files of the UCR and UEA archives, from the wheel of aeon (BSD-3): fetched for the test and not kept."""
+    folder = tmp_path_factory.mktemp("archive")
+    fetch = "pip download --no-deps --quiet --disable-pip-version-check aeon==1.6.0 --dest"
+    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
+    if got.returncode:
+        pytest.skip(f"aeon cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(("_TRAIN.ts", "_TEST.ts", "_TRAIN.arff", "_TRAIN.tsv")):
+                (folder / Path(name).name).write_bytes(wheel.read(name))
+    return folder
+
+
+PUBLISHED = {  # of the archives: (cases, channels, classes, shortest, longest), or a word of the refusal
+    "ACSF1_TRAIN.ts": (200, 1, 10, 1460, 1460),
+    "ArrowHead_TRAIN.ts": (211, 1, 3, 251, 251),
+    "ArrowHead_TRAIN.arff": (36, 1, 3, 251, 251),
+    "ArrowHead_TRAIN.tsv": (36, 1, 3, 251, 251),
+    "BasicMotions_TRAIN.ts": (80, 6, 4, 100, 100),
+    "BasicMotions_TRAIN.arff": (40, 6, 4, 100, 100),
+    "GunPoint_TRAIN.ts": (200, 1, 2, 150, 150),
+    "GunPoint_TRAIN.arff": (50, 1, 2, 150, 150),
+    "GunPoint_TRAIN.tsv": (50, 1, 2, 150, 150),
+    "JapaneseVowels_TRAIN.ts --length 7": (640, 12, 9, 7, 29),
+    "JapaneseVowels_TRAIN.ts --pad": (640, 13, 9, 29, 29),
+    "OSULeaf_TRAIN.ts": (442, 1, 6, 427, 427),
+    "PickupGestureWiimoteZ_TRAIN.ts --length 29": (100, 1, 10, 29, 361),
+    "UnitTest_TRAIN.ts": (42, 1, 2, 24, 24),  # its comments begin with %
+    "Covid3Month_TRAIN.ts": "numbers to predict",
+    "JapaneseVowels_TRAIN.ts": "--pad pads them to 29",
+}
+
+
+@pytest.mark.slow
+def test_published_archives_are_read_or_refused_with_the_cure(archive, tmp_path, capsys):
+    read = {}
+    for line, expected in PUBLISHED.items():
+        name, *options = line.split()
+        out = tmp_path / f"{len(read)}.npz"
+        code = prepare_windows.main([str(archive / name), str(out), *options])
+        said = capsys.readouterr().err
+        if isinstance(expected, str):
+            assert code == 2 and expected in said and not out.exists(), (line, said)
+            continue
+        assert code == 0, said
+        found = read[line] = windows.read(out, length=expected[3], stride=expected[3])
+        lengths = found.lengths
+        about = len(found), found.signal.shape[1], len(found.classes), lengths.min(), lengths.max()
+        assert about == expected, line
+    # The truth: a table of numbers; and the same cases in other forms, without those of the test part.
+    table = np.loadtxt(archive / "GunPoint_TRAIN.tsv")
+    assert np.array_equal(read["GunPoint_TRAIN.tsv"].signal.reshape(50, 150), table[:, 1:].astype(np.float32))
+    assert [read["GunPoint_TRAIN.tsv"].classes[n] for n in read["GunPoint_TRAIN.tsv"].labels] == [
+        str(int(n)) for n in table[:, 0]
+    ]
+    for name in ("ArrowHead", "BasicMotions", "GunPoint"):
+        whole, part = read[f"{name}_TRAIN.ts"], read[f"{name}_TRAIN.arff"]
+        assert np.allclose(whole.signal[: len(part.signal)], part.signal, atol=1e-5)
+        assert [*whole.labels[: len(part)]] == [*part.labels]
+        assert whole.val is not None and not whole.val[: len(part)].any() and whole.val[len(part) :].all()
+    cut, padded = read["JapaneseVowels_TRAIN.ts --length 7"], read["JapaneseVowels_TRAIN.ts --pad"]
+    valid = padded.signal[:, -1] > 0
+    assert np.array_equal(padded.signal[valid][:, :-1], cut.signal) and not padded.signal[~valid].any()

@@ -91,6 +91,9 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_tracks_with_labels_are_trained_on_and_predicted",
     "python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8":
         "test_tracks_with_labels_are_trained_on_and_predicted",
+    "python tools/prepare_windows.py walks.csv walks.npz --rate 25": "test_a_layout_is_read_at_the_first_try",
+    "python train.py har dataset.root=walks.npz dataset.length=128 dataset.stride=64":
+        "test_what_is_prepared_is_trained_on",
     "python tools/prepare_clips.py trials.csv data/mice --videos recordings --frames 17 --size 256":
         "test_own_data_from_raw_files_to_metrics",
     "./train_multigpu.sh --config configs/video.yaml dataset.root=data/mice": "test_own_data_from_raw_files_to_metrics",

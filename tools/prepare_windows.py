@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -227,6 +228,7 @@ class Labels:
 
     def number(self, text: str, where: str) -> int:
         """Return a class's number, new ones counting on, or -1. Raises LockstepError for one that a file lacks."""
+        text = "" if text.lower() == "nan" else text
         if self.all_mapped and text and text not in self.mapping:
             raise LockstepError(f"label {text[:60]!r} is not in {self.where}", where, "add it there")
         name = self.mapping.get(text, text)
@@ -247,19 +249,26 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _factors(asked: argparse.Namespace, channels: int) -> np.ndarray:
+    """Return (C,) or (1,) of --scale."""
+    found = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+    if len(found) not in (1, channels):
+        what = f"{len(found)} factors for {amount(channels, 'channel')}"
+        raise LockstepError(what, "--scale", "give one, or one for each")
+    return found
+
+
 class Recordings:
     """Cuts the rows of sheets into pieces."""
 
     def __init__(self, asked: argparse.Namespace, labels: Labels, said: Said):
         self.asked, self.labels, self.said = asked, labels, said
         self.rate, self.first = asked.rate, ""
-        self.scale = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+        self.scale = np.ones(1)
 
     def pieces(self, sheet: Sheet, source: Source) -> Iterator[Piece]:
         """Yield the pieces of a file: of each person in it, and of each recording of theirs."""
-        if len(self.scale) not in (1, len(sheet.channels)):
-            what = f"{len(self.scale)} factors for {len(sheet.channels)} channels"
-            raise LockstepError(what, "--scale", "give one, or one for each")
+        self.scale = _factors(self.asked, len(sheet.channels))
         labels = self._labels(sheet, source)
         subject = self._pattern(self.asked.file_subject, "--file-subject", sheet.path) or source.subject
         codes, names = sheet.texts.get("subject", (np.zeros(len(labels), np.int64), [subject]))
@@ -459,8 +468,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --scale: {asked.scale!r} is no number")
     if asked.output.suffix != ".npz":
         parser.error(f"argument OUT.npz: {asked.output} does not end in .npz")
-    if asked.rate < 0 or asked.max_gap < 0:
+    if not (0 <= asked.rate < 1e9 and 0 <= asked.max_gap < 1e9):
         parser.error("argument --rate, --max-gap: give a number above 0")
+    asked.mixed &= not asked.no_label  # then nothing is cut for its label
     return asked
 
 
@@ -524,22 +534,18 @@ def _of_cases(asked: argparse.Namespace, path: Path, out: Output) -> About:
         what = f"cases of {low} to {high} steps"
         todo = f"--pad pads them to {high} with a mask, --length {low} cuts each into windows"
         raise LockstepError(what, str(path), todo)
-    out.length = asked.length = asked.length or high
-    factor = np.array([float(one) for one in _words(asked.scale)] or [1.0])
+    out.length, asked.mixed = asked.length or high, False
+    asked.length = out.length
+    factor = _factors(asked, count := found.series[0].shape[1])
     for n, (series, number) in enumerate(zip(found.series, chosen, strict=True)):
         if number >= 0:
             test = bool(found.test is not None and found.test[n])
             out.add(Piece((series * factor).astype(np.float32), number, test=test), str(path))
-    count, span = found.series[0].shape[1], f"{low} to {high}" if high > low else str(low)
+    span = f"{low} to {high}" if high > low else str(low)
     line = f"{amount(len(sizes), 'case')} of {span} steps x {amount(count, 'channel')}"
     more = {"rate_hz": np.array(asked.rate)} if asked.rate else {}
-    return About(
-        [*labels.names],
-        line,
-        [f"channel_{n + 1}" for n in range(count)],
-        more,
-        "case" if low == high or asked.pad else "step",
-    )
+    names = [f"channel_{n + 1}" for n in range(count)]
+    return About([*labels.names], line, names, more, "case" if low == high or asked.pad else "step")
 
 
 def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
@@ -553,17 +559,20 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
         how.subject = None
     recordings = Recordings(asked, labels, said)
     rows, used = 0, dict[str, str]()
-    for source in tqdm(sources, "reading", unit="file", disable=None if len(sources) > 1 else True):
-        sheet = sensor_tables.read(source.path, how)
-        for note in sheet.notes:
-            said.add("lines and commas", note)
-        if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
-            source.subject = source.path.name if len(sources) > 1 else ""
-            todo = "each file counts as a person of its own" if source.subject else "training will split by piece"
-            said.once("person", f"nothing says who was recorded: {todo} (--subject, --file-subject)")
-        rows, used = rows + len(sheet.lines), used | sheet.used
-        for piece in recordings.pieces(sheet, source):
-            out.add(piece, str(source.path))
+    with _uncollected(), tqdm(unit=" lines", unit_scale=True, disable=None) as bar:
+        how.tell = bar.update
+        for number, source in enumerate(sources, 1):
+            bar.set_description(f"{source.path.name}, {number} of {len(sources)}")
+            sheet = sensor_tables.read(source.path, how)
+            for note in sheet.notes:
+                said.add("lines and commas", note)
+            if "subject" not in sheet.texts and not source.subject and not asked.file_subject:
+                source.subject = source.path.name if len(sources) > 1 else ""
+                todo = "each file counts as a person of its own" if source.subject else "training will split by piece"
+                said.once("person", f"nothing says who was recorded: {todo} (--subject, --file-subject)")
+            rows, used = rows + len(sheet.lines), used | sheet.used
+            for piece in recordings.pieces(sheet, source):
+                out.add(piece, str(source.path))
     if not asked.no_label:
         labels.check()
     if VALID in how.channels:
@@ -573,11 +582,20 @@ def _of_tables(asked: argparse.Namespace, out: Output, said: Said) -> About:
     return About([*labels.names], line, how.channels, {"rate_hz": np.array(float(recordings.rate))}, "step")
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: the lists of cells are no cycles, and looking for some takes as long as reading them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _reading(asked: argparse.Namespace) -> Reading:
     if asked.time_unit not in (*sensor_tables.UNITS, "datetime") and "%" not in asked.time_unit:
-        raise LockstepError(
-            f"unit {asked.time_unit!r}", "--time-unit", "give s, ms, us, ns, datetime, or a form with %"
-        )
+        todo = "give s, ms, us, ns, datetime, or a form with %"
+        raise LockstepError(f"unit {asked.time_unit!r}", "--time-unit", todo)
     how = Reading(_words(asked.columns), _words(asked.channels), unit=asked.time_unit)
     for what in sensor_tables.GUESSES:
         name = getattr(asked, what)
@@ -620,11 +638,12 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
         seen = [
             (classes[n], who)  # of each recording, or of each label in it
             for piece, (label, who) in enumerate(zip(labels.tolist(), out.subjects, strict=True))
-            for n in ({*place[out.steps[piece]].tolist()} - {-1} if asked.mixed else [label])
+            for n in ({*place[np.unique(out.steps[piece])].tolist()} - {-1} if asked.mixed else [label])
         ]
         counts = Counter(name for name, _ in seen)
         lines[-1] += f" ({', '.join(f'{name} {counts[name]}' for name in classes)})"
-        doubts += look_alikes(counts) + look_alikes(Counter(out.subjects), typos=False)
+        words = {name: count for name, count in counts.items() if cases.natural(name)[0]}  # -1 is no typo of 1
+        doubts += look_alikes(words) + look_alikes(Counter(out.subjects), typos=False)
         for name, count in counts.items():
             of = {who for other, who in seen if other == name}
             if count == 1:
@@ -637,8 +656,8 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
             doubts.append("all is of one person; training divides people, so it needs two or more")
     lines += [f"warning: {doubt}" for doubt in doubts]
     stride = max(1, asked.length // 2) if about.unit == "step" else asked.length
-    words = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
-    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else words}")
+    command = f"train.py har dataset.root={asked.output} dataset.length={asked.length} dataset.stride={stride}"
+    lines.append(f"python {f'tools/predict.py RUN {asked.output}' if asked.no_label else command}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import LockstepError
 from engine.files.atomic import write_atomically
 from engine.report import mlflow, wandb
 from engine.report.tensorboard import Board
@@ -35,7 +36,14 @@ def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
         ids = dict(json.loads((folder / IDS).read_text(encoding="utf-8"))) if kinds and run.record.resumed.path else {}
     except (OSError, ValueError, TypeError):
         ids = {}  # begin anew there
-    found = [kind(run.cfg, folder, ids.get(kind.name, "")) for kind in kinds]
+    found: list[Any] = []
+    for kind in kinds:
+        try:
+            found.append(kind(run.cfg, folder, ids.get(kind.name, "")))
+        except Exception as error:  # of many kinds
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            what = f"{kind.name} cannot be started: {reason}"
+            raise LockstepError(what, f"{kind.name}.enable", kind.todo) from error
     if found:
         text = json.dumps({each.name: each.id for each in found}).encode()
         write_atomically(folder / IDS, lambda file: file.write(text))

@@ -35,23 +35,22 @@ def require(cfg: Any) -> None:
         except TypeError:  # an older version, which would prompt
             known = bool(wandb.api.api_key)
     except Exception as error:  # an invalid key
-        raise LockstepError(f"wandb: {_reason(error)}", "wandb.enable", NO_LOGIN) from None
+        raise LockstepError(
+            f"wandb: {(str(error).splitlines() or [type(error).__name__])[0]}", "wandb.enable", NO_LOGIN
+        ) from None
     if not known:
         raise LockstepError("wandb has no login on this machine", "wandb.enable", NO_LOGIN)
 
 
 class Wandb:
-    name = "wandb"
+    name, todo = "wandb", NO_LOGIN
 
     def __init__(self, cfg: Any, folder: Path, earlier: str):
         import wandb
 
         about = {"project": cfg.wandb.project, "name": cfg.wandb.name or folder.name, "dir": str(folder)}
         about |= {"id": earlier, "resume": "allow"} if earlier else {}
-        try:
-            self.run = wandb.init(**about, entity=cfg.wandb.entity or None, config=config.to_dict(cfg))
-        except Exception as error:
-            raise LockstepError(f"wandb cannot be started: {_reason(error)}", "wandb.enable", NO_LOGIN) from error
+        self.run = wandb.init(**about, entity=cfg.wandb.entity or None, config=config.to_dict(cfg))
         self.id = str(self.run.id)
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
@@ -66,7 +65,3 @@ class Wandb:
 
     def close(self, status: str) -> None:
         self.run.finish()
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
