@@ -223,21 +223,17 @@ def check_datasets(found: Any, first: str = "training") -> tuple[Any, Any]:
 
 
 def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> Any:
-    """Return the task's test set or None; with `needed` never None. Raises LockstepError if one of its sources is in
-    another set, too."""
-    if (found := task.test_dataset()) is None and not needed:
-        return None
-    if found is None:
+    """Return the task's test set, None if it has none and none is `needed`. Raises LockstepError if one of its sources
+    is in another set, too."""
+    if (found := task.test_dataset()) is None and needed:
         todo = "train anew with one, such as dataset.test_share=0.2: what a training has seen is no test"
         raise LockstepError("the run has no test set", "split test", todo)
-    check_datasets((found, None), "test")
-    if not len(found):
+    if found is not None and not len(check_datasets((found, None), "test")[0]):
         raise LockstepError("the test set is empty", "the task's `test_dataset`", "check the data and the split")
-    mine = per_sample(found, "sources")
     for name, other in (("to train", train_set), ("to validate", val_set)):
-        theirs = None if other is None else per_sample(other, "sources")
-        if mine is not None and theirs is not None and (both := sorted({*map(str, mine)} & {*map(str, theirs)})):
-            what = f"{', '.join(both[:5])} is both {name} and to test on"
+        sources = [() if each is None else per_sample(each, "sources") for each in (found, other)]
+        if both := set.intersection(*({*map(str, () if each is None else each)} for each in sources)):
+            what = f"{', '.join(sorted(both)[:5])} is both {name} and to test on"
             raise LockstepError(what, "the task's `test_dataset`", "leave each source in one set")
     return found
 

@@ -30,7 +30,8 @@ from engine.phases import phase
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
-FILES = f"{MANIFEST} {LOCK} config.yaml environment.json status.json metrics.jsonl error.txt stacks.txt test.json".split()
+FILES = "config.yaml environment.json status.json metrics.jsonl error.txt stacks.txt test.json".split()
+FILES += [MANIFEST, LOCK]
 """Files of a run in its folder, besides checkpoints and `logs/`."""
 
 

@@ -187,12 +187,8 @@ def _excluded(sampler: Any) -> list[str]:
 
 def _set_aside(test: dict[str, Any]) -> list[str]:
     """Return the line of the plan on the test set."""
-    if not test:
-        return []
-    of = _counted([*test["sources"].items()])
-    return [
-        f"  {'test set':<16} {amount(test['samples'], 'sample')}{of}; only tools/evaluate.py --split test looks at it"
-    ]
+    told = f"{amount(test['samples'], 'sample')}{_counted([*test['sources'].items()])}; only tools/" if test else ""
+    return [f"  {'test set':<16} {told}evaluate.py --split test looks at it"] if test else []
 
 
 def _counted(names: list[tuple[str, int]]) -> str:
