@@ -130,6 +130,11 @@ class Task:
         """Return other suites' keys that are accepted and ignored: {key: (the only valid value or None, why)}."""
         return {}
 
+    @classmethod
+    def defaults_for(cls, cfg: Any) -> dict[str, Any]:
+        """Return more `defaults`, of keys that are not given, which depend on keys that are, such as a chosen model."""
+        return {}
+
     def datasets(self) -> tuple[Any, Any]:
         """Return (train, val); called once, before `model`. If val is None, nothing is evaluated, and the last
         checkpoint is the result.

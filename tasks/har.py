@@ -21,11 +21,14 @@ from engine import contract
 from engine.config import option, section
 from engine.contract import Batch
 from formats import windows
+from models.backbone import Backbone
 from models.conv1d import Conv1d
+from models.harnet import RATE_HZ, STAGES, HarNet
 from models.layers import Standardise
 from models.mlp import MLP
 from models.transformer1d import Transformer1d
-from tasks._classification import Classification, Deployed, LossSettings
+from tasks._classification import Deployed, LossSettings
+from tasks._pretrained import BackboneSettings, FromWeights
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "watch" / "watch.npz"
 SIZES = {"conv": (48, 3), "flatten": (256, 3), "transformer": (64, 4)}  # width and depth where the config says 0
@@ -47,9 +50,11 @@ class DatasetSettings:
 
 
 @dataclass
-class ModelSettings:
-    mode: Literal["conv", "flatten", "transformer"] = option(
-        "conv", "1D convolutions, a perceptron on the flattened window, or a transformer on patches"
+class ModelSettings(BackboneSettings):
+    mode: Literal["conv", "flatten", "transformer", "harnet"] = option(
+        "conv",
+        "1D convolutions, a perceptron on the flattened window, a transformer on patches, or the backbone of "
+        "ssl-wearables (5, 10 or 30 s at 30 Hz), for model.pretrained",
     )
     width: int = option(0, "channels or units of a layer; 0: the mode's own (48, 256, 64)", low=0)
     depth: int = option(0, "stages or layers; 0: the mode's own (3, 3, 4)", low=0)
@@ -74,12 +79,14 @@ class Settings(contract.Settings):
     augment: AugmentSettings = section(AugmentSettings)
 
 
-class Task(Classification):
+class Task(FromWeights):
     """Batches of windows x (B, C, T) float32 in sensor units; the model normalises."""
 
     Settings = Settings
     splitting = "choose the people to validate on by dataset.val_subjects"
     split_keys = {"subjects": ("dataset.val_subjects", "dataset.test_subjects")}
+    choose_by = "model.mode=harnet"
+    shard = 256
     masked = False  # the last channel says what is padding
     axes = 3  # of each sensor; 0: the channels are none
     aliases = {"mode": "model.mode"}
@@ -91,7 +98,7 @@ class Task(Classification):
         "schedule.warmup_epochs": 1,
     }
 
-    def datasets(self) -> tuple[windows.Windows, windows.Windows]:
+    def datasets(self) -> tuple[Any, Any]:
         cfg = self.cfg.dataset
         self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
         given = cfg.split == "given"
@@ -112,9 +119,16 @@ class Task(Classification):
             self.sides["test"] = self._people(self.test.recording)
         self.mean, self.std = train.statistics(kept)
         self.masked, self.axes = self.recordings.masked, self.recordings.axes
-        return train, val
+        if self.backbone(self.cfg):
+            check_harnet(self.recordings)
+        everything = windows.Windows(self.recordings, np.ones_like(self.val))
+        sides = [(train, rest), (val, self.val)] + ([(self.test, test)] if self.test is not None else [])
+        parts = [(part, np.flatnonzero(side[everything.recording])) for part, side in sides]
+        train_set, val_set, *tested = self.in_features(everything, *parts)
+        self.test = tested[0] if tested else None
+        return train_set, val_set
 
-    def test_dataset(self) -> windows.Windows | None:
+    def test_dataset(self) -> Any:
         return self.test
 
     def _people(self, chosen: np.ndarray) -> list[str]:
@@ -147,11 +161,23 @@ class Task(Classification):
         LockstepError if their windows, channels or rate differ."""
         found = windows.read(root, self.length, stride, labelled)
         windows.check_alike(found, self.length, self.about["channels"], self.about["names"], self.about["rate_hz"])
+        if self.backbone(self.cfg):
+            check_harnet(found)
         return found
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module takes windows (B, T, C) in sensor units, as they are stored."""
-        return Deployed(model, by_step=True), lambda batch: batch["x"].transpose(1, 2)
+        return Deployed(model, by_step=True), lambda batch: self.raw(batch)["x"].transpose(1, 2)
+
+    @classmethod
+    def backbone(cls, cfg: Any) -> type[Backbone] | None:
+        return HarNet if cfg.model.mode == "harnet" else None
+
+    def published_name(self) -> str:
+        return f"harnet{self.length // RATE_HZ}"
+
+    def new_backbone(self, fixed_norms: bool) -> Backbone:
+        return HarNet(self.length, len(self.classes), self.cfg.model.dropout, fixed_norms)
 
     def model(self) -> nn.Module:
         model = self._network()
@@ -162,6 +188,8 @@ class Task(Classification):
 
     def _network(self) -> nn.Module:
         cfg = self.cfg.model
+        if cfg.mode == "harnet":
+            return super().model()
         width, depth = (given or own for given, own in zip((cfg.width, cfg.depth), SIZES[cfg.mode], strict=True))
         length, num_classes = self.length, len(self.classes)
         if cfg.mode == "conv":
@@ -216,9 +244,7 @@ class Task(Classification):
         out = ", ".join(self._people(val)) or "unknown (the data name none: one person may be on both sides)"
         test = ""
         if self.test is not None:
-            test = (
-                f"\nTest windows: {tested}, test subjects: {', '.join(self._people(self.test.recording)) or 'unknown'}"
-            )
+            test = f"\nTest windows: {tested}, test subjects: {', '.join(self.sides['test']) or 'unknown'}"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         return "\n".join(
             [
@@ -228,6 +254,31 @@ class Task(Classification):
                 self.class_summary(),
             ]
         )
+
+
+def check_harnet(found: windows.Recordings) -> None:
+    """Raise LockstepError unless the recordings are what harnet takes: 3 channels of acceleration in g, gravity
+    included, at 30 Hz, in windows of 5, 10 or 30 s."""
+    prepare, rate, channels = "tools/prepare_windows.py", found.rate_hz, found.signal.shape[1]
+    norm = np.sqrt((found.signal[:: max(1, len(found.signal) // 10**6), :3].astype(np.float64) ** 2).sum(1))
+    size = float(np.median(norm))
+    if channels != 3:
+        named = f" ({' '.join(found.channels)})" if found.channels else ""
+        what, todo = f"{channels} channels{named}", f"choose x, y, z of one accelerometer with {prepare} --channels"
+    elif rate is None or abs(rate - RATE_HZ) > 0.01 * RATE_HZ:
+        what = f"a rate of {rate:g} Hz" if rate else "a rate that the data do not tell"
+        todo = f"resample with {prepare} --rate {RATE_HZ}"
+    elif found.length not in STAGES:
+        what = f"windows of {found.length} steps"
+        todo = f"give dataset.length={', '.join(map(str, STAGES))} (5, 10 or 30 s), or cut them so with {prepare}"
+    elif not 0.6 < size < 1.7:
+        in_si = 6 < size < 17
+        what = f"values about {size:.3g} in size, where gravity alone is 1"
+        todo = f"they look like m/s2: divide by 9.81 with {prepare} --scale {1 / 9.80665:.6f}" if in_si else ""
+        todo = todo or "give acceleration in g with gravity in it, neither filtered out nor another sensor's"
+    else:
+        return
+    raise contract.LockstepError(f"harnet takes 3 channels at 30 Hz in g, and there are {what}", found.where, todo)
 
 
 def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:

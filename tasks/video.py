@@ -18,9 +18,12 @@ from engine.config import option, section
 from engine.contract import Batch, LockstepError, Sums
 from formats.clips import Clips, lasting, split_by_video
 from formats.synthetic_clips import Recipe, ensure
+from models.backbone import Backbone
 from models.cnn3d import CNN3d
-from tasks._classification import Classification, LossSettings
+from models.resnet3d import ResNet3d
+from tasks._classification import LossSettings
 from tasks._pictures import caption, text_width
+from tasks._pretrained import BackboneSettings, FromWeights
 
 GENERATED = Path(__file__).resolve().parent.parent / "data" / "generated"
 
@@ -43,8 +46,11 @@ class Dataset:
 
 
 @dataclass
-class Model:
-    width: int = option(8, "channels of the stem; 8 gives 0.1 million parameters, 40 gives 2.7 million", low=1)
+class Model(BackboneSettings):
+    name: Literal["cnn3d", "mc3_18", "r3d_18", "r2plus1d_18"] = option(
+        "cnn3d", "a small network of our own, or a backbone of torchvision's, for model.pretrained"
+    )
+    width: int = option(8, "cnn3d: channels of the stem; 8 gives 0.1 million parameters, 40 gives 2.7 million", low=1)
     dropout: float = option(0.0, "share of the features dropped before the last layer", low=0.0, high=0.99)
 
 
@@ -66,7 +72,7 @@ class VideoSettings(contract.Settings):
     augment: Augment = section(Augment)
 
 
-class Task(Classification):
+class Task(FromWeights):
     Settings = VideoSettings
     defaults = {
         "epochs": 14,
@@ -75,9 +81,11 @@ class Task(Classification):
         "schedule.warmup_epochs": 1.0,
     }
     splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
-    resumable_keys = ("dataset.root", "dataset.frames", "dataset.size")  # the data's fingerprint knows both
     split_keys = {each: (f"dataset.val_{each}", f"dataset.test_{each}") for each in ("groups", "videos")}
+    # The data's fingerprint knows frames and size.
+    resumable_keys = (*FromWeights.resumable_keys, "dataset.frames", "dataset.size")
     ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
+    choose_by = "model.name=mc3_18"
     aliases = {"root": "dataset.root", "frames": "dataset.frames", "size": "dataset.size", "width": "model.width"}
 
     def _clips(self, frames: int) -> Clips:
@@ -92,7 +100,7 @@ class Task(Classification):
         self._guesses = torch.full((len(clips),), -1)  # predicted class by sample index; -1: not scored
         return clips
 
-    def datasets(self) -> tuple[Clips, Clips]:
+    def datasets(self) -> tuple[Any, Any]:
         wanted = self.cfg.dataset
         clips = self._clips(wanted.frames)
         train, val, test = _split(clips, wanted)
@@ -115,9 +123,12 @@ class Task(Classification):
                 lines.append(f"{side} groups: {_some(sorted({*clips.groups[of].tolist()}))} of {len({*clips.groups})})")
         self._found = "\n".join([*lines, _of_a_clip(clips, wanted)])
         self._val = clips.subset(val)
-        return part, self._val
+        parts = [(part, train), (self._val, val)] + ([(self.test, test)] if self.test is not None else [])
+        train_set, val_set, *tested = self.in_features(clips, *parts)
+        self.test = tested[0] if tested else None
+        return train_set, val_set
 
-    def test_dataset(self) -> Clips | None:
+    def test_dataset(self) -> Any:
         return self.test
 
     def metadata(self) -> dict[str, Any]:
@@ -141,7 +152,26 @@ class Task(Classification):
         return clips
 
     def model(self) -> nn.Module:
+        if self.cfg.model.name != "cnn3d":
+            return super().model()
         return CNN3d(len(self.classes), self.cfg.model.width, self.cfg.model.dropout)
+
+    @classmethod
+    def backbone(cls, cfg: Any) -> type[Backbone] | None:
+        return None if cfg.model.name == "cnn3d" else ResNet3d
+
+    def published_name(self) -> str:
+        return str(self.cfg.model.name)
+
+    def new_backbone(self, fixed_norms: bool) -> Backbone:
+        return ResNet3d(self.cfg.model.name, len(self.classes), self.cfg.model.dropout, fixed_norms)
+
+    def backbone_note(self) -> str:
+        frames, height, width = self.about["shape"]
+        name = self.cfg.model.name
+        return (
+            f"{name} is published for 16 frames at 15 fps of 112 x 112 pixels; these are {frames} of {height} x {width}"
+        )
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Flip, shift in space and time, and brighten or darken x (B, T, H, W) uint8."""

@@ -14,6 +14,7 @@ from test_guides import COMMANDS, SHORT_HAR, SHORT_VIDEO, assert_trained, comman
 TOPICS = (
     "launching",
     "your-own-data",
+    "pretrained",
     "behaviour",
     "study",
     "tools",
@@ -78,6 +79,17 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_the_same_bits_on_any_number_of_processes_and_until_the_first_of_them_comes",
     "python tools/export.py RUN": "test_the_file_says_what_the_model_says",
     "python tools/export.py RUN --format onnx": "test_the_file_says_what_the_model_says",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth":
+        "test_a_missing_file_ends_a_training_before_anything_is_written",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice":
+        "test_a_pretrained_backbone_is_trained_at_a_tenth_and_its_norms_keep_their_statistics",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice "
+    "model.features=cached model.views=4":
+        "test_cached_features_end_in_the_same_bits_on_any_number_of_processes",
+    "python train.py video model.name=mc3_18 model.pretrained=mc3_18-a90a0ba3.pth dataset.root=data/mice "
+    "init_from=runs/head":
+        "test_a_head_on_cached_features_is_the_start_of_fine_tuning",
+    "python benchmarks/pretrained.py": "test_the_benchmark_packs_no_frame_on_both_sides",
     "python train.py examples/own_task.py": "test_a_task_of_ones_own_learns",
     "python train.py examples/own_optimizer.py": "test_an_example_learns_and_is_resumed_on_other_processes",
     "python train.py examples/own_lora.py": "test_an_example_learns_and_is_resumed_on_other_processes",

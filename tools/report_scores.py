@@ -278,7 +278,10 @@ def _look(loaded: LoadedModel, dataset: Any, found: Scores, most: int) -> None:
         source = found.sources[n] if found.sources else ""
         about = int(found.true[n]), int(found.guess[n])
         values = {name: _row(values, 0) for name, values in predicted.items()}
-        found.worst.append(Sample(n, losses[n], source, *about, _parts(batch), values))
+        shown = _batch(
+            loaded, getattr(dataset, "raw", dataset), [n]
+        )  # not the features of samples, if these are cached
+        found.worst.append(Sample(n, losses[n], source, *about, _parts(shown), values))
     if found.worst and found.sources and (name := _action_of(found.worst[0])):
         members = {source: [n for n in range(found.count) if found.sources[n] == source] for source in found.by_source}
         mean = {source: each.get("loss", math.nan) for source, each in found.by_source.items()}

@@ -81,6 +81,7 @@ def parse(
     values: dict[str, Any] = {}
     unknown = [setting for layer in layers for setting in _set(values, layer, fields, aliases)]
     cfg = changed(tree, values)
+    cfg = changed(cfg, {key: value for key, value in task.defaults_for(cfg).items() if key not in values})
     notes = _explain(unknown, cfg, task, settings, load_task, others)
     problems = [setting.problem for setting in settings if setting.problem] + _contradictions(cfg)
     if isinstance(named := switches.get("force"), tuple):
