@@ -100,6 +100,25 @@ def test_a_cage_is_on_one_of_three_sides(tmp_path, words, test):
     assert task.metadata()["videos"]["test"] == sorted(of(sets[2]))
 
 
+@pytest.mark.slow
+def test_cached_features_are_standardised_without_the_test(tmp_path, monkeypatch):
+    """Also a batch of them: the third part has the labels, groups and features of its own clips."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    root = write_clips(tmp_path / "clips", "abcde")
+    words = [f"dataset.root={root}", "model.name=mc3_18", "model.features=cached", "device=cpu"]
+    task, train, _, test = made("video", *words, "dataset.test_groups=b,d", "dataset.val_groups=a")
+    mean, std = task._statistics
+    x = train.__getitems__([*range(len(train))])["x"]
+    assert {*train.groups} == {"c", "e"} and {*test.groups.tolist()} == {"b", "d"} and len(test) == 12
+    moving = x.std(0) > 0
+    assert torch.allclose(mean, x.mean(0), atol=1e-6)
+    assert torch.allclose(std[moving], x.std(0, correction=0)[moving], atol=1e-5)
+    whole, first, _, none = made("video", *words, "dataset.val_groups=a")
+    chosen = np.flatnonzero(np.isin(first.groups, ["b", "d"]))
+    assert none is None and not torch.allclose(whole._statistics[0], mean, atol=1e-6)
+    assert torch.equal(first.__getitems__(chosen)["x"], test.__getitems__([*range(12)])["x"])
+
+
 OWN = """
 import torch
 from tests.tasks import toy
