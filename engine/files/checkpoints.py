@@ -226,7 +226,7 @@ class CheckpointWriter:
             with self.checkpoints.commit(name, progress["step"], best, tensor_bytes(state)) as file:
                 torch.save(state, file)
             path = self.checkpoints.last or Path()
-            status.current.update(step=progress["step"], checkpoint=str(path), best=progress["best"])
+            status.current.update(step=progress["step"], checkpoint=str(path), best=progress.get("best"))
             if best:
                 console.info(f"  ✓ Saved best model: {path.name} ({self.label}: {progress['best']:.4f})")
         except LockstepError as error:
