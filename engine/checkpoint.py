@@ -233,11 +233,10 @@ def restore(run: Run, saved: Saved) -> None:
     _load_model(run.model, saved, saved.model)
     with _of_the_same_model(saved):
         if run.ema is not None and saved.ema is not None:
-            own = {
-                f"module.{name}": value for name, value in run.model.state_dict().items() if name in run.record.left_out
-            }
+            own = {f"module.{n}": value for n, value in run.model.state_dict().items() if n in run.record.left_out}
             run.ema.load_state_dict(own | saved.ema)
-        make.load_state(run.optimizer, saved.optimizer, saved.changes)
+        if saved.optimizer:  # a published model has none
+            make.load_state(run.optimizer, saved.optimizer, saved.changes)
         if saved.scaler and run.scaler.is_enabled():  # amp may have changed
             run.scaler.load_state_dict(saved.scaler)
     run.progress = Progress(**saved.progress)

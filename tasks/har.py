@@ -278,7 +278,7 @@ def check_harnet(found: windows.Recordings) -> None:
         todo = todo or "give acceleration in g with gravity in it, neither filtered out nor another sensor's"
     else:
         return
-    raise contract.LockstepError(f"harnet takes 3 channels at 30 Hz in g, and there are {what}", found.where, todo)
+    raise contract.LockstepError(f"harnet takes 3 channels at 30 Hz in g, not {what}", found.where, todo)
 
 
 def resample(x: Tensor, speed: Tensor, shift: Tensor) -> Tensor:

@@ -212,6 +212,7 @@ def test_no_code_in_a_file_runs(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_file_ends_a_training_before_anything_is_written(launch, tmp_path):
     done = launch.train(*VIDEO, "model.pretrained=mc3_18-a90a0ba3.pth", f"save_dir={tmp_path / 'run'}")
     (line,) = done.errors

@@ -48,6 +48,7 @@ from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.report import describe
 from engine.run import Run
 from engine.survive.signals import StopRequest
+from tools.published import as_run, shown
 from tools.running import guarded, in_world
 
 
@@ -74,20 +75,21 @@ TRUST = "run a task file that lies in RUN's own folder"
 
 
 def of_run(trust: bool, argv: list[str]) -> list[str]:
-    """RUN and the arguments after it -> the training's command line that resumes from RUN's checkpoint.
+    """RUN, or a published folder, and the arguments after it -> the training's command line that resumes from it.
 
     trust  allow a task file in the run's folder, which may be a program from elsewhere
     """
-    run, rest = Path(argv[0]), argv[1:]
-    folder = run if run.is_dir() else run.parent
+    given, rest = Path(argv[0]), argv[1:]
+    run = as_run(given)  # a published folder becomes one
+    folder, place = (path if path.is_dir() else path.parent for path in (run, given))
     if not (folder / "config.yaml").is_file():
         raise LockstepError(f"no run at {argv[0]!r}", "the first word", "give the folder of a run")
     check_files(folder)
     task = config.task_in(str(folder / "config.yaml"))
     above = [place.resolve() for place in Path.cwd().joinpath(task).parents]  # a link in the folder is in the folder
-    if task.endswith(".py") and folder.resolve() in above and not trust:
+    if task.endswith(".py") and place.resolve() in above and not trust:
         what = f"the run's task is a program in its own folder, {task}"
-        raise LockstepError(what, str(folder / "config.yaml"), "read it, then give --trust to run it")
+        raise LockstepError(what, str(place / "config.yaml"), "read it, then give --trust to run it")
     checkpoints = Checkpoints(folder)
     file = folder / (checkpoints.best or LAST) if run.is_dir() else run
     return [
@@ -126,9 +128,9 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
         if asked.split == "test":
             _keep(Path(checkpoint).parent, about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better})
         if asked.json:
-            print(json.dumps(about))
+            print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
         else:
-            print(f"{checkpoint}, step {step}, split {asked.split}:")
+            print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
             print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes)), *_sources(parts)]))
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
     return status.set_exit_code(status.DONE)

@@ -44,6 +44,7 @@ from engine.files.atomic import write_atomically
 from engine.report import describe
 from engine.speed import memory
 from tools.evaluate import TRUST, of_run
+from tools.published import shown
 from tools.running import alone, guarded, in_world
 
 Input = Tensor | dict[str, Tensor]
@@ -130,7 +131,7 @@ def _compared(args: config.Args, world: World, kind: str) -> tuple[dict[str, Any
         }
         exported = FORMATS[kind](module, _two_at_least(inputs[-1]), [*outputs], json.dumps(about))
         found = [(_size(x), *differences(module(x), exported.run(x))) for x in inputs]
-    return about | {"path": str(run.record.resumed.path)}, exported, found
+    return about | {"path": shown(run.record.resumed.path or "")}, exported, found
 
 
 # ---- real batches ---------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ from formats.windows import Windows
 from tasks import har, video
 from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import add_labels, read_annotations, whole_number
+from tools.published import shown
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
@@ -202,7 +203,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
     if asked.json:
         print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
     else:
-        print(f"{loaded.checkpoint}, step {loaded.step}: {amount(rows, 'row')}")
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}: {amount(rows, 'row')}")
         print(f"Wrote {asked.out}: {', '.join(columns[:8])}" + (f" and {len(columns) - 8} more" * (len(columns) > 8)))
     return status.set_exit_code(status.DONE)
 
@@ -270,7 +271,7 @@ def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
         where = {"predictions": str(asked.out), "ethograms": str(pictures) if pictures else None}
         print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]}))
     else:
-        print(f"{loaded.checkpoint}, step {loaded.step}:")
+        print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))
         print(f"Wrote {asked.out}" + (f" and the ethograms in {pictures}/" if pictures else ""))
     for error in left_out:

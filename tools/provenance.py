@@ -92,14 +92,17 @@ def _tell(args: config.Args, asked: argparse.Namespace) -> int:
         raise LockstepError("a proof is of contents", "--no-contents", "drop it, or --proof")
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
     with aside:
-        seen = _read(args, contents_too=not asked.no_contents)
-        found = _counts(seen)
-        if not asked.no_contents:
-            found |= _rooted(seen, asked.proof)
+        seen, found = tell(args, not asked.no_contents, asked.proof)
         if asked.list:
             _write(seen, asked.list)
     print(json.dumps(found) if asked.json else "\n".join(_lines(found, asked)))
     return status.set_exit_code(status.DONE)
+
+
+def tell(args: config.Args, contents_too: bool, proof: int | None = None) -> tuple[Seen, dict[str, Any]]:
+    """Return what the checkpoint `resume` has seen, and the counts; with the contents of the samples also the root."""
+    seen = _read(args, contents_too)
+    return seen, _counts(seen) | (_rooted(seen, proof) if contents_too else {})
 
 
 # ---- what was seen ---------------------------------------------------------------------------------------------------

@@ -16,17 +16,17 @@ from engine.files.archive import check_archive, reason
 from engine.files.checkpoints import LAST, Checkpoints
 from engine.private import NORM_WITH_STATISTICS
 
-WRAPPERS = ("module.", "_orig_mod.")
+WRAPPERS, PUBLISHED = ("module.", "_orig_mod."), "model.safetensors"
 
 NESTED = ("model", "state_dict", "model_state_dict", "weights")
 """Keys under which training scripts save a state dict."""
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), a checkpoint (their average, if it
-    keeps one), a .safetensors file, or a state dict that torch.save has written."""
+    """Return weights by name, on the CPU: of a run's folder (its best checkpoint), a published one, a checkpoint (their
+    average, if it keeps one), a .safetensors file, or a state dict that torch.save has written."""
     if path.is_dir():
-        path = path / (Checkpoints(path).best or LAST)
+        path = path / (Checkpoints(path).best or next((n for n in (LAST, PUBLISHED) if (path / n).exists()), LAST))
     where = f"init_from={path}"
     if not path.is_file():
         raise LockstepError("no weights there", where, "give a run's folder, a checkpoint, a .safetensors or a .pt")
