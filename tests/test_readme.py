@@ -59,6 +59,7 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_the_test_is_scored_whole_and_by_person_and_its_looks_are_counted",
     "python tools/study.py har --leave-one-out subjects --compare model.mode=conv model.mode=flatten":
         "test_a_study_from_its_folds_to_its_page",
+    "python tools/study.py har --leave-one-out subjects": "test_a_study_from_its_folds_to_its_page",
     "python tools/runs.py": "test_real_runs_in_their_states",
     "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
     "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",

@@ -142,7 +142,7 @@ ODD = {
         "test.json": "[]",
     },
     "torn": {"status.json": '{"state": "do', "metrics.jsonl": '{"event": "train", "step": 4}\n{"event": "ev'},
-    "deep": {"status.json": "[" * 60000, "config.yaml": "a: " + "[" * 5000, "metrics.jsonl": "{" * 70000},
+    "deep": {"status.json": "[" * 60000, "config.yaml": "a: " + "[" * 1200, "metrics.jsonl": "{" * 70000},
     "bytes": {"status.json": b"\xff\xfe\0", "metrics.jsonl": b"\xff\n\0\n", "config.yaml": b"\xff\0"},
     "a loop": {"status.json": "{}", "config.yaml": "task: &a [*a]\nepochs: &b {c: *b}\n"},
     "obeyed": {"status.json": '{"state": "failed", "reason": "\\u001b[2Jx\\ny", "resume_command": "\\u202erm"}'},
@@ -167,10 +167,10 @@ def test_odd_folders_are_listed_and_nothing_of_them_is_obeyed(listed, tmp_path):
     shutil.copy(own / "status.json", os.fsencode(tmp_path) + b"/\xff\xfe/status.json")
     (tmp_path / "again").symlink_to(tmp_path)
     (tmp_path / "gone").symlink_to("nowhere")
-    for way in ([], ["--json"], ["--csv"], *(["--sort", by] for by in tool.SORTS)):
+    for way in (["--sort=best"], ["--json", "--sort=test"], ["--csv", "--sort=time"], ["--sort=state"]):
         code, out = listed(tmp_path, *way)
         assert code == 0 and "\x1b" not in out.replace("\\u001b", "") and "\u202e" not in out, out
-        assert out.count("elsewhere") >= 2 or way == ["--csv"]
+        assert out.count("elsewhere") >= 2 or "--csv" in way
     found = {os.path.basename(run["folder"]): run for run in json.loads(listed(tmp_path, "--json")[1])}
     assert len(found) == len(ODD) + 4
     assert found["torn"]["step"] == 4 and found["torn"]["state"] == "unknown"
