@@ -115,6 +115,28 @@ class Labels:
             chosen[seen[:, b] == 1] = 2 + b
         return names[chosen]
 
+    def overlapping(self, count: int, fps: float, classes: Sequence[str], background: str = BACKGROUND) -> np.ndarray:
+        """Return (count, C) int8 of the behaviours `classes`, any number of which are on: 1, 0, or -1 where nobody
+        looked. `background` is on where no other one is; an event that is in no file of events did not happen."""
+        seen = self.per_frame(count, fps)
+        found = np.full((count, len(classes)), 0 if self.frames is None else -1, dtype=np.int8)
+        for c, name in enumerate(classes):
+            if name in self.behaviours:
+                found[:, c] = seen[:, self.behaviours.index(name)]
+        if background in classes:
+            others = [c for c, name in enumerate(classes) if name != background]
+            on, looked = (found[:, others] == 1).any(1), (found[:, others] >= 0).all(1)
+            found[:, list(classes).index(background)] = np.where(on, 0, np.where(looked, 1, -1))
+        return found
+
+
+def first_of(overlapping: np.ndarray, classes: Sequence[str], background: str = BACKGROUND) -> np.ndarray:
+    """(N, C) of 1, 0 and -1 -> (N,) str, one label of each for the split and the counts: the first that is on, else
+    `background`, and empty where nobody looked at any."""
+    names = np.array([*classes, background, ""])
+    on, unseen = (overlapping == 1).any(1), (overlapping < 0).all(1)
+    return names[np.where(on, (overlapping == 1).argmax(1), len(classes) + unseen)]
+
 
 def stem_of(name: str) -> str:
     """C:\\mice\\a.b.mp4 -> a.b"""

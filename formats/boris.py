@@ -5,6 +5,7 @@
     of before 8  lines of a key and a value, then Time, Media file path, Total length, FPS, Subject, Behavior, ...,
                  Status
     aggregated   Observation id, ..., Subject, Behavior, [Modifier #1, ...], Behavior type, Start (s), Stop (s), ...
+    imported     time, subject, code, modifier, comment, of states: what BORIS takes from a spreadsheet VIDEO.xlsx
 
 Columns are found by their names, in any order; others are not read. The header is the first line that has them.
 """
@@ -26,6 +27,7 @@ LAYOUTS = {
     "aggregated": {"Behavior", "Start (s)", "Stop (s)"},
     "tabular": {"Behavior", "Behavior type", "Time"},
     "before 8": {"Behavior", "Status", "Time"},
+    "imported": {"time", "subject", "code", "modifier", "comment"},
 }
 """The columns that tell the layouts apart."""
 
@@ -91,6 +93,8 @@ def read(path: Path, offset: str = "") -> list[Observation]:
     header = [cell.strip() for cell in rows[at][1]]
     above = {cells[0].strip(): cells[1].strip() for _, cells in rows[:at] if len(cells) > 1}
     table = [(line, _Row(above | dict(zip(header, cells, strict=False)))) for line, cells in rows[at + 1 :]]
+    if layout == "imported":
+        table = [*_states(table, path.stem)]
     table = [(line, row) for line, row in table if row["Behavior"]]
     observations: dict[str, Observation] = {}
     parts: dict[str, list[tuple[int, _Row]]] = {}
@@ -143,6 +147,17 @@ class _Row(dict[str, str]):
         """What START and STOP alternate for."""
         modifiers = [f"{name}={value}" for name, value in self.items() if "odifier" in name and value.strip()]
         return (self["Observation id"], self["Subject"].strip(), self["Behavior"].strip(), *modifiers)
+
+
+def _states(table: list[tuple[int, _Row]], video: str) -> Iterator[tuple[int, _Row]]:
+    """Yield the rows of a spreadsheet for the import with the names of the other layouts. It does not say what begins
+    and what ends: of each state that alternates, in the order of the rows."""
+    on: set[tuple[str, ...]] = set()
+    for line, row in table:
+        named = {"Observation id": video, "Subject": row["subject"], "Behavior": row["code"], "Time": row["time"]}
+        new = _Row(named | {"Modifier": row["modifier"]})
+        on ^= {new.what}
+        yield line, _Row(new | {"Behavior type": "START" if new.what in on else "STOP"})
 
 
 Found = tuple[str, float, float, str, int]  # behaviour, start, stop, subject, line

@@ -7,6 +7,7 @@
     cutting.json how the clips were cut out of videos, if they were: {"crop": [x, y, w, h] or null, "stride": frames of
                  the video from one frame to the next, "size": height and width, "fps": each frame rate of the videos,
                  "resampled": true if videos of any rate were taken at this one}
+    labels.npy   int8 (trials, classes), where labels may overlap: 1, 0, or -1 where nobody looked
 
 The frames may be far larger than memory: only the pages that a batch touches are read.
 """
@@ -28,10 +29,12 @@ import numpy as np
 import torch
 
 from engine.contract import Batch, LockstepError
-from formats.arrays import check_text, csv_rows, map_npy, read_ahead, renumber
+from formats.arrays import check_text, csv_rows, load_npy, map_npy, read_ahead, renumber
+from formats.bouts import columns_of, one_hot
 from formats.partial import Partial
 
 FRAMES, TRIALS, CLASSES, CUTTING = "frames.npy", "trials.csv", "classes.txt", "cutting.json"
+LABELS = "labels.npy"
 COLUMNS = ("trial", "video", "label", "first_frame", "num_frames")
 GROUP = "group"
 AGAIN = "make the folder again with tools/prepare_clips.py"
@@ -73,9 +76,20 @@ class Clips:
         self.shape, self.longest = (length, *self._pixels.shape[1:]), int(counts.max())
         self.cutting = _read_cutting(self.folder / CUTTING)
         self.trials = np.array([row["trial"] for row in rows])
+        self.multi = _read_labels(self.folder / LABELS, len(rows), len(self.classes))
+        self.targets = self.labels
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether a clip may have several labels."""
+        return self.multi is not None
+
+    def one_hot(self) -> None:
+        """Let `y` be (B, C) int8: 1, 0, or -1 where nobody looked."""
+        self.targets = one_hot(self.labels, len(self.classes)) if self.multi is None else self.multi
 
     @property
     def sources(self) -> np.ndarray:
@@ -89,7 +103,7 @@ class Clips:
         x = torch.empty((len(chosen), *self.shape), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
         # The constructor has checked the rows; mode="raise" would copy everything once more.
         np.take(self._pixels, rows, axis=0, out=x.numpy(), mode="clip")
-        return {"x": x, "y": torch.from_numpy(self.labels[chosen])}
+        return {"x": x, "y": torch.from_numpy(self.targets[chosen])}
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin to read these clips from the disk; returns at once."""
@@ -99,14 +113,17 @@ class Clips:
         """Return the clips at `indices`, from the same memory map."""
         part = object.__new__(Clips)
         part.__dict__ |= self.__dict__
-        for name in ("first", "labels", "videos", "groups", "trials"):
-            setattr(part, name, getattr(self, name)[indices])
+        for name in ("first", "labels", "videos", "groups", "trials", "targets", "multi"):
+            if getattr(self, name) is not None:
+                setattr(part, name, getattr(self, name)[indices])
         return part
 
     def renumbered(self, classes: list[str]) -> Clips:
         """Return the clips with labels that index `classes`, a model's. Raises LockstepError for a class it lacks."""
         same = self.subset(np.arange(len(self)))
-        same.labels = renumber(self.labels, self.classes, classes, str(self.folder / TRIALS))
+        same.labels = same.targets = renumber(self.labels, self.classes, classes, str(self.folder / TRIALS))
+        if self.multi is not None:
+            same.multi = columns_of(self.multi, self.classes, classes)
         same.classes = classes
         return same
 
@@ -173,6 +190,10 @@ class ClipsWriter:
             raise _cannot_write(self.folder, error) from None
         self.num_trials += 1
         self.num_frames += len(clip)
+
+    def write_array(self, name: str, array: np.ndarray) -> None:
+        """Add an array to the folder."""
+        np.save(self._partial / name, array)
 
     def write_text(self, name: str, text: str) -> None:
         """Add a file to the folder, such as a note on where the clips came from."""
@@ -378,6 +399,18 @@ def _read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {path.name}: {error}"
         raise LockstepError(what, str(path), "give a UTF-8 text file") from None
+
+
+def _read_labels(path: Path, rows: int, classes: int) -> np.ndarray | None:
+    """Return the checked (rows, classes) int8 labels that may overlap, if the folder has any."""
+    if not path.is_file():
+        return None
+    found = load_npy(path)
+    if found.shape != (rows, classes) or not np.isin(found, (-1, 0, 1)).all():
+        what = f"{found.dtype} of shape {found.shape}, or more than -1, 0 and 1"
+        what += f"; there are {rows} trials and {classes} classes"
+        raise LockstepError(what, str(path), AGAIN)
+    return found.astype(np.int8)
 
 
 def _read_trials(path: Path, classes: list[str], num_rows: int) -> list[dict[str, Any]]:

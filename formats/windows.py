@@ -22,6 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from engine.contract import Batch, LockstepError
 from formats.arrays import load_npy, load_npz, map_npy, renumber, text_lines
+from formats.bouts import columns_of, one_hot
 
 LAYOUTS = "a UCI HAR folder, NAME_TRAIN.ts + NAME_TEST.ts, X.npy + y.npy, or one .npz"
 FIELDS = "give signal, lengths, label or step_label and, where known, subject: docs/your-own-data.md lists the fields"
@@ -51,6 +53,8 @@ class Recordings:
     rate_hz   steps per second, or None
     step_labels  (sum of lengths,) int32, index into `classes` or -1; or None
     axes      3 if each three channels may be the axes of one sensor, which an augmentation turns; 0: they are not
+    names     of the recordings, such as those of their videos; empty if unknown
+    multi     (sum of lengths, C) int8, where labels may overlap: 1, 0, or -1 where nobody looked; or None
     """
 
     signal: np.ndarray
@@ -67,6 +71,8 @@ class Recordings:
     rate_hz: float | None = None
     step_labels: np.ndarray | None = None
     axes: int = 3
+    names: list[str] = field(default_factory=list)
+    multi: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -101,6 +107,9 @@ class Windows:
         if recordings.step_labels is not None:
             labels = recordings.step_labels[starts + recordings.length // 2].astype(np.int64)
             owner, step, starts, labels = (each[labels >= 0] for each in (owner, step, starts, labels))
+        centre = starts + recordings.length // 2
+        self.multi = None if recordings.multi is None else recordings.multi[centre]
+        self._classes = len(recordings.classes)
         self.recording, self.step, self.labels, self.starts = owner, step, labels, torch.from_numpy(starts)
         names = recordings.subjects or [str(n) for n in range(len(recordings))]
         self.sources = np.array(names)[recordings.groups[owner]]
@@ -110,6 +119,21 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether a window may have several labels."""
+        return self.multi is not None
+
+    @property
+    def targets(self) -> np.ndarray:
+        """(N,) labels, or after `one_hot` (N, C) int8"""
+        return self._y.numpy()
+
+    def one_hot(self) -> None:
+        """Let `y` be (B, C) int8: 1, 0, or -1 where nobody looked."""
+        found = one_hot(self.labels, self._classes) if self.multi is None else self.multi
+        self._y = torch.from_numpy(np.ascontiguousarray(found))
 
     def __getitems__(self, indices: list[int]) -> Batch:
         chosen = torch.from_numpy(np.asarray(indices, np.int64))  # a third of what torch takes for a list
@@ -164,7 +188,8 @@ def renumbered(recordings: Recordings, classes: list[str]) -> Recordings:
     present = np.flatnonzero(np.bincount(steps + 1, minlength=len(names) + 1)[1:])
     table = np.full(len(names) + 1, -1, np.int32)  # the last is that of -1
     table[present] = renumber(present, names, classes, where)
-    return replace(recordings, step_labels=table[steps], classes=classes)
+    multi = recordings.multi if recordings.multi is None else columns_of(recordings.multi, names, classes)
+    return replace(recordings, step_labels=table[steps], classes=classes, multi=multi)
 
 
 def check_alike(new: Recordings, length: int, channels: int, names: list[str], rate_hz: float | None) -> None:
@@ -222,7 +247,7 @@ def _read_file(path: Path, length: int, stride: int, labelled: bool) -> Recordin
 
 
 def _without_labels(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    kept = {name: value for name, value in arrays.items() if name not in ("classes", "val", "step_label")}
+    kept = {name: value for name, value in arrays.items() if name not in ("classes", "val", "step_label", "labels")}
     for of, name in (("X", "y"), ("lengths", "label")):
         if of in kept:
             kept[name] = np.zeros(kept[of].shape[:1], dtype=np.int64)
@@ -449,7 +474,17 @@ def _recordings(
     whole = _by_channel(signal)
     if channels[-1:] == [VALID] and not ((whole[:, -1] == 0) | (whole[:, -1] == 1)).all():
         raise LockstepError("the channel 'valid' holds more than 0 and 1", where, "give it another name")
-    about = (length, stride, where, channels, rate_hz, steps, 3 if np.all(arrays.get("axes", 3) == 3) else 0)
+    names = _strings(arrays, "recording", where)
+    if names and len(names) != len(lengths):
+        what = f"{len(names)} names of recordings for {len(lengths)} recordings"
+        raise LockstepError(what, where, "name each recording once, or none")
+    multi = arrays.get("labels")
+    if multi is not None and (multi.shape != (len(whole), len(classes)) or not np.isin(multi, (-1, 0, 1)).all()):
+        what = f"labels are {multi.dtype} of shape {multi.shape}, or hold more than -1, 0 and 1"
+        raise LockstepError(what, where, f"give ({len(whole)} steps, {len(classes)} classes)")
+    multi = None if multi is None else multi.astype(np.int8)
+    about: tuple[Any, ...] = (length, stride, where, channels, rate_hz, steps)
+    about += (3 if np.all(arrays.get("axes", 3) == 3) else 0, names, multi)
     return Recordings(whole, lengths, labels, groups, val, classes, subjects, *about)
 
 

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import option
 from engine.contract import Batch, Loss, PerSample, Sums
+from formats.mixup import Mixed
+from tasks._calibration import bins_of, draw_reliability, ece
 from tasks._pictures import text_width
+
+PARTNER = 0x5851F42D4C957F2D
+"""Turns a sample's seed into that of its partner's augmentation."""
+
+LEVELS = 100
+"""Of a probability, in the counts of a binary evaluation."""
 
 
 @dataclass
@@ -23,6 +31,13 @@ class LossSettings:
         "inverse", "weight of a class in the loss: inverse frequency, effective number of samples, or none"
     )
     label_smoothing: float = option(0.0, "share of the target spread evenly over all classes", low=0.0, high=1.0)
+    focal: float = option(0.0, "gamma of the focal loss: what is sure already counts less; 0: cross-entropy", low=0.0)
+    kind: Literal["softmax", "binary"] = option(
+        "softmax", "one class for each sample; or binary: any number of them, where labels overlap"
+    )
+    positive_exponent: float = option(
+        1.0, "binary: what is on weighs (off / on)^this of its class: 1 balances, 0 does nothing", low=0.0, high=2.0
+    )
 
 
 def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndarray:
@@ -65,6 +80,7 @@ class Classification(contract.Task):
     higher_is_better = True
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
+    looked_counts: np.ndarray  # (C,) int64, binary: samples of which it is known whether the class is on
     val_counts: np.ndarray | None = None
     test_counts: np.ndarray | None = None
     splitting = "choose another split"
@@ -80,6 +96,9 @@ class Classification(contract.Task):
         """Set `train_counts` and `val_counts` from the (N,) labels of each split, and `test_counts` from the dataset
         `test`; of those to train on only what is `kept`, (N,) bool, counts. Raises LockstepError if all of these are of
         one class."""
+        if labels.ndim == 2:
+            self._count_binary(labels, where, val_labels, kept, test)
+            return
         for each in (
             labels,
             labels[:0] if val_labels is None else val_labels,
@@ -101,9 +120,35 @@ class Classification(contract.Task):
                 todo="give data of at least two classes, or another split",
             )
 
+    def _count_binary(
+        self,
+        labels: np.ndarray,
+        where: str,
+        val_labels: np.ndarray | None,
+        kept: np.ndarray | None,
+        test: Any,
+    ) -> None:
+        labels = labels if kept is None else labels[kept]
+        self.train_counts, self.looked_counts = (labels == 1).sum(0), (labels >= 0).sum(0)
+        if val_labels is not None:
+            self.val_counts = (val_labels == 1).sum(0)
+        if test is not None:
+            self.test_counts = (test.targets == 1).sum(0)
+        if not ((self.train_counts > 0) & (self.train_counts < self.looked_counts)).any():
+            todo = "give data in which a class is on here and off there, or another split"
+            raise contract.LockstepError("no class is both on and off in what is trained on", where, todo)
+
+    def class_weights(self) -> np.ndarray:
+        """Return (C,) weights; binary: those of what is on, where what is off weighs 1."""
+        settings, counts = self.cfg.loss, np.asarray(self.train_counts, dtype=np.float64)
+        if self.exclusive:
+            return class_weights(self.train_counts, settings.class_weights)
+        off = self.looked_counts - counts
+        return np.where((counts > 0) & (off > 0), (off / np.maximum(counts, 1)) ** settings.positive_exponent, 1.0)
+
     def class_summary(self) -> str:
         """Return the table of classes, with a warning about those that one side of the split lacks."""
-        weights, val = class_weights(self.train_counts, self.cfg.loss.class_weights), self.val_counts
+        weights, val = self.class_weights(), self.val_counts
         warnings = [class_table(self.classes, self.train_counts, weights, val=val, test=self.test_counts)]
         never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
         unseen = [] if val is None else [name for name, count in zip(self.classes, val, strict=True) if not count]
@@ -114,7 +159,8 @@ class Classification(contract.Task):
         return "\n".join(warnings)
 
     def metadata(self) -> dict[str, Any]:
-        return {"classes": self.classes, "train_counts": self.train_counts.tolist()}
+        more = {} if self.exclusive else {"looked_counts": self.looked_counts.tolist()}
+        return {"classes": self.classes, "train_counts": self.train_counts.tolist()} | more
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         if "classes" not in metadata:
@@ -125,6 +171,31 @@ class Classification(contract.Task):
                 exit_code=3,
             )
         self.classes, self.train_counts = metadata["classes"], np.array(metadata["train_counts"], dtype=np.int64)
+        self.looked_counts = np.array(metadata.get("looked_counts", []), dtype=np.int64)
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a sample has one class, and not any number of them."""
+        return bool(self.cfg.loss.kind == "softmax")
+
+    def with_targets(self, *parts: Any) -> None:
+        """Give datasets with `one_hot` and `overlapping` the `y` that the loss takes. Raises LockstepError for labels
+        that overlap, where it takes one."""
+        for part in parts:
+            if part is not None and self.exclusive and part.overlapping:
+                todo = "give loss.kind=binary, or make the data without --multi"
+                raise contract.LockstepError("the labels of these data may overlap", "loss.kind=softmax", todo)
+            if part is not None and not self.exclusive:
+                part.one_hot()
+        mixup = self.cfg.augment.mixup
+        if (mixup or not self.exclusive) and self.cfg.model.features == "cached":
+            key = f"augment.mixup={mixup:g}" if mixup else "loss.kind=binary"
+            todo = "drop one of the two: the features come with one label each, and are of whole samples"
+            raise contract.LockstepError("cached features", key, todo)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """(B, C) -> (B, C)"""
+        return logits.softmax(1) if self.exclusive else logits.sigmoid()
 
     def augment(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Change the inputs at random on their device, drawing from `contract.uniform(seeds, k)` and nothing else."""
@@ -134,34 +205,79 @@ class Classification(contract.Task):
         """Return (C,) class weights on the device of `like`, cached because the copy is a sync point."""
         cached: Tensor | None = getattr(self, "_weights", None)
         if cached is None or cached.device != like.device or cached.dtype != like.dtype:
-            values = class_weights(self.train_counts, self.cfg.loss.class_weights)
+            values = self.class_weights()
             self._weights = cached = torch.as_tensor(values, dtype=like.dtype, device=like.device)
         return cached
 
     def prepare(self, batch: Batch) -> Batch:
-        return batch | {"x": self.augment(batch["x"], batch["lockstep"].seed)}
+        seed = batch["lockstep"].seed
+        x = self.augment(batch["x"], seed)
+        if "x2" not in batch:
+            return batch | {"x": x}
+        rest = {name: values for name, values in batch.items() if name not in ("x2", "share")}
+        second = self.augment(batch["x2"], seed ^ PARTNER)
+        return rest | {"x": self.mix(x, second, batch["share"]), "mixed": batch["share"]}
+
+    def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        """Return the mixtures of (B, ...) inputs in (B,) shares of the first."""
+        first = share.to(x.dtype if x.is_floating_point() else torch.float32).view(-1, *[1] * (x.dim() - 1))
+        mixed = first * x + (1 - first) * other
+        return mixed if x.is_floating_point() else mixed.round().to(x.dtype)
+
+    def with_mixup(self, train: Any) -> Any:
+        """Return the dataset to train on with partners, if `augment.mixup` asks for them."""
+        if not (alpha := self.cfg.augment.mixup):
+            return train
+        return Mixed(train, alpha, self.kept(train))
+
+    def losses_of(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the (B,) weighted losses. The focal loss (Lin et al., ICCV 2017) is (1 - p)^gamma times each, where p
+        is the probability of the label; the weight by which a sum is divided does not change."""
+        settings, weights = self.cfg.loss, self.weights(logits)
+        losses = F.cross_entropy(logits, y, weight=weights, label_smoothing=settings.label_smoothing, reduction="none")
+        if not settings.focal:
+            return losses
+        sure = logits.log_softmax(1).gather(1, y[:, None]).squeeze(1)
+        # Clamped: at p = 1 the slope of a power below 1 is infinite.
+        return losses * (-torch.expm1(sure)).clamp(min=1e-12) ** settings.focal
+
+    def _unusual_loss(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return (total, weight) of the focal loss, and of mixtures: each label counts with its share, also in the
+        weight, as its class does."""
+        y, weights = batch["y"], self.weights(logits)
+        losses, mine = self.losses_of(logits, y), weights[y]
+        if "mixed" in batch:
+            share, y2 = batch["mixed"].to(losses.dtype), batch["y2"]
+            losses = share * losses + (1 - share) * self.losses_of(logits, y2)
+            mine = share * mine + (1 - share) * weights[y2]
+        return losses.sum(), mine.sum()
 
     def loss(self, net: nn.Module, batch: Batch) -> Loss:
         y = batch["y"]
         logits = net(batch["x"])  # (B, C)
         # Where autocast does not cast them, logits may be bf16 or fp16; the loss is summed in at least fp32.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if not self.exclusive:
+            return self._binary_loss(logits, batch)
         weights = self.weights(logits)
+        hits = (logits.argmax(1) == y).sum()
+        if self.cfg.loss.focal or "mixed" in batch:
+            return Loss(*self._unusual_loss(logits, batch), Sums(accuracy=hits, count=y.new_full((), len(y))))
         total = F.cross_entropy(
             logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="sum"
         )
-        hits = (logits.argmax(1) == y).sum()
         return Loss(total, weights[y].sum(), Sums(accuracy=hits, count=y.new_full((), len(y))))
 
     def score(self, model: nn.Module, batch: Batch) -> Sums:
         y = batch["y"]
         logits = model(batch["x"])
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if not self.exclusive:
+            return self._binary_score(logits, y)
         weights = self.weights(logits)
-        losses = F.cross_entropy(
-            logits, y, weight=weights, label_smoothing=self.cfg.loss.label_smoothing, reduction="none"
-        )
+        losses = self.losses_of(logits, y)
         num_classes, guesses = logits.shape[1], logits.argmax(1)
+        counts, shares = bins_of(logits.softmax(1).amax(1), guesses == y)
         self.guessed(batch, guesses)
         # Not bincount, which is a sync point: it asks for the largest.
         cells = y.new_zeros(num_classes**2).scatter_add_(0, y * num_classes + guesses, torch.ones_like(y))
@@ -169,13 +285,68 @@ class Classification(contract.Task):
             loss_total=losses.double().sum(),
             loss_weight=weights[y].double().sum(),
             confusion=cells.view(num_classes, num_classes),  # [true, predicted]
+            bins=counts,
+            bin_shares=shares,
             count=y.new_full((), len(y)),
         )
+
+    def _binary_parts(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B, C) losses and weights of sigmoids; both are 0 where y is -1."""
+        settings, looked, on = self.cfg.loss, y >= 0, y.clamp(min=0).to(logits.dtype)
+        weights = torch.where(y == 1, self.weights(logits), 1.0) * looked
+        target = on * (1 - settings.label_smoothing) + settings.label_smoothing / 2
+        losses = weights * F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        if settings.focal:
+            sure = F.logsigmoid(torch.where(y == 1, logits, -logits))
+            losses = losses * (-torch.expm1(sure)).clamp(min=1e-12) ** settings.focal
+        return losses, weights
+
+    def _binary_loss(self, logits: Tensor, batch: Batch) -> Loss:
+        y = batch["y"]
+        losses, weights = self._binary_parts(logits, y)
+        if "mixed" in batch:
+            share = batch["mixed"].to(losses.dtype)[:, None]
+            others = self._binary_parts(logits, batch["y2"])
+            losses, weights = (share * a + (1 - share) * b for a, b in zip((losses, weights), others, strict=True))
+        hits = (((logits > 0) == (y == 1)) | (y < 0)).all(1).sum()
+        return Loss(losses.sum(), weights.sum(), Sums(accuracy=hits, count=hits.new_full((), len(y))))
+
+    def _binary_score(self, logits: Tensor, y: Tensor) -> Sums:
+        losses, weights = self._binary_parts(logits, y)
+        place = (logits.sigmoid() * LEVELS).floor().long().clamp(max=LEVELS - 1)  # (B, C)
+        # Of each class: how many samples that are off, and that are on, have a probability of each level.
+        cells = (torch.arange(y.shape[1], device=y.device) * 2 + (y == 1)) * LEVELS + place
+        levels = torch.zeros(y.shape[1] * 2 * LEVELS, dtype=torch.int64, device=y.device)
+        levels.scatter_add_(0, cells.flatten(), (y >= 0).long().flatten())
+        return Sums(
+            loss_total=losses.double().sum(),
+            loss_weight=weights.double().sum(),
+            levels=levels.view(-1, 2, LEVELS),
+            count=levels.new_full((), len(y)),
+        )
+
+    def _binary_report(self, sums: Sums) -> dict[str, float]:
+        weight = sums["loss_weight"]
+        metrics = {"loss": float(sums["loss_total"] / weight) if weight > 0 else float("nan")}
+        rows: dict[str, list[float]] = {"precision": [], "recall": [], "f1": [], "ap": []}
+        levels = sums["levels"].cpu().numpy()
+        for off, on in levels:
+            wrong, hits, all_on = int(off[LEVELS // 2 :].sum()), int(on[LEVELS // 2 :].sum()), int(on.sum())
+            rows["precision"].append(hits / max(1, hits + wrong))
+            rows["recall"].append(hits / max(1, all_on))
+            rows["f1"].append(2 * hits / max(1, hits + wrong + all_on))
+            rows["ap"].append(average_precision(off, on))
+        known = [c for c in range(len(levels)) if levels[c, 1].sum()]
+        metrics["macro_f1"] = sum(rows["f1"][c] for c in known) / max(1, len(known))
+        metrics["mean_ap"] = sum(rows["ap"][c] for c in known) / max(1, len(known))
+        return metrics | {f"{kind}/{name}": row[c] for c, name in enumerate(self.classes) for kind, row in rows.items()}
 
     def guessed(self, batch: Batch, guesses: Tensor) -> None:
         """Hook: an evaluation predicted (B,) class numbers, on the batch's device; keep them for `pictures`."""
 
     def report(self, sums: Sums) -> dict[str, float]:
+        if not self.exclusive:
+            return self._binary_report(sums)
         matrix = sums["confusion"].cpu().numpy().astype(np.float64)
         precision, recall, f1 = precision_recall_f1(matrix)
         # Classes that neither occur nor are predicted have no F1; the mean is over the others.
@@ -185,6 +356,8 @@ class Classification(contract.Task):
             "accuracy": float(np.trace(matrix) / max(1.0, matrix.sum())),
             "macro_f1": float(f1[known].mean()) if known.any() else 0.0,
         }
+        if "bins" in sums:  # a task with a `score` of its own may have none
+            metrics["ece"] = ece(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
         for c, name in enumerate(self.classes):
             metrics |= {
                 f"precision/{name}": float(precision[c]),
@@ -194,15 +367,22 @@ class Classification(contract.Task):
         return metrics
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
-        shares = model(batch["x"]).float().softmax(1)  # (B, C)
+        shares = self.probabilities(model(batch["x"]).float())  # (B, C)
         labels = [self.classes[c] for c in shares.argmax(1).tolist()]
+        if not self.exclusive:
+            labels = ["+".join(name for name, p in zip(self.classes, row, strict=True) if p >= 0.5) for row in shares]
         return {"label": labels, **{f"p_{name}": shares[:, c] for c, name in enumerate(self.classes)}}
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
-        return Deployed(model), lambda batch: batch["x"]
+        return Deployed(model, binary=not self.exclusive), lambda batch: batch["x"]
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        return {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+        if "confusion" not in sums:
+            return {}
+        found = {"confusion_matrix": draw_confusion(sums["confusion"].cpu().numpy(), self.classes)}
+        if "bins" in sums:
+            found["reliability"] = draw_reliability(sums["bins"].cpu().numpy(), sums["bin_shares"].cpu().numpy())
+        return found
 
 
 def _some(names: list[str]) -> str:
@@ -215,13 +395,21 @@ class Deployed(nn.Module):
     by_step  the input is (B, T, channels), as sensor data are stored, not (B, channels, T)
     """
 
-    def __init__(self, model: nn.Module, by_step: bool = False):
+    def __init__(self, model: nn.Module, by_step: bool = False, binary: bool = False):
         super().__init__()
-        self.model, self.by_step = model, by_step
+        self.model, self.by_step, self.binary = model, by_step, binary
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = self.model(x.transpose(1, 2) if self.by_step else x).float()
-        return {"logits": logits, "probabilities": logits.softmax(1)}
+        return {"logits": logits, "probabilities": logits.sigmoid() if self.binary else logits.softmax(1)}
+
+
+def average_precision(off: np.ndarray, on: np.ndarray) -> float:
+    """(L,) counts of negatives and positives by rising probability -> the average precision, 0 without positives:
+    scikit-learn's, of probabilities rounded down to their level."""
+    hits, wrong = np.cumsum(on[::-1]), np.cumsum(off[::-1])
+    precision = hits / np.maximum(1, hits + wrong)
+    return float((precision * on[::-1]).sum() / max(1, on.sum()))
 
 
 def precision_recall_f1(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

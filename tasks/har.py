@@ -69,6 +69,7 @@ class AugmentSettings:
     rotate_deg: float = option(20.0, "turn the 3-axis sensors by up to this angle about each axis", low=0.0, high=90.0)
     scale: float = option(0.2, "multiply each 3-axis sensor by 1 plus or minus up to this", low=0.0, high=0.9)
     jitter: float = option(0.05, "add noise of this share of the channel's standard deviation", low=0.0)
+    mixup: float = option(0.0, "mix pairs of windows in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
 
 
 @dataclass
@@ -112,8 +113,9 @@ class Task(FromWeights):
         if not all(self.counts):
             what = "{} windows with a label to train on and {} to validate on".format(*self.counts)
             raise contract.LockstepError(what, self.recordings.where, f"label more, or {self.splitting}")
+        self.with_targets(train, val, self.test)
         kept = self.kept(train)
-        self.count(train.labels, self.recordings.where, val.labels, kept, self.test)
+        self.count(train.targets, self.recordings.where, val.targets, kept, self.test)
         self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
         if self.test is not None:
             self.sides["test"] = self._people(self.test.recording)
@@ -126,7 +128,16 @@ class Task(FromWeights):
         parts = [(part, np.flatnonzero(side[everything.recording])) for part, side in sides]
         train_set, val_set, *tested = self.in_features(everything, *parts)
         self.test = tested[0] if tested else None
-        return train_set, val_set
+        return self.with_mixup(train_set), val_set
+
+    def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        """Where only one of the two was measured, the mixture counts as padding."""
+        mixed = super().mix(x, other, share)
+        if not self.masked:
+            return mixed
+        valid = x[:, -1:] * other[:, -1:]
+        valid = torch.where(share.view(-1, 1, 1) == 1, x[:, -1:], valid)
+        return torch.cat([mixed[:, :-1] * valid, valid], 1)
 
     def test_dataset(self) -> Any:
         return self.test
@@ -154,6 +165,7 @@ class Task(FromWeights):
         self.val = np.ones(len(found), dtype=bool)
         every = windows.Windows(found, self.val)
         self.counts, self.test = (0, len(every)), None
+        self.with_targets(every)
         return every
 
     def new(self, root: str | Path, stride: int, labelled: bool = True) -> windows.Recordings:
@@ -167,7 +179,9 @@ class Task(FromWeights):
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module takes windows (B, T, C) in sensor units, as they are stored."""
-        return Deployed(model, by_step=True), lambda batch: self.raw(batch)["x"].transpose(1, 2)
+        return Deployed(model, by_step=True, binary=not self.exclusive), lambda batch: self.raw(batch)["x"].transpose(
+            1, 2
+        )
 
     @classmethod
     def backbone(cls, cfg: Any) -> type[Backbone] | None:

@@ -62,6 +62,7 @@ class Augment:
     shift: float = option(0.08, "largest shift, as a share of height and width", low=0.0, high=0.5)
     jitter: int = option(1, "largest shift in time, in frames", low=0)
     brightness: float = option(0.15, "largest change of gain, and of offset as a share of white", low=0.0, high=1.0)
+    mixup: float = option(0.0, "mix pairs of clips in shares of Beta(mixup, mixup), such as 0.2; 0: none", low=0.0)
 
 
 @dataclass
@@ -103,10 +104,11 @@ class Task(FromWeights):
     def datasets(self) -> tuple[Any, Any]:
         wanted = self.cfg.dataset
         clips = self._clips(wanted.frames)
+        self.with_targets(clips)
         train, val, test = _split(clips, wanted)
         self.classes, self.test = clips.classes, clips.subset(test) if len(test) else None
         kept = self.kept(part := clips.subset(train))
-        self.count(part.labels, str(clips.folder), clips.labels[val], kept, self.test)
+        self.count(part.targets, str(clips.folder), clips.targets[val], kept, self.test)
         held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
@@ -126,7 +128,7 @@ class Task(FromWeights):
         parts = [(part, train), (self._val, val)] + ([(self.test, test)] if self.test is not None else [])
         train_set, val_set, *tested = self.in_features(clips, *parts)
         self.test = tested[0] if tested else None
-        return train_set, val_set
+        return self.with_mixup(train_set), val_set
 
     def test_dataset(self) -> Any:
         return self.test
@@ -141,7 +143,9 @@ class Task(FromWeights):
     def full_dataset(self) -> Clips:
         clips = self.fitting(self._clips(self.about["shape"][0]))
         self._found = f"Found {len({*clips.videos.tolist()})} unique videos with {len(clips)} total trials"
-        return clips.renumbered(self.classes)
+        clips = clips.renumbered(self.classes)
+        self.with_targets(clips)
+        return clips
 
     def fitting(self, clips: Clips) -> Clips:
         """Return other clips, after `load_metadata`; raises LockstepError if they differ in size from the model's."""
@@ -301,6 +305,7 @@ def draw_ethogram(
     title: str = "",
     truth: np.ndarray | None = None,
     width: int = 1200,
+    labels: np.ndarray | None = None,
 ) -> np.ndarray:
     """Draw the (N, C) probabilities of a video's frames as a uint8 picture (H, W', 3): a strip of the labels' colours,
     above it the annotation's if there is one, and below a row per class, as high as its probability and pale where
@@ -308,6 +313,7 @@ def draw_ethogram(
 
     truth  (N,) class numbers, -1 where nothing is annotated
     width  pixels of the axis; W' adds room for the names
+    labels  (N,) class numbers, -1 for none; the most probable ones by default
     """
     from PIL import Image, ImageDraw, ImageFont  # comes with tensorboard; imported when the first picture is drawn
 
@@ -326,7 +332,7 @@ def draw_ethogram(
         return shares @ colours + (1 - shares.sum(1, keepdims=True)) * 235
 
     colours = np.array([colorsys.hsv_to_rgb(c / num_classes, 0.75, 0.8) for c in range(num_classes)]) * 255
-    labels = probabilities.argmax(1)
+    labels = probabilities.argmax(1) if labels is None else labels
     strips = ({} if truth is None else {"annotated": strip(truth)}) | {"predicted": strip(labels)}
     font = ImageFont.load_default(14)
     margin = 16 + max(text_width(name) for name in (*classes, *strips))

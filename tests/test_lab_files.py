@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, succeed
 from test_prepare_clips import NUM_FRAMES, encode, left
 
@@ -594,6 +595,54 @@ def test_real_tracks_of_deeplabcut(ethome, tmp_path, capsys):
     (pointer,) = {path.read_text().split()[0] for path in (ethome / "dlc").glob("*.csv")}
     code, _, err = run(prepare_tracks.main, capsys, ethome / "dlc", tmp_path / "o.npz", "--fps", 30)
     assert pointer == "version" and code == 2 and "git lfs pull" in err
+
+
+def test_labels_that_overlap_keep_a_column_each(ethome, tmp_path):
+    """Real tracks and films, labelled as DeepEthogram does; some frames were looked at for one behaviour alone."""
+    rng = np.random.default_rng(0)
+    real = (ethome / "dlc/openfield/openfield_dlc_inference_example.csv").read_text().splitlines()
+    (tmp_path / "tracks").mkdir()
+    (tmp_path / "films").mkdir()
+    truth = {}
+    for name in ("a", "b"):
+        (tmp_path / f"tracks/{name}DLC_resnet50.csv").write_text("\n".join(real[: 3 + NUM_FRAMES]))
+        encode(tmp_path / f"films/{name}.mp4")
+        groom, rear = (rng.integers(0, 2, NUM_FRAMES) for _ in range(2))
+        rear[5:9] = -1
+        columns = {"background": np.where(groom + (rear == 1) > 0, 0, 1), "groom": groom, "rear": rear}
+        per_frame(tmp_path / f"labels/{name}_labels.csv", True, {key: each.tolist() for key, each in columns.items()})
+        rest = np.where((groom == 1) | (rear == 1), 0, np.where(rear < 0, -1, 1))
+        truth[name] = np.stack([rest, groom, rear], 1)
+    out = tmp_path / "o.npz"
+    words = ["--labels", tmp_path / "labels", "--fps", FPS, "--multi"]
+    assert prepare_tracks.main([str(word) for word in (tmp_path / "tracks", out, *words)]) == 0
+    arrays = np.load(out)
+    assert arrays["classes"].tolist() == ["background", "groom", "rear"]
+    expected = np.concatenate([truth["a"], truth["b"]])
+    expected[arrays["signal"][:, -1] == 0] = -1
+    assert (arrays["labels"] == expected).all() and ((expected == 1).sum(1) == 2).any()
+    assert arrays["recording"].tolist() == ["a", "b"]
+    found = windows.read(out, 8, 3)
+    part = windows.Windows(found, np.ones(2, dtype=bool))
+    part.one_hot()
+    batch = part.__getitems__([*range(len(part))])
+    assert (batch["y"].numpy() == expected[part.starts.numpy() + 4]).all() and batch["y"].dtype == torch.int8
+    folder = tmp_path / "clips"
+    words = ["--videos", tmp_path / "films", "--frames", 5, "--size", 16, "--multi"]
+    assert prepare_clips.main([str(word) for word in (tmp_path / "labels", folder, *words)]) == 0
+    clips = Clips(folder)
+    clips.one_hot()
+    chosen = clips.subset(np.arange(len(clips))[::2])
+    with open(folder / "trials.csv", newline="") as file:
+        centres = [int(row["source_frame"]) + 2 for row in csv.DictReader(file)]
+    rows = np.stack([truth[video[0]][n] for video, n in zip(clips.videos, centres, strict=True)])
+    assert (chosen.__getitems__([0, 1])["y"].numpy() == rows[::2][:2]).all() and (clips.targets == rows).all()
+    np.save(folder / "labels.npy", rows[1:])
+    with pytest.raises(LockstepError, match=r"of shape .*labels.npy"):
+        Clips(folder)
+    table = tmp_path / "t.csv"
+    table.write_text("video,label,start\na.mp4,groom,0\n")
+    assert prepare_clips.main([str(word) for word in (table, tmp_path / "x", *words)]) == 2
 
 
 @pytest.mark.slow

@@ -166,6 +166,52 @@ def test_videos_that_were_trained_on_are_marked_and_not_in_the_mean(launch, vide
     assert done.err.count("warning: new.mp4 has 30 frames/s, the run learned from videos of 20") == 1
 
 
+@pytest.mark.slow
+def test_bouts_of_videos_and_a_smoothing_of_those_that_were_validated(launch, video_run, tmp_path):
+    """Six of the run's own and a new one, annotated as BORIS does; only what was not trained on is scored."""
+    run, recordings = tmp_path / "run", tmp_path / "again"
+    shutil.copytree(video_run, run, symlinks=True)
+    recordings.mkdir()
+    names = [*(f"{number}.mp4" for number in range(6)), "new.mp4"]
+    rows = []
+    for number, name in enumerate(names):
+        film(recordings / name, np.arange(60) >= 30, seed=number)
+        times = [("still", 0, 1.5), ("moving", 1.5, 3)]
+        rows += [f"{name},m,{what},STATE,{start},{stop},20" for what, start, stop in times]
+    header = "Media file name,Subject,Behavior,Behavior type,Start (s),Stop (s),FPS (frame/s)"
+    (tmp_path / "seen.csv").write_text("\n".join([header, *rows]))
+    seen = [str(recordings), "--annotations", str(tmp_path / "seen.csv")]
+    out = ["--out", str(tmp_path / "p.csv"), "--bouts", str(tmp_path / "b.csv"), "--json"]
+    words = ["tools/predict.py", str(run), *seen, *out, "--events", str(tmp_path / "e.csv")]
+    said = json.loads(succeed(launch.python(*words)).out)
+    sides = {one["name"]: one["side"] for one in said["found"]}
+    counts = {side: [*sides.values()].count(side) for side in ("held out", "new")}
+    assert {side: scores["all"]["videos"] for side, scores in said["bouts"].items()} == counts
+    assert said["bouts"]["new"]["moving"]["true"] == 1 and said["bouts"]["new"]["all"]["onset_f1"] is not None
+    assert {row["source"]: row["side"] for row in table(tmp_path / "b.csv")} == sides
+    events = table(tmp_path / "e.csv")
+    assert {row["Media file name"]: row["this video was"] for row in events} == sides
+    done = launch.python("tools/decide.py", str(run), *seen)
+    assert done.code == 2 and "no folder" in done.err, "the temperature is of the clips, which are gone"
+    done = succeed(launch.python("tools/decide.py", str(run), *seen, "--only-smoothing"))
+    held_out = [name for name in names if sides[name] == "held out"]
+    assert f"in {', '.join(held_out)}" in done.out and "temperature" not in done.out
+    (kept,) = run.glob("*.decision.json")
+    about = json.loads(kept.read_text())
+    assert (
+        about["about"]["bout_f1"]
+        >= about["about"]["bout_f1_without"]
+        == pytest.approx(said["bouts"]["held out"]["all"]["overlap_f1"])
+    )
+    assert about["temperature"] is None
+    done = launch.python("tools/decide.py", str(run), str(recordings), "--only-smoothing")
+    assert done.code == 2 and "nothing says what is seen in the videos (--annotations)" in done.err
+    packed = tmp_path / "packed"
+    pack(packed, [("v", "still"), ("w", "moving")], ["still", "moving"], (5, 16, 16))
+    done = launch.python("tools/predict.py", str(run), str(packed), "--bouts", str(tmp_path / "c.csv"))
+    assert done.code == 2 and "a packed folder has trials, and no frames in a row" in done.err
+
+
 @pytest.mark.parametrize(
     ("name", "side"),
     [("a.mp4", "trained on"), ("day 1/a.mp4", "trained on"), ("x/day 1/a.mp4", "trained on"), ("b.mp4", "held out"),

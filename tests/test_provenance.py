@@ -182,6 +182,33 @@ def test_the_list_is_what_the_training_has_seen(launch, tmp_path, noting, case):
     assert holds(proof) and proof["digest"] == digest(1).hex() and proof["leaf"] == [n for *_, n in places].index(1)
 
 
+@pytest.mark.slow
+def test_partners_in_mixtures_were_seen_too(launch, tmp_path):
+    """In a dataset with sources that are left out, which are partners of nobody."""
+    text = NOTES.replace("return Data(61, 0), Data", "train = Data(61, 0)\n        "
+                         "return Mixed(train, 0.5, self.kept(train)), Data")  # fmt: skip
+    text = text.replace("from engine import", "from formats.mixup import Mixed\nfrom engine import")
+    text = text.replace(
+        "        return super().loss",
+        """            own = Data(61, 0).x
+            with open(Path(__file__).with_name("seen_0"), "a") as file:
+                for position, x2, share in zip(given.position.tolist(), batch["x2"], batch["share"].tolist()):
+                    if share < 1:
+                        other = int((own == x2).all(1).nonzero())
+                        print(run.progress.step + 1, run.progress.epoch, position, other, file=file)
+        return super().loss""",
+    )
+    (tmp_path / "mixing.py").write_text(text)
+    words = [str(tmp_path / "mixing.py"), "device=cpu", "steps=8", "batch_size=12", "exclude=mouse 2"]
+    succeed(launch.train(*words, f"save_dir={tmp_path / 'run'}"))
+    found = told(launch, tmp_path / "run" / "last.pt", "--list", tmp_path / "seen.csv", "--proof", 1)
+    theirs = [tuple(int(row[name]) for name in ("step", "epoch", "position", "sample")) for row in
+              table(tmp_path / "seen.csv")]  # fmt: skip
+    ours = [tuple(map(int, line.split())) for line in (tmp_path / "seen_0").read_text().splitlines()]
+    assert sorted(theirs) == sorted(ours) and len(ours) == found["leaves"] > 100 and holds(found["proof"])
+    assert found["sources"]["mouse 2"]["uses"] == 0
+
+
 def test_without_contents_no_sample_but_those_of_the_fingerprint_is_read(launch, tmp_path, noting):
     """And in words for a person: what is printed of a run with a skipped step and borrowed weights."""
     words = [noting, "device=cpu", "steps=6", "log_every=1"]

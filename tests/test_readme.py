@@ -69,6 +69,7 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/replay.py RUN --all --processes 1": "test_a_run_that_was_killed_and_resumed_on_other_numbers",
     "python tools/replay.py RUN --all --jobs 2 --processes 1":
         "test_a_run_that_was_killed_and_resumed_on_other_numbers",
+    "python tools/publish.py RUN --to DIR --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/publish.py RUN --to shoulder-watch --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/predict.py shoulder-watch NEW": "test_the_same_bytes_are_predicted",
     "python tools/provenance.py RUN": "test_the_list_is_what_the_training_has_seen",
@@ -105,6 +106,14 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_a_clip_for_each_event",
     "python tools/prepare_tracks.py tracks data/mice.npz --labels events.tsv":
         "test_tracks_with_labels_are_trained_on_and_predicted",
+    "python tools/decide.py RUN": "test_nothing_is_chosen_on_what_was_trained_on",
+    "python tools/decide.py RUN data/mice.npz": "test_bouts_of_tracks_from_the_command_line",
+    "python tools/predict.py RUN data/mice.npz --bouts bouts.csv --events events.tsv --boris to_boris":
+        "test_bouts_of_tracks_from_the_command_line",
+    "python tools/prepare_tracks.py tracks data/mice.npz --labels labels --multi":
+        "test_labels_that_overlap_keep_a_column_each",
+    "python train.py har dataset.root=data/mice.npz loss.kind=binary":
+        "test_labels_that_overlap_from_training_to_bouts",
     "python train.py har dataset.root=data/mice.npz dataset.length=32 dataset.stride=8":
         "test_tracks_with_labels_are_trained_on_and_predicted",
     "python tools/prepare_windows.py walks.csv walks.npz --rate 25": "test_a_layout_is_read_at_the_first_try",

@@ -8,10 +8,15 @@ python tools/predict.py RUN data/pen --out a.npz      a robot's recordings: the 
 python tools/predict.py RUN --split val               any task with a method `predict`: a row per sample
 
 RUN is the folder of a run (its best checkpoint) or one of its checkpoints; without --split its own data are not needed.
+python tools/predict.py RUN recordings --annotations seen.csv --bouts bouts.csv --events events.tsv
+                                                      bouts, their scores, and events as BORIS exports them
+
 A CSV has six digits; an .npz has all, as arrays, and is held in memory until it is written. A video is cut into trials
 of the length of the training's, one every --stride frames, and a frame's probabilities are the mean over the trials
 that contain it. Decoding, cropping and scaling are those of tools/prepare_clips.py for the training. A video of any
-length is read once. key=value changes the run's config (device=cpu).
+length is read once. With --per-frame, --bouts, --events or --boris recordings of sensors or tracks have a row per step:
+the probabilities of the windows whose centres are next to it. What tools/decide.py has chosen for this checkpoint is
+applied to frames. key=value changes the run's config (device=cpu).
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +56,13 @@ from engine.metrics import packed
 from engine.seeds import seed_everything
 from engine.speed import memory
 from formats import behaviour, videos
+from formats.arrays import load_npz, stays_below
+from formats.bouts import Smoothing, columns_of, decide, one_hot
 from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
+from tools import bout_files, decisions
+from tools.decisions import Decision
 from tools.evaluate import TRUST, aligned, of_run
 from tools.prepare_clips import add_labels, read_annotations, whole_number
 from tools.published import shown
@@ -84,6 +93,12 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
     add("--every", type=whole_number(1), default=0, metavar="N", help="take every Nth frame of a video, not as trained")
     add("--crop", type=whole_number(0), nargs=4, metavar=("X", "Y", "W", "H"), help="keep this box, not as trained")
+    add("--per-frame", action="store_true", help="sensors and tracks: a row per step, and not per window")
+    add("--bouts", type=Path, metavar="CSV", help="write the bouts, and print scores where --annotations or labels are")
+    add("--events", type=Path, metavar="FILE", help="write BORIS' aggregated events, .csv or .tsv")
+    add("--boris", type=Path, metavar="FOLDER", help="write an .xlsx of each video, which BORIS imports")
+    add("--raw", action="store_true", help="the most probable label of each frame, whatever tools/decide.py has chosen")
+    add("--calibrated", action="store_true", help="apply the temperature that tools/decide.py has fitted")
     seen = "what people saw, a table or labels as for tools/prepare_clips.py: in the ethograms"
     add("--annotations", type=Path, metavar="FILE", help=seen)
     add_labels(parser.add_argument_group("of the annotations").add_argument)
@@ -120,6 +135,7 @@ class LoadedModel:
     precision: precision.Precision
     checkpoint: Path
     step: int
+    temperature: float | None = None
 
     @property
     def device(self) -> torch.device:
@@ -131,10 +147,11 @@ class LoadedModel:
 
     @torch.inference_mode()
     def classify(self, x: Tensor) -> np.ndarray:
-        """(B, ...) -> probabilities (B, C) float32"""
+        """(B, ...) -> probabilities (B, C) float32; with a temperature (B, 2 C), the calibrated ones after them"""
         with self.precision.autocast():
             logits = self.model(x.to(self.device))
-        return logits.float().softmax(1).cpu().numpy()
+        scales = [1.0] if self.temperature is None else [1.0, self.temperature]
+        return torch.cat([self.task.probabilities(logits.float() / scale) for scale in scales], 1).cpu().numpy()
 
     def classify_all(self, dataset: Any) -> np.ndarray:
         """Return (N, C) probabilities of a dataset's samples."""
@@ -177,7 +194,7 @@ def load_model(args: config.Args, world: World, split: str = "") -> tuple[Loaded
     return LoadedModel(task, model.eval(), amp, saved.path, saved.progress["step"]), dataset
 
 
-def _load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
+def load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
     """Load a model without the lines that a training prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         return in_world(args.cfg, lambda world, _: load_model(args, world, split))
@@ -188,7 +205,8 @@ def _load(args: config.Args, split: str = "") -> tuple[LoadedModel, Any]:
 
 def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
     """Write what the task's `predict` returns of each sample of a dataset."""
-    if given := [name for name in ("stride", "every", "crop", "annotations") if getattr(asked, name)]:
+    of_files = ("stride", "every", "crop", "annotations", "per_frame", "bouts", "events", "boris", "raw", "calibrated")
+    if given := [name.replace("_", "-") for name in of_files if getattr(asked, name)]:
         raise LockstepError("it is for new videos and recordings", f"--{given[0]}", "drop it")
     split = asked.split
     if not split:
@@ -198,7 +216,7 @@ def _predict_samples(args: config.Args, asked: argparse.Namespace) -> int:
         split, args = "all", args._replace(cfg=config.changed(args.cfg, {"dataset.root": str(asked.data)}))
     if split == "all":
         args = args._replace(cfg=config.changed(args.cfg, {"exclude": []}))  # of the training data
-    loaded, dataset = _load(args, split)
+    loaded, dataset = load(args, split)
     rows, columns = write_table(asked.out, _outputs(loaded, dataset))
     if asked.json:
         print(json.dumps({"predictions": str(asked.out), "rows": rows, "columns": columns}))
@@ -226,9 +244,12 @@ class Prediction:
     """The predictions for one file: a row for each of its frames, trials or windows.
 
     cells          {column: N values} that identify the rows; with the `side` of each row's video, where it is known
-    probabilities  (N, C)
+    probabilities  (N, C), of which labels are made
+    calibrated     (N, C), the ones to show instead, if that is asked for
     fps            rows per second, 0 if unknown; for frames only, which have a picture
-    truth          (N,) class numbers, -1 where nothing is annotated; for annotated videos only
+    truth          (N, C) of 1, 0, and -1 where nothing is annotated; for annotated videos only
+    absent         (N,) bool, frames without an animal, which get no label
+    on             (N, C) of 1 for the labels of each frame; by default one, the most probable
     """
 
     name: str
@@ -236,22 +257,58 @@ class Prediction:
     probabilities: np.ndarray
     fps: float | None = None
     truth: np.ndarray | None = None
+    absent: np.ndarray | None = None
+    on: np.ndarray | None = None
+    calibrated: np.ndarray | None = None
+
+    @property
+    def shown(self) -> np.ndarray:
+        return self.probabilities if self.calibrated is None else self.calibrated
+
+    @property
+    def side(self) -> str:
+        return str(next(iter(self.cells.get("side", [])), ""))
+
+    @property
+    def known(self) -> np.ndarray:
+        """(N, C) of 1 and 0: the labels"""
+        count = self.probabilities.shape[1]
+        return one_hot(self.probabilities.argmax(1), count) if self.on is None else self.on
+
+    def decided(self, classes: list[str], decision: Decision, exclusive: bool) -> Prediction:
+        """Return it with the labels of its frames, and the calibrated probabilities apart."""
+        if self.probabilities.shape[1] > len(classes):
+            halves = np.split(self.probabilities, 2, axis=1)
+            return replace(self, probabilities=halves[0], calibrated=halves[1]).decided(classes, decision, exclusive)
+        smoothing, thresholds = decision.smoothing or Smoothing(), None
+        if not exclusive:
+            thresholds = [(decision.thresholds or {}).get(name, 0.5) for name in classes]
+        if self.fps is None and exclusive:
+            return self
+        smoothing = Smoothing() if self.fps is None else smoothing.at(self.fps)
+        on = decide(self.probabilities, classes, behaviour.BACKGROUND, smoothing, thresholds)
+        if self.absent is not None:
+            on[self.absent] = 0
+        return replace(self, on=on)
 
     def columns(self, classes: list[str]) -> Part:
-        labels = [classes[c] for c in self.probabilities.argmax(1)]
-        shares = [[f"{share:.6f}" for share in column] for column in self.probabilities.T.tolist()]
+        rows, place = np.unique(self.known, axis=0, return_inverse=True)
+        named = ["+".join(classes[c] for c in np.flatnonzero(row)) for row in rows]
+        labels = [named[n] for n in place.ravel().tolist()]
+        shares = [[f"{share:.6f}" for share in column] for column in self.shown.T.tolist()]
         return {**self.cells, "label": labels, **{f"p_{c}": each for c, each in zip(classes, shares, strict=True)}}
 
     def summary(self, classes: list[str]) -> dict[str, Any]:
-        labels, sides = self.probabilities.argmax(1), Counter(self.cells.get("side", []))
-        counts = np.bincount(labels, minlength=len(classes)).tolist()
-        about = {"name": self.name, "rows": len(labels), "labels": dict(zip(classes, counts, strict=True))}
+        on, sides = self.known, Counter(self.cells.get("side", []))
+        counts = on.sum(0, dtype=np.int64).tolist()
+        about = {"name": self.name, "rows": len(on), "labels": dict(zip(classes, counts, strict=True))}
         if self.fps is None:
             return about | ({"sides": dict(sides)} if sides else {})
         if sides:
             (about["side"],) = sides  # the frames of one video
-        if self.truth is not None and (seen := self.truth >= 0).any():
-            about["as_annotated"] = round(float((labels == self.truth)[seen].mean()), 6)
+        if self.truth is not None and (seen := (self.truth >= 0).any(1)).any():
+            same = ((on == self.truth) | (self.truth < 0)).all(1)
+            about["as_annotated"] = round(float(same[seen].mean()), 6)
         return about | {"fps": self.fps}
 
 
@@ -260,30 +317,109 @@ Found = Iterator[Prediction | LockstepError]
 
 
 def _predict_files(args: config.Args, asked: argparse.Namespace) -> int:
-    loaded, _ = _load(args)
+    bout_files.check_paths(asked.bouts, asked.events, asked.boris, asked.out)
+    loaded, _ = load(args)
     classes, of_sensors = loaded.task.classes, isinstance(loaded.task, har.Task)
     is_packed = not of_sensors and (asked.data / FRAMES).is_file()
     if asked.annotations and (of_sensors or is_packed):
-        raise LockstepError("only videos have frames to annotate", "--annotations", "drop it")
-    found = (of_windows if of_sensors else of_clips if is_packed else of_videos)(loaded, asked)
+        todo = "label tracks by tools/prepare_tracks.py --labels" if of_sensors else "give the videos"
+        raise LockstepError("only videos have frames to annotate", "--annotations", todo)
+    by_frame = asked.per_frame or asked.bouts or asked.events or asked.boris
+    if by_frame and is_packed:
+        raise LockstepError("a packed folder has trials, and no frames in a row", str(asked.data), "give the videos")
+    decision = Decision() if asked.raw and not asked.calibrated else decisions.read(loaded.checkpoint)
+    if asked.calibrated and not decision.temperature:
+        raise LockstepError("no temperature was fitted", "--calibrated", f"tools/decide.py {asked.run} fits one")
+    if asked.calibrated:
+        loaded.temperature = decision.temperature
+    decision = Decision(decision.temperature) if asked.raw else decision
+    of = (of_steps if by_frame else of_windows) if of_sensors else of_clips if is_packed else of_videos
+    exclusive = loaded.task.exclusive
+    model = f"{'/'.join(loaded.checkpoint.parts[-2:])}, step {loaded.step}"
+    made = bout_files.Bouts(classes, exclusive, model, decision.smoothes)
+    found = _decided(of(loaded, asked), classes, decision, exclusive, made)
     summary, left_out, pictures = _write(asked.out, classes, found)
+    lines = made.write(asked.bouts, asked.events, asked.boris)
+    framed = any("ethogram" in each for each in summary)
+    applied = decision.lines(asked.calibrated) if framed else Decision(decision.temperature).lines(asked.calibrated)
     if asked.json:
         where = {"predictions": str(asked.out), "ethograms": str(pictures) if pictures else None}
-        print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]}))
+        more: dict[str, Any] = {"bouts": made.report()} if made.scores else {}
+        more |= {"applied": applied} if applied else {}
+        print(json.dumps(where | {"found": summary, "left_out": [*map(str, left_out)]} | more))
     else:
         print(f"{shown(loaded.checkpoint)}, step {loaded.step}:")
         print(_table(summary, classes))
+        print("\n".join([*(made.lines() if asked.bouts else []), *applied]), end="\n" if asked.bouts or applied else "")
         print(f"Wrote {asked.out}" + (f" and the ethograms in {pictures}/" if pictures else ""))
+        for line in lines:
+            print(line)
     for error in left_out:
         print(f"warning: left out: {error}", file=sys.stderr)
     return status.set_exit_code(status.DATA if left_out else status.DONE)
 
 
+def _decided(
+    found: Found, classes: list[str], decision: Decision, exclusive: bool, made: bout_files.Bouts
+) -> Iterator[Prediction | LockstepError]:
+    """Yield what is found with the labels of its frames, whose bouts are kept in `made`."""
+    for each in found:
+        if isinstance(each, Prediction):
+            each = each.decided(classes, decision, exclusive)
+            if each.fps is not None:
+                counts = each.side in NOT_TRAINED_ON
+                made.add(each.name, each.side, each.fps, each.known, each.truth, counts)
+        yield each
+
+
+def _archives(data: Path) -> list[Path]:
+    """Return each .npz of a folder of several; else the data themselves."""
+    archives = sorted(data.glob("*.npz")) if data.is_dir() else []
+    return archives if len(archives) > 1 else [data]
+
+
+def of_steps(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
+    """Predict each step of the recordings of a data set, or of each .npz of a folder: between the centres of two
+    windows by a line, and beyond the first and the last one as there. With `only` those of one side."""
+    task, classes = loaded.task, loaded.task.classes
+    stride = asked.stride or max(1, task.length // 8)
+    for path in _archives(asked.data):
+        labelled = path.suffix == ".npz" and {"step_label", "signal"} <= load_npz(path).keys()
+        found = task.new(path, stride, labelled=labelled)
+        known = {name: side for side, subjects in task.about["subjects"].items() for name in subjects}
+        sides = [known.get(found.subjects[g], "new") if found.subjects and known else "" for g in found.groups]
+        chosen = np.array([only in ("", side) for side in sides])
+        if not chosen.any():
+            continue
+        windows = Windows(replace(found, step_labels=None), chosen)
+        probabilities, centres = loaded.classify_all(windows), windows.step + found.length // 2
+        number = np.array([classes.index(name) if name in classes else -1 for name in [*found.classes, ""]])
+        names = [name if found.names.count(name) == 1 and stays_below(name) else "" for name in found.names]
+        ends = np.cumsum(found.lengths)
+        for r, (first, stop) in enumerate(zip((ends - found.lengths).tolist(), ends.tolist(), strict=True)):
+            if not chosen[r]:
+                continue
+            count, mine = stop - first, windows.recording == r
+            at = np.arange(count)
+            values = np.stack([np.interp(at, centres[mine], each) for each in probabilities[mine].T], 1)
+            name, fps = (names[r] if names else "") or f"{path.stem}_{r}", found.rate_hz or 0.0
+            times = np.round(at / fps, 6).tolist() if fps else [""] * count
+            cells = {"file": [path.name] * count, "recording": [name] * count, "step": at.tolist(), "time_s": times}
+            if found.subjects:
+                cells["subject"] = [found.subjects[found.groups[r]]] * count
+                cells |= {"side": [sides[r]] * count} if sides[r] else {}
+            truth = None
+            if labelled and found.step_labels is not None:
+                truth = one_hot(number[found.step_labels[first:stop]], len(classes))
+                truth = truth if found.multi is None else columns_of(found.multi[first:stop], found.classes, classes)
+            absent = found.signal[first:stop, -1] == 0 if found.masked else None
+            yield Prediction(name, cells, values, fps, truth, absent)
+
+
 def of_windows(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
     """Predict each window of a data set, or of each .npz of a folder."""
     task = loaded.task
-    archives = sorted(asked.data.glob("*.npz")) if asked.data.is_dir() else []
-    for path in archives if len(archives) > 1 else [asked.data]:
+    for path in _archives(asked.data):
         found = task.new(path, asked.stride or task.cfg.dataset.stride, labelled=False)
         windows = Windows(found, np.ones(len(found), dtype=bool))
         cells = {"file": [path.name] * len(windows), "recording": windows.recording.tolist()}
@@ -308,8 +444,9 @@ def of_clips(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
     yield Prediction(asked.data.name, cells, loaded.classify_all(clips))
 
 
-def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
-    """Predict each frame of each video; yields an error for one that cannot be read or is shorter than a trial."""
+def of_videos(loaded: LoadedModel, asked: argparse.Namespace, only: str = "") -> Found:
+    """Predict each frame of each video, with `only` of one side; yields an error for one that cannot be read or is
+    shorter than a trial."""
     videos.import_av()
     cutting, classes, about = cutting_of(loaded.task, asked), loaded.task.classes, loaded.task.about
     stride = asked.stride or -(-cutting.span // 4)
@@ -321,11 +458,14 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
         what, todo = "no videos", f"give a folder with {', '.join(videos.SUFFIXES)}, or a video itself"
         raise LockstepError(what, str(asked.data), todo)
     names = [str(path.relative_to(folder)) for path in paths]
-    seen_in, truth_of = annotated(asked, cutting)
+    seen_in, truth_of = annotated(asked, cutting, loaded.task.exclusive)
     if asked.annotations and not seen_in(names):
         todo = f"name them as {', '.join(names[:3])}{', ...' if names[3:] else ''}"
         raise LockstepError("none of these videos is annotated", str(asked.annotations), todo)
     for path, name in zip(paths, names, strict=True):
+        side = videos.side_of(os.path.abspath(path), about["videos"])  # whatever folder DATA is
+        if only not in ("", side):
+            continue
         try:
             with videos.opened(path) as (decoded, fps):
                 pictures = (videos.gray_square(frame, cutting.crop, cutting.size, path) for frame in decoded)
@@ -343,30 +483,40 @@ def of_videos(loaded: LoadedModel, asked: argparse.Namespace) -> Found:
             print(f"warning: {name} has {fps:g} frames/s, the run learned from videos of {known}", file=sys.stderr)
         times = np.round(np.arange(count) / fps, 6).tolist() if fps else [""] * count
         cells = {"video": [name] * count, "frame": [*range(count)], "time_s": times}
-        if side := videos.side_of(os.path.abspath(path), about["videos"]):  # whatever folder DATA is
+        if side:
             cells["side"] = [side] * count
         yield Prediction(name, cells, probabilities, fps, truth_of(name, fps, count, classes))
 
 
 Truth = Callable[[str, float, int, list[str]], np.ndarray | None]
-"""(video, frames per second, N, classes) -> (N,) class numbers, -1 where nothing is annotated; None without any."""
+"""(video, frames per second, N, classes) -> (N, C) of 1, 0, and -1 where nothing is annotated; None without any."""
 
 
-def annotated(asked: argparse.Namespace, cutting: videos.Cutting) -> tuple[Callable[[list[str]], list[str]], Truth]:
+def annotated(
+    asked: argparse.Namespace, cutting: videos.Cutting, exclusive: bool = True
+) -> tuple[Callable[[list[str]], list[str]], Truth]:
     """Return a function that keeps those videos that people have annotated, and one for what they saw."""
     if not asked.annotations:
         return lambda names: [], lambda *_: None
     if not behaviour.is_labels(asked.annotations):
         plan, _ = read_annotations(asked.annotations, cutting, [])
-        return lambda names: [name for name in names if name in plan.trials], plan.class_of_frames
+
+        def of_trials(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
+            found = plan.class_of_frames(video, fps, count, classes)
+            return None if found is None else one_hot(found, len(classes))
+
+        return lambda names: [name for name in names if name in plan.trials], of_trials
     found = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
     labels = {one.stem: one.of(asked.subjects) for one in found}
 
     def truth_of(video: str, fps: float, count: int, classes: list[str]) -> np.ndarray | None:
         if (one := labels.get(behaviour.stem_of(video))) is None:
             return None
+        if not exclusive:
+            return one.overlapping(count, fps, classes)
         number = {name: c for c, name in enumerate(classes)}
-        return np.array([number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()])
+        numbers = [number.get(name, -1) for name in one.names(count, fps, asked.priority).tolist()]
+        return one_hot(np.array(numbers), len(classes))
 
     return lambda names: [name for name in names if behaviour.stem_of(name) in labels], truth_of
 
@@ -428,7 +578,12 @@ def _draw(found: Prediction, classes: list[str], folder: Path) -> Path:
 
     path = folder / f"{found.name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = video.draw_ethogram(found.probabilities, classes, found.fps or 0.0, found.name, found.truth)
+    truth, labels = (
+        # Of several labels the first one is drawn.
+        None if each is None else np.where((each == 1).any(1), (each == 1).argmax(1), -1)
+        for each in (found.truth, found.on)
+    )
+    picture = video.draw_ethogram(found.shown, classes, found.fps or 0.0, found.name, truth, labels=labels)
     write_atomically(path, lambda file: Image.fromarray(picture).save(file, "PNG"))
     return path
 

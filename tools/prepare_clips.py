@@ -42,11 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine.errors import LockstepError, amount
 from formats import behaviour
 from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
-from formats.clips import CUTTING, GROUP, ClipsWriter, check_group, read_table
+from formats.bouts import columns_of
+from formats.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table
 from formats.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
 OFTEN = 3  # trials of one label, from which on one that occurs once may be a typo
+MULTI = "labels may overlap: keep a column for each behaviour, for loss.kind=binary"
 MOVE = "move or remove it, or use fewer --frames or a smaller --stride"
 TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 
@@ -54,12 +56,13 @@ TIMES = ("start", "center", "end", "start_s", "center_s", "end_s")
 @dataclass
 class Trial:
     """One row of the table: `at` in frames or seconds, `line` the row's line. One that was `cut` from events may lie
-    beyond the end of its video, whose length was rounded."""
+    beyond the end of its video, whose length was rounded. `labels` are those of all behaviours, if they may overlap."""
 
     label: str
     at: float
     line: int
     cut: bool = False
+    labels: np.ndarray | None = None
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Plan:
     trials: dict[str, list[Trial]] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: set[float] = field(default_factory=set)  # frames per second of the videos that were cut
+    behaviours: list[str] = field(default_factory=list)  # of labels that may overlap
 
     def numbers(self, trial: Trial, fps: float) -> np.ndarray:
         """Return (T,) the numbers of the trial's frames in the video."""
@@ -160,7 +164,15 @@ def plan_of_labels(asked: argparse.Namespace, cutting: Cutting, folder: Path, cl
     plan = Plan("center_s" if asked.per_event else "start", cutting)
     groups = groups_of(asked.groups) if asked.groups else {}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    for labels in behaviour.read(asked.annotations, asked.behaviours, asked.offset):
+    if asked.multi and asked.per_event:
+        raise LockstepError("--multi is for clips one after the other", "--per-event", "drop one of the two")
+    found_labels = behaviour.read(asked.annotations, asked.behaviours, asked.offset)
+    if asked.multi:
+        plan.behaviours = classes or [
+            behaviour.BACKGROUND,
+            *sorted({b for one in found_labels for b in one.behaviours}),
+        ]
+    for labels in found_labels:
         labels = labels.of(asked.subjects)
         found = [path for path in files if behaviour.stem_of(path.name) == labels.stem]
         if len(found) != 1:
@@ -199,7 +211,8 @@ def _by_step(labels: behaviour.Labels, fps: float, plan: Plan, asked: argparse.N
         raise LockstepError(f"{labels.video} has no frame rate", str(labels.path), "convert it: events are in seconds")
     last_s = max([labels.length_s, *(event.stop_s for event in labels.events)])
     count = round(last_s * fps) if labels.frames is None else len(labels.frames)
-    names = labels.names(count, fps, asked.priority)
+    many = labels.overlapping(count, fps, plan.behaviours) if asked.multi else None
+    names = labels.names(count, fps, asked.priority) if many is None else behaviour.first_of(many, plan.behaviours)
     trials = []
     for first in range(0, count - int(offsets[-1]), asked.step or int(offsets[-1]) + 1):
         name = str(names[centre := first + int(offsets[-1]) // 2])
@@ -208,7 +221,7 @@ def _by_step(labels: behaviour.Labels, fps: float, plan: Plan, asked: argparse.N
                 e.line for e in labels.events if e.behaviour == name and e.start_s * fps <= centre < e.stop_s * fps
             ]
             line = int(lines[centre]) if lines is not None else (inside or [0])[0]
-            trials.append(Trial(name, first, line, cut=of_events))
+            trials.append(Trial(name, first, line, of_events, None if many is None else many[centre]))
     return trials
 
 
@@ -313,6 +326,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--per-event", action="store_true", help="a clip around the middle of each event instead")
     add("--no-background", action="store_true", help="leave out clips in which nothing was seen")
     add("--groups", type=Path, metavar="CSV", help="a table video,group: the animal or the cage of each video")
+    add("--multi", action="store_true", help=MULTI)
     add = parser.add_argument
     add("--skip-broken", action="store_true", help="leave out videos that cannot be read, and name them")
     asked = parser.parse_args(argv)
@@ -360,6 +374,12 @@ def prepare(asked: argparse.Namespace) -> str:
     if behaviour.is_labels(table):
         plan = plan_of_labels(asked, cutting, folder, classes)
         classes = classes or sorted({trial.label for trials in plan.trials.values() for trial in trials})
+        every = [trial.labels for trials in plan.trials.values() for trial in trials if trial.labels is not None]
+        if every and not asked.classes:  # a class may be on only where another one is, too
+            there = (np.stack(every) == 1).any(0)
+            classes = [name for name, on in zip(plan.behaviours, there, strict=True) if on]
+    elif asked.multi:
+        raise LockstepError("a table has one label for each trial", "--multi", "give labels, or drop it")
     else:
         plan, classes = read_annotations(table, cutting, classes)
     counts = Counter(trial.label for trials in plan.trials.values() for trial in trials)
@@ -393,6 +413,7 @@ def prepare(asked: argparse.Namespace) -> str:
                     raise _of_line(error, where) from None
     check_rates(plan, rates, table)
     seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
+    many: list[np.ndarray] = []
     extra = ("source_frame", "source_line", *([GROUP] if plan.groups else []))
     total = sum(len(trials) for trials in plan.trials.values())
     with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
@@ -405,6 +426,7 @@ def prepare(asked: argparse.Namespace) -> str:
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
                     writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line, **group)
                     seen[trial.label].append(video)
+                    many += [] if trial.labels is None else [trial.labels]
                     bar.update()
             except BrokenVideo as error:
                 if not asked.skip_broken:
@@ -412,6 +434,8 @@ def prepare(asked: argparse.Namespace) -> str:
                 broken.append(str(error))
         about = {"crop": crop, "stride": asked.stride, "size": asked.size}
         about |= {"fps": [asked.fps], "resampled": True} if asked.fps else {"fps": sorted(plan.rates)}
+        if plan.behaviours:
+            writer.write_array(LABELS, columns_of(np.stack(many), plan.behaviours, classes))
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])

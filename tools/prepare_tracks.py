@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine.errors import LockstepError, amount
 from engine.files.atomic import write_atomically
 from formats import behaviour, tracks
-from formats.behaviour import Labels
+from formats.behaviour import BACKGROUND, Labels, first_of
+from formats.bouts import columns_of
 from formats.tracks import Track
 from formats.windows import VALID
-from tools.prepare_clips import add_labels, groups_of, rate, whole_number
+from tools.prepare_clips import MULTI, add_labels, groups_of, rate, whole_number
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--front", **names, help="the parts to which the body points (default: nose, snout or head)")
     how = "of several: each = a recording of each, with the labels of the subject of its name; together = all in one"
     add("--animals", choices=("each", "together"), default="", help=how)
+    add("--multi", action="store_true", help=MULTI)
     add("--groups", type=Path, metavar="CSV", help="a table video,group: the animal or the cage of each video")
     add_labels(parser.add_argument_group("of the labels").add_argument)
     return parser.parse_args(argv)
@@ -76,6 +78,8 @@ def prepare(asked: argparse.Namespace) -> str:
     if not paths:
         raise LockstepError("no tracks", str(asked.tracks), f"give {tracks.READ}")
     made: list[tuple[np.ndarray, np.ndarray]] = []
+    many, classes = list[np.ndarray](), [BACKGROUND, *sorted({b for one in labels.values() for b in one.behaviours})]
+    recordings = list[str]()
     subjects, channels, rates, notes = list[str](), list[str](), set[float](), list[str]()
     for path in tqdm(paths, unit="file", disable=None):
         found = tracks.read(path)
@@ -89,15 +93,22 @@ def prepare(asked: argparse.Namespace) -> str:
                 what = f"channels {' '.join(names[:6])} ..., the first file has {' '.join(channels[:6])} ..."
                 raise LockstepError(what, str(path), "give tracks of the same parts, in the same order")
             channels = names
-            seen = np.full(len(signal), "") if of is None else _names(of, len(signal), fps, asked)
+            if of is not None and asked.multi:
+                check_events(of, len(signal), fps)
+                many.append(of.overlapping(len(signal), fps, classes))
+                many[-1][signal[:, -1] == 0] = -1
+                seen = first_of(many[-1], classes)
+            else:
+                seen = np.full(len(signal), "") if of is None else _names(of, len(signal), fps, asked)
             made.append((signal, np.where(signal[:, -1] > 0, seen, "")))
             subjects.append(groups[found[0].video]["group"] if groups else found[0].video)
+            recordings.append(found[0].video + f" {animals[0].animal}" * (len(animals) < len(found)))
             notes.append(note)
         rates.add(fps)
     if max(rates) > 1.02 * min(rates):
         what = f"tracks at {min(rates):g} and {max(rates):g} frames/s"
         raise LockstepError(what, str(asked.tracks), "convert each rate to a file of its own")
-    return _write(asked, made, subjects, channels, max(rates), notes)
+    return _write(asked, made, subjects, recordings, channels, max(rates), notes, (many, classes))
 
 
 def _is_labels(path: Path) -> bool:
@@ -145,11 +156,16 @@ def _recordings(
 
 def _names(label: Labels, count: int, fps: float, asked: argparse.Namespace) -> np.ndarray:
     """Return (count,) str, the label of each frame. Raises LockstepError for an event beyond the end of the track."""
+    check_events(label, count, fps)
+    return label.names(count, fps, asked.priority)
+
+
+def check_events(label: Labels, count: int, fps: float) -> None:
+    """Raise LockstepError for an event beyond the end of a track of `count` frames."""
     for event in label.events:
         if event.start_s * fps >= count + fps:  # a second beyond: lengths are rounded
             what = f"{event.behaviour} at {event.start_s:g} s, the track ends after {count / fps:.2f} s"
             raise LockstepError(what, f"{label.path}:{event.line}", "give the labels and the rate of that very video")
-    return label.names(count, fps, asked.priority)
 
 
 def _signal(animals: Sequence[Track], fps: float, asked: argparse.Namespace) -> tuple[np.ndarray, list[str], str]:
@@ -196,19 +212,27 @@ def _write(
     asked: argparse.Namespace,
     made: list[tuple[np.ndarray, np.ndarray]],
     subjects: list[str],
+    recordings: list[str],
     channels: list[str],
     fps: float,
     notes: list[str],
+    multi: tuple[list[np.ndarray], list[str]],
 ) -> str:
     arrays: dict[str, Any] = {"signal": np.concatenate([signal for signal, _ in made])}
     arrays |= {"lengths": np.array([len(signal) for signal, _ in made]), "subject": np.array(subjects)}
     arrays |= {"channels": np.array(channels), "rate_hz": np.array(fps), "axes": np.array(0)}
+    arrays["recording"] = np.array(recordings)
     lines = notes
     if asked.labels:
         names = np.concatenate([seen for _, seen in made])
         counts = Counter(names.tolist())
         unseen = counts.pop("", 0)
         classes = sorted(counts)
+        if asked.multi:
+            every, behaviours = np.concatenate(multi[0]), multi[1]
+            classes = [name for c, name in enumerate(behaviours) if (every[:, c] == 1).any()]
+            arrays["labels"] = columns_of(every, behaviours, classes)
+            counts = Counter({name: int((arrays["labels"][:, c] == 1).sum()) for c, name in enumerate(classes)})
         if len(classes) < 2:
             what = f"all labelled frames are {classes[0]}" if classes else "no frame has a label"
             raise LockstepError(what, str(asked.labels), "label more: a network tells classes apart")

@@ -54,6 +54,7 @@ from engine.files import archive, status
 from engine.files.atomic import write_atomically
 from engine.plan import make_plan
 from engine.seeds import kept_generators, seed_everything
+from formats.mixup import Mixed
 from tools.evaluate import TRUST, aligned, of_run
 from tools.running import alone, guarded
 
@@ -126,13 +127,22 @@ class Seen(NamedTuple):
     init_from: str
 
     def epochs(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of positions."""
+        """Yield (epoch, steps, positions, samples) of each epoch, the three (n,) in the order of positions. A sample's
+        partner in a mixture comes after it, at the same position."""
         sampler, plan, last = self.sampler, self.sampler.plan, self.progress["epoch"]
         for epoch in range(last + 1):
             sampler.set_epoch(epoch)
             order = sampler.order()[: self.progress["position"] if epoch == last else plan.epoch_samples]
             positions = np.flatnonzero(~sampler.excluded[order])
-            yield epoch, epoch * plan.steps_per_epoch + positions // plan.global_batch + 1, positions, order[positions]
+            which = order[positions]
+            if isinstance(sampler.dataset, Mixed):
+                drawn = [sampler.dataset.partner(seed) for seed in sampler.seeds_at(positions)]
+                mixed = np.array([share < 1 for _, share in drawn], dtype=bool)
+                rows = np.repeat(np.arange(len(which)), 1 + mixed)
+                positions, which = positions[rows], which[rows]
+                second = np.append(False, rows[1:] == rows[:-1])
+                which[second] = np.array([other for other, _ in drawn], dtype=np.int64)[mixed]
+            yield epoch, epoch * plan.steps_per_epoch + positions // plan.global_batch + 1, positions, which
 
 
 def _read(args: config.Args, contents_too: bool) -> Seen:
@@ -317,7 +327,9 @@ def _rooted(seen: Seen, sample: int | None) -> dict[str, Any]:
         uses += len(which)
     if sample is not None and first is None:
         raise LockstepError(f"sample {sample} was never seen", "--proof", "give one that was: --list has them")
-    fetcher, digests = Fetcher(seen.sampler.dataset), np.zeros((len(used), 32), np.uint8)
+    dataset: Any = seen.sampler.dataset
+    fetcher = Fetcher(dataset.dataset if isinstance(dataset, Mixed) else dataset)
+    digests = np.zeros((len(used), 32), np.uint8)
     with kept_generators():
         seed_everything(0)
         for index in _bar(np.flatnonzero(used).tolist(), int(used.sum()), "Samples"):

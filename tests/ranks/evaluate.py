@@ -17,7 +17,7 @@ from engine import config, launch, optim, plan, precision
 from engine.contract import Sums
 from engine.evaluation import evaluate_split
 from engine.run import Run
-from tasks._classification import Classification
+from tasks._classification import Classification, LossSettings
 
 NUM_CLASSES = 7
 
@@ -80,7 +80,7 @@ def main():
     results = {}
     for size in sizes:
         data = Random(size)
-        task = Task(SimpleNamespace(loss=SimpleNamespace(class_weights="inverse", label_smoothing=0.1)))
+        task = Task(SimpleNamespace(loss=LossSettings(label_smoothing=0.1)))
         task.train_counts = np.array([50, 20, 10, 10, 5, 3, 2])
         the_plan = plan.make_plan(cfg, world, size)
         _, batches = data_loader.create_data_loaders(cfg, world, the_plan, data, data)
