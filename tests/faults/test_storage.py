@@ -390,6 +390,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
 
         def train(folder=folder, checkpoints=checkpoints, faults=faults):
             job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress(step=2))
+            job.task = SimpleNamespace(monitor="loss")
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
                 opened = log.Log(folder, job)
