@@ -40,14 +40,13 @@ def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndar
     return raw * counts.sum() / (raw * counts).sum()
 
 
-def class_table(
-    classes: list[str], counts: np.ndarray, weights: np.ndarray, val_counts: np.ndarray | None = None
-) -> str:
-    """Format a table of the training classes: counts, shares, weights and, if given, the counts in validation."""
+def class_table(classes: list[str], counts: np.ndarray, weights: np.ndarray, **others: np.ndarray | None) -> str:
+    """Format a table of the training classes: counts, shares, weights and, if given, the counts in `others`."""
     bar = "=" * 60
     rows = [
         f"Class {c} ({name:<15}): {counts[c]:6d} samples ({100 * counts[c] / max(1, counts.sum()):5.2f}%)"
-        f" -> weight: {weights[c]:.4f}" + ("" if val_counts is None else f"  val: {val_counts[c]:5d}")
+        f" -> weight: {weights[c]:.4f}"
+        + "".join(f"  {each}: {number[c]:5d}" for each, number in others.items() if number is not None)
         for c, name in enumerate(classes)
     ]
     return "\n".join([bar, "Class Distribution and Weights", bar, *rows, bar])
@@ -67,14 +66,25 @@ class Classification(contract.Task):
     classes: list[str]
     train_counts: np.ndarray  # (C,) int64
     val_counts: np.ndarray | None = None
+    test_counts: np.ndarray | None = None
     splitting = "choose another split"
 
     def count(
-        self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None, kept: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        where: str,
+        val_labels: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
+        test: Any = None,
     ) -> None:
-        """Set `train_counts` and `val_counts` from the (N,) labels of each split; of those to train on only what is
-        `kept`, (N,) bool, counts. Raises LockstepError if all of these are of one class."""
-        for each in (labels, labels[:0] if val_labels is None else val_labels):
+        """Set `train_counts` and `val_counts` from the (N,) labels of each split, and `test_counts` from the dataset
+        `test`; of those to train on only what is `kept`, (N,) bool, counts. Raises LockstepError if all of these are of
+        one class."""
+        for each in (
+            labels,
+            labels[:0] if val_labels is None else val_labels,
+            labels[:0] if test is None else test.labels,
+        ):
             if wrong := np.flatnonzero((each < 0) | (each >= len(self.classes))).tolist():
                 what = f"sample {wrong[0]} has the label {each[wrong[0]]}, and there are {len(self.classes)} classes"
                 raise contract.LockstepError(what, where=where, todo="name all classes; labels are numbers from 0 on")
@@ -82,6 +92,8 @@ class Classification(contract.Task):
         self.train_counts = np.bincount(labels, minlength=len(self.classes))
         if val_labels is not None:
             self.val_counts = np.bincount(val_labels, minlength=len(self.classes))
+        if test is not None:
+            self.test_counts = np.bincount(test.labels, minlength=len(self.classes))
         if np.count_nonzero(self.train_counts) < 2:
             raise contract.LockstepError(
                 f"all {len(labels)} samples to train on are of class {self.classes[int(self.train_counts.argmax())]!r}",
@@ -92,7 +104,7 @@ class Classification(contract.Task):
     def class_summary(self) -> str:
         """Return the table of classes, with a warning about those that one side of the split lacks."""
         weights, val = class_weights(self.train_counts, self.cfg.loss.class_weights), self.val_counts
-        warnings = [class_table(self.classes, self.train_counts, weights, val)]
+        warnings = [class_table(self.classes, self.train_counts, weights, val=val, test=self.test_counts)]
         never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
         unseen = [] if val is None else [name for name, count in zip(self.classes, val, strict=True) if not count]
         if never:

@@ -1137,7 +1137,7 @@ class Gated(Checkpoints):
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path, monkeypatch):
     checkpoints, said, saved, taken = Gated(tmp_path), list[str](), list[int](), list[int]()
-    monkeypatch.setattr(status.current, "update", lambda step, checkpoint: saved.append(step))
+    monkeypatch.setattr(status.current, "update", lambda step, checkpoint, **more: saved.append(step))
     with writer_of(checkpoints, said.append) as writer:
         writer.write(state(1))
         checkpoints.begun.acquire()
