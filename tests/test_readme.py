@@ -71,7 +71,6 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_a_run_that_was_killed_and_resumed_on_other_numbers",
     "python tools/publish.py RUN --to DIR --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/publish.py RUN --to shoulder-watch --license mit": "test_the_numbers_are_those_of_the_other_tools",
-    "python tools/publish.py RUN --to DIR --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/predict.py shoulder-watch NEW": "test_the_same_bytes_are_predicted",
     "python tools/provenance.py RUN": "test_the_list_is_what_the_training_has_seen",
     "python tools/compare.py one three": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
