@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check_datasets, check_scored
+from engine.checks import check_datasets, check_scored, test_set
 from engine.comm.digests import same_bits
 from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
@@ -387,7 +388,7 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     """Return the datasets to train on and to score; the second is None without validation data. Raises LockstepError
     where they give no sample by its number.
 
-    split     empty for the task's two; else what to score: val, train, or all of the data; any: val, or else train
+    split     empty for the task's two; else what to score: val, train, test, or all of the data; any: val or train
     metadata  the task's, from the checkpoint whose model is scored
     """
     console.info("Loading data...\n")
@@ -397,6 +398,10 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     else:
         datasets = task.datasets()
     train_set, val_set = check_datasets(datasets)
+    if split == "test":
+        val_set = test_set(task, train_set, val_set, needed=True)
+    elif not split and (tested := test_set(task, train_set, val_set)) is not None:
+        task.set_aside = set_aside(train_set, tested, task.cfg.random_samples)
     if val_set is None and split == "val":
         raise LockstepError("the task has no validation data", "split val", "score others: --split train, or all")
     if split == "train" or (split == "any" and val_set is None):
@@ -406,6 +411,17 @@ def load_datasets(task: Task, split: str, metadata: dict[str, Any] | None) -> tu
     if not split and task.summary():
         console.info(task.summary() + "\n")
     return train_set, val_set
+
+
+def set_aside(train_set: Any, tested: Any, random_samples: str) -> dict[str, Any]:
+    """Return what a checkpoint holds of the test set: the number of its samples, of each source if it has any, and a
+    digest of both sets, which an evaluation compares."""
+    sources = per_sample(tested, "sources")
+    return {
+        "samples": len(tested),
+        "sources": {} if sources is None else dict(Counter(map(str, sources.tolist()))),
+        "fingerprint": fingerprint(train_set, tested, random_samples=random_samples),
+    }
 
 
 class Loaders(NamedTuple):

@@ -80,6 +80,7 @@ def opened(state: dict[str, Any], path: Path) -> Saved:
         path,
         **{name: state[name] for name in IN_EVERY_FORMAT},
         metadata=state.get("known"),
+        test=state.get("test", {}),
         memory_format=state.get("memory_format") or state["config"].get("memory_format", "auto"),
         environment=state.get("environment", {}),
         left_out=state.get("left_out", {}),
@@ -116,6 +117,7 @@ def capture(run: Run) -> dict[str, Any]:
         "data": run.record.fingerprint,
         "digest": digests.digest(run.model.parameters()) if run.cfg.digest_every else "",
         "known": run.task.metadata(),
+        **({"test": run.task.set_aside} if run.task.set_aside else {}),
         "memory_format": run.plan.memory_format,
         "environment": environment(run),
         "tally": run.meter.state(),
@@ -154,6 +156,8 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
     scored, compare its data and warn. Return `saved` with the changes that --force allows."""
     if saved.path is None:
         return saved
+    if split == "test":
+        check_test(saved, fingerprint)
     if split:
         if split in ("val", "any") and fingerprint != saved.data:
             console.warning(
@@ -176,6 +180,14 @@ def check_same_run(saved: Saved, args: config.Args, task: Task, plan: Plan, fing
             + ",".join([*named, *refused]),
         )
     return saved._replace(changes=allowed)
+
+
+def check_test(saved: Saved, fingerprint: str) -> None:
+    """Raise LockstepError unless these are the data that the checkpoint's training has set aside."""
+    if saved.test.get("fingerprint") != fingerprint:
+        what = "these are not the data that its training set aside" if saved.test else "its training set none aside"
+        todo = "give the data and the split of its config" if saved.test else "train anew with a test set"
+        raise LockstepError(f"no test of this checkpoint: {what}", str(saved.path), todo)
 
 
 def _differences(saved: Saved, cfg: Any, task: Task, plan: Plan, fingerprint: str) -> dict[str, str]:

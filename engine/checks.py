@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine.contract import LOGGED, Loss, Sums, Task
+from engine.contract import LOGGED, Loss, Sums, Task, per_sample
 from engine.errors import LockstepError, amount
 
 
@@ -209,10 +209,10 @@ NO_SAMPLES: tuple[tuple[Any, str], ...] = (
 )
 
 
-def check_datasets(found: Any) -> tuple[Any, Any]:
+def check_datasets(found: Any, first: str = "training") -> tuple[Any, Any]:
     """Return the task's (train, val). Raises LockstepError unless both give any sample by its number."""
     train_set, val_set = check("datasets", found)
-    for name, dataset in (("training", train_set), ("validation", train_set if val_set is None else val_set)):
+    for name, dataset in ((first, train_set), ("validation", train_set if val_set is None else val_set)):
         todo = next((todo for kinds, todo in NO_SAMPLES if isinstance(dataset, kinds)), "")
         indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
         if todo or not indexed or not hasattr(dataset, "__len__"):
@@ -220,6 +220,22 @@ def check_datasets(found: Any) -> tuple[Any, Any]:
             todo = todo or "give a dataset with __len__ and __getitem__; a list of dicts will do"
             raise LockstepError(what, "the task's `datasets`", todo)
     return train_set, val_set
+
+
+def test_set(task: Task, train_set: Any, val_set: Any, needed: bool = False) -> Any:
+    """Return the task's test set, None if it has none and none is `needed`. Raises LockstepError if one of its sources
+    is in another set, too."""
+    if (found := task.test_dataset()) is None and needed:
+        todo = "train anew with one, such as dataset.test_share=0.2: what a training has seen is no test"
+        raise LockstepError("the run has no test set", "split test", todo)
+    if found is not None and not len(check_datasets((found, None), "test")[0]):
+        raise LockstepError("the test set is empty", "the task's `test_dataset`", "check the data and the split")
+    for name, other in (("to train", train_set), ("to validate", val_set)):
+        sources = [() if each is None else per_sample(each, "sources") for each in (found, other)]
+        if both := set.intersection(*({*map(str, () if each is None else each)} for each in sources)):
+            what = f"{', '.join(sorted(both)[:5])} is both {name} and to test on"
+            raise LockstepError(what, "the task's `test_dataset`", "leave each source in one set")
+    return found
 
 
 def check_scored(task: Task, split: str) -> None:

@@ -108,6 +108,8 @@ class Task:
     monitor   the key of `report` that picks the best checkpoint
     higher_is_better  the direction of `monitor`
     collect_limit_mb  the limit on what `collect` returns for all samples together
+    split_keys  {what no split cuts, such as "subjects": own keys of the names to validate and to test on}, for
+                tools/study.py; a sample's name is in the dataset's attribute of that name, or else in its `sources`
     """
 
     Settings: ClassVar[type] = Settings
@@ -118,6 +120,7 @@ class Task:
     monitor: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     collect_limit_mb: ClassVar[float] = 4096
+    split_keys: ClassVar[dict[str, tuple[str, str]]] = {}
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -143,6 +146,14 @@ class Task:
         "Samples and batches of any form" in docs/your-own-data.md.
         """
         raise NotImplementedError
+
+    def test_dataset(self) -> Any:
+        """Return, after `datasets`, the samples to test on, or None: a third set, of other `sources` than the two,
+        which only `tools/evaluate.py --split test` scores. Nothing in a training may depend on it."""
+        return None
+
+    set_aside: dict[str, Any] = {}
+    """Set by the engine: what a checkpoint holds of the test set."""
 
     def kept(self, dataset: Any) -> np.ndarray:
         """Return (N,) bool, the samples to train on that the key `exclude` leaves: compute from these alone what the

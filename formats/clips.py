@@ -231,10 +231,12 @@ def split_by_video(
     val_videos: Sequence[str] = (),
     groups: np.ndarray | None = None,
     val_groups: Sequence[str] = (),
+    side: str = "val",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (train, val) indices, both sorted int64, with no group on both sides and similar shares of the classes.
 
     groups  (N,) the animal or cage of each trial; without it a video is a group of its own
+    side    the name of the second part in errors, val or test
 
     Trials of one group share cage, light and animal, so a split by trial would make the validation score meaningless.
     `val_videos` and `val_groups`, if any are named, are what to validate on. Else groups are drawn from `seed`: a class
@@ -248,8 +250,8 @@ def split_by_video(
     if not 0.0 <= val_share < 1.0:
         raise LockstepError(f"val_share {val_share} is not a share", "dataset", "give one from 0 to below 1")
     if len(val_videos) or len(val_groups):
-        in_val = _named(videos, val_videos, "video") | _named(groups, val_groups, "group")
-        _check_whole(videos, groups, in_val)
+        in_val = _named(videos, val_videos, "video", side) | _named(groups, val_groups, "group", side)
+        _check_whole(videos, groups, in_val, side)
         return np.flatnonzero(~in_val), np.flatnonzero(in_val)
     if val_share == 0.0:
         return np.arange(len(labels)), np.arange(0)
@@ -263,24 +265,25 @@ def split_by_video(
     return np.flatnonzero(~in_val), np.flatnonzero(in_val)
 
 
-def _named(of: np.ndarray, chosen: Sequence[str], unit: str) -> np.ndarray:
+def _named(of: np.ndarray, chosen: Sequence[str], unit: str, side: str) -> np.ndarray:
     """Return an (N,) bool mask of the trials whose video or group, (N,) names `of`, is `chosen`."""
     names = np.unique(of).tolist()
     chosen = [name if name in names else os.path.normpath(name) for name in chosen]
-    where, known = f"dataset.val_{unit}s", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    where, known = f"dataset.{side}_{unit}s", ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     if unknown := [name for name in chosen if name not in names]:
         raise LockstepError(f"no {unit} {', '.join(unknown[:5])}", where, f"it may name {known}")
     return np.isin(of, chosen)
 
 
-def _check_whole(videos: np.ndarray, groups: np.ndarray, in_val: np.ndarray) -> None:
+def _check_whole(videos: np.ndarray, groups: np.ndarray, in_val: np.ndarray, side: str) -> None:
     """Raise LockstepError if the chosen trials, (N,) bool, are all of them, or cut a group."""
     if in_val.all():
-        raise LockstepError("every video is to validate on", "dataset.val_videos", "leave some to train on")
+        what = "every video is to validate on" if side == "val" else "every video is to test on"
+        raise LockstepError(what, f"dataset.{side}_videos", "leave some to train on")
     if cut := sorted({*groups[in_val].tolist()} & {*groups[~in_val].tolist()}):
-        left, there = (sorted({*videos[(groups == cut[0]) & side].tolist()}) for side in (~in_val, in_val))
+        left, there = (sorted({*videos[(groups == cut[0]) & part].tolist()}) for part in (~in_val, in_val))
         what = f"{there[0]} is of group {cut[0]}, and so is {left[0]}, which is not named"
-        raise LockstepError(what, "dataset.val_videos", f"name both, or dataset.val_groups={cut[0]}")
+        raise LockstepError(what, f"dataset.{side}_videos", f"name both, or dataset.{side}_groups={cut[0]}")
 
 
 def _choose(table: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

@@ -42,6 +42,7 @@ class Features:
 
     def __init__(self, table: Tensor, rows: np.ndarray, samples: Any, views: bool):
         self.raw, self.labels, self.sources = samples, samples.labels, samples.sources
+        self.groups = getattr(samples, "groups", None)  # of clips: what no split cuts
         self.table, self.rows, self.views = table, torch.from_numpy(rows), views and len(table) > 1
         self._y = torch.from_numpy(np.asarray(samples.labels, dtype=np.int64))
 

@@ -17,6 +17,7 @@ person, not by window, because windows of one person are near copies of each oth
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -649,34 +650,66 @@ def split(
     val_share: float = 0.2,
     seed: int = 0,
     given: bool = True,
+    test: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return (R,) bool, the recordings to validate on. No group is ever on both sides.
 
     They are those of `val_subjects` if any; else the split of the data if there is one and `given`; else a random
     `val_share` of the subjects drawn from `seed` or, if subjects are unknown, of the recordings of each class.
+    test  (R,) bool, the recordings of a third set, if there is one: what is left is split
     """
+    left = np.ones(len(recordings), dtype=bool) if test is None else ~test
     if val_subjects:
-        val = _named(recordings, val_subjects)
+        val = _named(recordings, val_subjects, "val_subjects")
     elif given and recordings.val is not None:
-        val = recordings.val
-    elif recordings.subjects:
-        val = np.isin(recordings.groups, _draw(np.arange(len(recordings.subjects)), val_share, seed))
+        val = recordings.val & left
     else:
-        per_class = [np.flatnonzero(recordings.labels == c) for c in range(len(recordings.classes))]
-        chosen = [_draw(members, val_share, seed + c) for c, members in enumerate(per_class) if len(members)]
-        val = np.isin(np.arange(len(recordings)), np.concatenate(chosen))
-    _check_split(recordings, val)
+        val = _drawn(recordings, left, val_share, seed)
+    _check_split(recordings, {"train": ~val & left, "validation" if test is not None else "test": val}, test)
     return val
 
 
-def _named(recordings: Recordings, val_subjects: Sequence[str]) -> np.ndarray:
+def choose_test(
+    recordings: Recordings, test_subjects: Sequence[str], test_share: float, seed: int, split: str
+) -> np.ndarray | None:
+    """Return (R,) bool, the recordings to test on, None for no test set: those of `test_subjects`; else with
+    split="given-test" the second part of the data's own split; else a random `test_share`, drawn as in `split` from
+    other random numbers, and with split="given" not from what the data give to validate on."""
+    if test_subjects:
+        return _named(recordings, test_subjects, "test_subjects")
+    if split == "given-test":
+        if recordings.val is None:
+            todo = "give dataset.test_subjects, or dataset.test_share"
+            raise LockstepError("the data come with no test set of their own", recordings.where, todo)
+        return recordings.val
+    left = np.ones(len(recordings), dtype=bool)
+    if split == "given" and recordings.val is not None:
+        left = ~recordings.val
+    return _drawn(recordings, left, test_share, seed + OTHER_SEED) if test_share else None
+
+
+OTHER_SEED = 1 << 32
+"""Added to the seed of a split for the choice of a test set: a seed of a config is smaller."""
+
+
+def _named(recordings: Recordings, names: Sequence[str], key: str) -> np.ndarray:
     if not recordings.subjects:
-        what = "val_subjects given, but the data name no subjects"
-        raise LockstepError(what, recordings.where, "use dataset.val_share")
-    if unknown := [name for name in val_subjects if name not in recordings.subjects]:
-        todo = f"dataset.val_subjects may name {', '.join(recordings.subjects)}"
+        what = f"{key} given, but the data name no subjects"
+        raise LockstepError(what, recordings.where, f"use dataset.{key.replace('subjects', 'share')}")
+    if unknown := [name for name in names if name not in recordings.subjects]:
+        todo = f"dataset.{key} may name {', '.join(recordings.subjects)}"
         raise LockstepError(f"no subject {', '.join(unknown)}", recordings.where, todo)
-    return np.isin(recordings.groups, [recordings.subjects.index(name) for name in val_subjects])
+    return np.isin(recordings.groups, [recordings.subjects.index(name) for name in names])
+
+
+def _drawn(recordings: Recordings, left: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Return (R,) bool: a random share of the subjects that are `left`, (R,) bool, or if these are unknown of the
+    recordings of each class."""
+    if recordings.subjects:
+        return np.isin(recordings.groups, _draw(np.array(sorted({*recordings.groups[left].tolist()})), share, seed))
+    per_class = [np.flatnonzero(left & (recordings.labels == c)) for c in range(len(recordings.classes))]
+    chosen = [_draw(members, share, seed + c) for c, members in enumerate(per_class) if len(members)]
+    return np.isin(np.arange(len(recordings)), np.concatenate(chosen))
 
 
 def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -685,13 +718,22 @@ def _draw(members: np.ndarray, share: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(members)[:count]
 
 
-def _check_split(recordings: Recordings, val: np.ndarray) -> None:
-    # Python's sets: the first use of NumPy's loads its masked arrays, a tenth of all import time.
-    both = sorted({*recordings.groups[val].tolist()} & {*recordings.groups[~val].tolist()})
-    if both:
-        names = ", ".join(recordings.subjects[g] for g in both[:5])
-        what = f"subject {names} is in both train and test"
-        raise LockstepError(what, recordings.where, "set dataset.split to random")
-    if val.all() or not val.any():
-        what = f"{(~val).sum()} recordings to train on and {val.sum()} to validate on"
-        raise LockstepError(what, recordings.where, "change dataset.val_subjects or dataset.val_share")
+def _check_split(recordings: Recordings, sides: dict[str, np.ndarray], test: np.ndarray | None) -> None:
+    """Raise LockstepError unless every group is on one side, and no side is empty."""
+    sides = sides if test is None else {**sides, "test": test}
+    for (one, first), (other, second) in itertools.combinations(sides.items(), 2):
+        # Python's sets: the first use of NumPy's loads its masked arrays, a tenth of all import time.
+        if both := sorted({*recordings.groups[first].tolist()} & {*recordings.groups[second].tolist()}):
+            names = ", ".join(recordings.subjects[g] if recordings.subjects else str(g) for g in both[:5])
+            todo = "set dataset.split to random" if test is None else "name each subject for one of them"
+            raise LockstepError(f"subject {names} is in both {one} and {other}", recordings.where, todo)
+    counts = [int(chosen.sum()) for chosen in sides.values()]
+    if not all(counts):
+        what = f"{counts[0]} recordings to train on and {counts[1]} to validate on"
+        todo = "change dataset.val_subjects or dataset.val_share"
+        if test is not None:
+            what, todo = (
+                f"{what[: what.index(' and ')]}, {counts[1]} to validate and {counts[2]} to test on",
+                f"{todo}, or those of the test",
+            )
+        raise LockstepError(what, recordings.where, todo)

@@ -55,14 +55,13 @@ def class_weights(counts: np.ndarray, kind: str, beta: float = 0.999) -> np.ndar
     return raw * counts.sum() / (raw * counts).sum()
 
 
-def class_table(
-    classes: list[str], counts: np.ndarray, weights: np.ndarray, val_counts: np.ndarray | None = None
-) -> str:
-    """Format a table of the training classes: counts, shares, weights and, if given, the counts in validation."""
+def class_table(classes: list[str], counts: np.ndarray, weights: np.ndarray, **others: np.ndarray | None) -> str:
+    """Format a table of the training classes: counts, shares, weights and, if given, the counts in `others`."""
     bar = "=" * 60
     rows = [
         f"Class {c} ({name:<15}): {counts[c]:6d} samples ({100 * counts[c] / max(1, counts.sum()):5.2f}%)"
-        f" -> weight: {weights[c]:.4f}" + ("" if val_counts is None else f"  val: {val_counts[c]:5d}")
+        f" -> weight: {weights[c]:.4f}"
+        + "".join(f"  {each}: {number[c]:5d}" for each, number in others.items() if number is not None)
         for c, name in enumerate(classes)
     ]
     return "\n".join([bar, "Class Distribution and Weights", bar, *rows, bar])
@@ -83,17 +82,28 @@ class Classification(contract.Task):
     train_counts: np.ndarray  # (C,) int64
     looked_counts: np.ndarray  # (C,) int64, binary: samples of which it is known whether the class is on
     val_counts: np.ndarray | None = None
+    test_counts: np.ndarray | None = None
     splitting = "choose another split"
 
     def count(
-        self, labels: np.ndarray, where: str, val_labels: np.ndarray | None = None, kept: np.ndarray | None = None
+        self,
+        labels: np.ndarray,
+        where: str,
+        val_labels: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
+        test: Any = None,
     ) -> None:
-        """Set `train_counts` and `val_counts` from the (N,) labels of each split; of those to train on only what is
-        `kept`, (N,) bool, counts. Raises LockstepError if all of these are of one class."""
+        """Set `train_counts` and `val_counts` from the (N,) labels of each split, and `test_counts` from the dataset
+        `test`; of those to train on only what is `kept`, (N,) bool, counts. Raises LockstepError if all of these are of
+        one class."""
         if labels.ndim == 2:
-            self._count_binary(labels, where, val_labels, kept)
+            self._count_binary(labels, where, val_labels, kept, test)
             return
-        for each in (labels, labels[:0] if val_labels is None else val_labels):
+        for each in (
+            labels,
+            labels[:0] if val_labels is None else val_labels,
+            labels[:0] if test is None else test.labels,
+        ):
             if wrong := np.flatnonzero((each < 0) | (each >= len(self.classes))).tolist():
                 what = f"sample {wrong[0]} has the label {each[wrong[0]]}, and there are {len(self.classes)} classes"
                 raise contract.LockstepError(what, where=where, todo="name all classes; labels are numbers from 0 on")
@@ -101,6 +111,8 @@ class Classification(contract.Task):
         self.train_counts = np.bincount(labels, minlength=len(self.classes))
         if val_labels is not None:
             self.val_counts = np.bincount(val_labels, minlength=len(self.classes))
+        if test is not None:
+            self.test_counts = np.bincount(test.labels, minlength=len(self.classes))
         if np.count_nonzero(self.train_counts) < 2:
             raise contract.LockstepError(
                 f"all {len(labels)} samples to train on are of class {self.classes[int(self.train_counts.argmax())]!r}",
@@ -109,12 +121,19 @@ class Classification(contract.Task):
             )
 
     def _count_binary(
-        self, labels: np.ndarray, where: str, val_labels: np.ndarray | None, kept: np.ndarray | None
+        self,
+        labels: np.ndarray,
+        where: str,
+        val_labels: np.ndarray | None,
+        kept: np.ndarray | None,
+        test: Any,
     ) -> None:
         labels = labels if kept is None else labels[kept]
         self.train_counts, self.looked_counts = (labels == 1).sum(0), (labels >= 0).sum(0)
         if val_labels is not None:
             self.val_counts = (val_labels == 1).sum(0)
+        if test is not None:
+            self.test_counts = (test.targets == 1).sum(0)
         if not ((self.train_counts > 0) & (self.train_counts < self.looked_counts)).any():
             todo = "give data in which a class is on here and off there, or another split"
             raise contract.LockstepError("no class is both on and off in what is trained on", where, todo)
@@ -130,7 +149,7 @@ class Classification(contract.Task):
     def class_summary(self) -> str:
         """Return the table of classes, with a warning about those that one side of the split lacks."""
         weights, val = self.class_weights(), self.val_counts
-        warnings = [class_table(self.classes, self.train_counts, weights, val)]
+        warnings = [class_table(self.classes, self.train_counts, weights, val=val, test=self.test_counts)]
         never = [name for name, count in zip(self.classes, self.train_counts, strict=True) if not count]
         unseen = [] if val is None else [name for name, count in zip(self.classes, val, strict=True) if not count]
         if never:

@@ -39,9 +39,13 @@ class DatasetSettings:
     root: str = option("", "folder or file of sensor data (see formats/windows.py); empty: the shipped smartwatch data")
     length: int = option(128, "steps of a window; data published as windows keep theirs", low=8)
     stride: int = option(64, "steps from the start of one window to the next", low=1)
-    split: Literal["given", "random"] = option("given", "the split the data come with if any, or a random one")
+    split: Literal["given", "given-test", "random"] = option(
+        "given", "the split the data come with if any; the same as train and test; or a random one"
+    )
     val_subjects: list[str] = option([], "subjects to validate on, by name, such as 9,10; they overrule split")
     val_share: float = option(0.2, "random split: share of the subjects to validate on", low=0.0, high=1.0)
+    test_subjects: list[str] = option([], "subjects to test on, by name: a third set, which no training looks at")
+    test_share: float = option(0.0, "share of the subjects to test on, drawn at random; 0: none", low=0.0, high=0.9)
     split_seed: int = option(0, "random split: what it is drawn from; not the common seed, so that runs compare", low=0)
 
 
@@ -81,6 +85,7 @@ class Task(FromWeights):
 
     Settings = Settings
     splitting = "choose the people to validate on by dataset.val_subjects"
+    split_keys = {"subjects": ("dataset.val_subjects", "dataset.test_subjects")}
     choose_by = "model.mode=harnet"
     shard = 256
     masked = False  # the last channel says what is padding
@@ -98,26 +103,31 @@ class Task(FromWeights):
         cfg = self.cfg.dataset
         self.recordings = windows.read(cfg.root or SHIPPED, cfg.length, cfg.stride)
         given = cfg.split == "given"
-        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given)
-        train, val = windows.Windows(self.recordings, ~self.val), windows.Windows(self.recordings, self.val)
+        test = windows.choose_test(self.recordings, cfg.test_subjects, cfg.test_share, cfg.split_seed, cfg.split)
+        self.val = windows.split(self.recordings, cfg.val_subjects, cfg.val_share, cfg.split_seed, given, test)
+        rest = ~self.val if test is None else ~self.val & ~test
+        train, val = windows.Windows(self.recordings, rest), windows.Windows(self.recordings, self.val)
+        self.test = None if test is None else windows.Windows(self.recordings, test)
         self.classes, self.length = self.recordings.classes, self.recordings.length
         self.counts = len(train), len(val)
         if not all(self.counts):
             what = "{} windows with a label to train on and {} to validate on".format(*self.counts)
             raise contract.LockstepError(what, self.recordings.where, f"label more, or {self.splitting}")
-        self.with_targets(train, val)
+        self.with_targets(train, val, self.test)
         kept = self.kept(train)
-        self.count(train.targets, self.recordings.where, val.targets, kept)
+        self.count(train.targets, self.recordings.where, val.targets, kept, self.test)
         self.sides = {"trained on": self._people(train.recording[kept]), "held out": self._people(val.recording)}
+        if self.test is not None:
+            self.sides["test"] = self._people(self.test.recording)
         self.mean, self.std = train.statistics(kept)
         self.masked, self.axes = self.recordings.masked, self.recordings.axes
         if self.backbone(self.cfg):
             check_harnet(self.recordings)
         everything = windows.Windows(self.recordings, np.ones_like(self.val))
-        in_val = self.val[everything.recording]
-        train_set, val_set = self.in_features(
-            everything, (train, np.flatnonzero(~in_val)), (val, np.flatnonzero(in_val))
-        )
+        sides = [(train, rest), (val, self.val)] + ([(self.test, test)] if self.test is not None else [])
+        parts = [(part, np.flatnonzero(side[everything.recording])) for part, side in sides]
+        train_set, val_set, *tested = self.in_features(everything, *parts)
+        self.test = tested[0] if tested else None
         return self.with_mixup(train_set), val_set
 
     def mix(self, x: Tensor, other: Tensor, share: Tensor) -> Tensor:
@@ -128,6 +138,9 @@ class Task(FromWeights):
         valid = x[:, -1:] * other[:, -1:]
         valid = torch.where(share.view(-1, 1, 1) == 1, x[:, -1:], valid)
         return torch.cat([mixed[:, :-1] * valid, valid], 1)
+
+    def test_dataset(self) -> Any:
+        return self.test
 
     def _people(self, chosen: np.ndarray) -> list[str]:
         """Return the subjects of some recordings, or nothing if the data name none."""
@@ -151,7 +164,7 @@ class Task(FromWeights):
         self.recordings = found = windows.renumbered(found, self.classes)
         self.val = np.ones(len(found), dtype=bool)
         every = windows.Windows(found, self.val)
-        self.counts = 0, len(every)
+        self.counts, self.test = (0, len(every)), None
         self.with_targets(every)
         return every
 
@@ -239,15 +252,19 @@ class Task(FromWeights):
         """Return the counts, the held-out subjects and the table of classes."""
         found, val = self.recordings, self.val
         people = f" of {len(found.subjects)} subjects" if found.subjects else ""
-        unlabelled = int(found.windows().sum()) - sum(self.counts)
+        tested = 0 if self.test is None else len(self.test)
+        unlabelled = int(found.windows().sum()) - sum(self.counts) - tested
         more = f" ({unlabelled} more without a label)" if unlabelled else ""
         out = ", ".join(self._people(val)) or "unknown (the data name none: one person may be on both sides)"
+        test = ""
+        if self.test is not None:
+            test = f"\nTest windows: {tested}, test subjects: {', '.join(self.sides['test']) or 'unknown'}"
         rate = f" at {found.rate_hz:g} Hz" if found.rate_hz else ""
         return "\n".join(
             [
-                f"Found {len(found)} recordings{people} with {sum(self.counts)} windows{more}"
+                f"Found {len(found)} recordings{people} with {sum(self.counts) + tested} windows{more}"
                 f" of {found.length} steps x {found.signal.shape[1]} channels{rate} in {os.path.relpath(found.where)}",
-                "Train windows: {}, Val windows: {}, held-out subjects: {}".format(*self.counts, out),
+                "Train windows: {}, Val windows: {}, held-out subjects: {}".format(*self.counts, out) + test,
                 self.class_summary(),
             ]
         )

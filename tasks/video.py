@@ -40,6 +40,9 @@ class Dataset:
     split_seed: int = option(0, "of the choice of these groups", low=0, high=2**31 - 1)
     val_videos: list[str] = option([], "videos to validate on, by name, such as a.mp4,b.mp4; they overrule val_share")
     val_groups: list[str] = option([], "groups (animals or cages) to validate on, by name; they overrule val_share")
+    test_share: float = option(0.0, "share of the trials to test on, which no training looks at", low=0.0, high=0.9)
+    test_videos: list[str] = option([], "videos to test on, by name; they overrule test_share")
+    test_groups: list[str] = option([], "groups to test on, by name; they overrule test_share")
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Task(FromWeights):
         "schedule.warmup_epochs": 1.0,
     }
     splitting = "record it in two videos at least, or choose those to validate on by dataset.val_videos"
+    split_keys = {each: (f"dataset.val_{each}", f"dataset.test_{each}") for each in ("groups", "videos")}
     # The data's fingerprint knows frames and size.
     resumable_keys = (*FromWeights.resumable_keys, "dataset.frames", "dataset.size")
     ABOUT = "shape", "cutting", "videos"  # what a checkpoint holds of the data, see `metadata`
@@ -100,24 +104,34 @@ class Task(FromWeights):
     def datasets(self) -> tuple[Any, Any]:
         wanted = self.cfg.dataset
         clips = self._clips(wanted.frames)
-        how = wanted.val_share, wanted.split_seed, wanted.val_videos, clips.groups, wanted.val_groups
-        train, val = split_by_video(clips.videos, clips.labels, *how)
-        self.classes = clips.classes
         self.with_targets(clips)
+        train, val, test = _split(clips, wanted)
+        self.classes, self.test = clips.classes, clips.subset(test) if len(test) else None
         kept = self.kept(part := clips.subset(train))
-        self.count(part.targets, str(clips.folder), clips.targets[val], kept)
+        self.count(part.targets, str(clips.folder), clips.targets[val], kept, self.test)
         held_out, trained_on, videos = (sorted({*clips.videos[of].tolist()}) for of in (val, train[kept], slice(None)))
         self.about: dict[str, Any] = {"shape": [*clips.shape], "cutting": clips.cutting}
         self.about |= {"videos": {"trained on": trained_on, "held out": held_out}}
+        if self.test is not None:
+            self.about["videos"]["test"] = sorted({*self.test.videos.tolist()})
         lines = [f"Found {len(videos)} unique videos with {len(clips)} total trials"]
-        lines.append(f"Train trials: {len(train)}, Val trials: {len(val)}")
-        lines.append(f"Held-out videos: {_some(held_out)} of {len(videos)})")
-        if (clips.groups != clips.videos).any():
-            lines.append(f"Held-out groups: {_some(sorted({*clips.groups[val].tolist()}))} of {len({*clips.groups})})")
+        lines.append(
+            f"Train trials: {len(train)}, Val trials: {len(val)}" + f", Test trials: {len(test)}" * bool(len(test))
+        )
+        for side, of in (("Held-out", val), ("Test", test)):
+            if len(of):
+                lines.append(f"{side} videos: {_some(sorted({*clips.videos[of].tolist()}))} of {len(videos)})")
+            if len(of) and (clips.groups != clips.videos).any():
+                lines.append(f"{side} groups: {_some(sorted({*clips.groups[of].tolist()}))} of {len({*clips.groups})})")
         self._found = "\n".join([*lines, _of_a_clip(clips, wanted)])
         self._val = clips.subset(val)
-        train_set, val_set = self.in_features(clips, (part, train), (self._val, val))
+        parts = [(part, train), (self._val, val)] + ([(self.test, test)] if self.test is not None else [])
+        train_set, val_set, *tested = self.in_features(clips, *parts)
+        self.test = tested[0] if tested else None
         return self.with_mixup(train_set), val_set
+
+    def test_dataset(self) -> Any:
+        return self.test
 
     def metadata(self) -> dict[str, Any]:
         return super().metadata() | self.about
@@ -192,6 +206,29 @@ class Task(FromWeights):
             wrong.append(truth != guess)
         clips = stretched(val.__getitems__(chosen.tolist())["x"].numpy())
         return found | {"clips": draw_clips(clips, captions, wrong)}
+
+
+def _split(clips: Clips, wanted: Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the trials to train, to validate and to test on, as indices: first the last of them, then of the rest."""
+    rest, test = np.arange(len(clips)), np.arange(0)
+    for unit, both in (
+        ("video", {*wanted.val_videos} & {*wanted.test_videos}),
+        ("group", {*wanted.val_groups} & {*wanted.test_groups}),
+    ):
+        if both:
+            what = f"{unit} {', '.join(sorted(both)[:5])} is both to validate and to test on"
+            raise LockstepError(what, f"dataset.test_{unit}s", "name it for one of them")
+    if wanted.test_videos or wanted.test_groups or wanted.test_share:
+        how = wanted.test_share, wanted.split_seed + OTHER_SEED, wanted.test_videos, clips.groups, wanted.test_groups
+        rest, test = split_by_video(clips.videos, clips.labels, *how, side="test")
+    left = clips.subset(rest)
+    how = wanted.val_share, wanted.split_seed, wanted.val_videos, left.groups, wanted.val_groups
+    train, val = split_by_video(left.videos, left.labels, *how)
+    return rest[train], rest[val], test
+
+
+OTHER_SEED = 1 << 32
+"""Added to the seed of the split for the choice of what to test on."""
 
 
 def _some(names: list[str]) -> str:

@@ -67,6 +67,7 @@ class Net(nn.Module):
 class Data:
     root: str = option("", "where the data lie")
     api_key: str = option("", "of their server")
+    pretrained: str = option("", "others' weights")
 
 
 class Task(contract.Task):
@@ -88,6 +89,9 @@ class Task(contract.Task):
 
     def model(self):
         return Net()
+
+    def saved(self, name):
+        return name != "low"
 
     def loss(self, net, batch):
         return Loss(nn.functional.cross_entropy(net(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
@@ -118,6 +122,7 @@ def places(tmp_path_factory):
     (folder / "own.py").write_text(OWN)
     small = ["model.width=4", "model.depth=1", "dataset.length=16", "dataset.stride=16", "steps=8", "batch_size=16"]
     own = [str(folder / "own.py"), "optim.ema_decay=0.7", "digest_every=1", "dataset.api_key=hunter2"]
+    own += [f"dataset.pretrained={folder / 'base_1.pt'}"]
     with launching() as launch:
         words = [f"dataset.root={folder / 'data.npz'}", "dataset.val_subjects=5,6", "wandb.entity=anna"]
         succeed(launch.train("har", *small, *words, "device=cpu", f"save_dir={folder / 'har_run'}"))
@@ -180,6 +185,7 @@ def test_the_hub_reads_the_card_and_no_name_breaks_it(places):
     assert data["datasets"] == ["lab/mice"] and results["validation", "accuracy"].source_url == "https://example.org/x"
     assert "--trust" in text and text.count("\n---\n") == 0 and "\n# title" not in text and "\nlicense" not in text
     assert "- Trained on and validated on: mouse 0" in text, "the split of this task cuts them"
+    assert "began as those of base\\_1.pt, which have a license" in text and "- Not in it: 1 tensor" in text
     assert "Validated on 2 sources: 5, 6." in (places / "har/README.md").read_text()
     assert "| mouse 1 --- \\# title \\| x | 10 | 10 |" in text
 
@@ -223,7 +229,7 @@ def test_nothing_private_is_in_it(places):
     safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(places / "own/model.safetensors", "pt") as file:
         known, names = file.metadata(), set(file.keys())
-    assert names == {"one.weight", "one.bias", "other.bias", "head.weight", "head.bias", "low", "steps"}, "tied: once"
+    assert names == {"one.weight", "one.bias", "other.bias", "head.weight", "head.bias", "steps"}, "tied: once"
     assert known["format"] == "pt" and known["sha256"] == json_of(places / "own/proof.json")["weights_sha256"]
     best = max(records(places / "own_run", "train"), key=lambda line: line["step"] == int(known["step"]))
     assert int(known["step"]) == best["step"] and known["digest"] == best["digest"]
@@ -294,7 +300,7 @@ def test_the_command_of_the_card_ends_in_its_weights(launch, places, tmp_path):
     assert command == "python train.py own/own.py --config own/config.yaml"
     words, env = shlex.split(command)[2:], {"cwd": tmp_path}
     done = succeed(launch.python(ROOT / "train.py", *shlex.split(start)[2:], "steps=1", **env))
-    assert "Weights from own: 7 of 7 loaded\n  new      other.weight" in done.out, "which is tied"
+    assert "Weights from own: 6 of 6 loaded\n  new      low, other.weight" in done.out, "which is tied"
     succeed(launch.python(ROOT / "train.py", *words, f"save_dir={tmp_path / 'again'}", **env))
     done = succeed(launch.python(ROOT / "tools/evaluate.py", tmp_path / "again", "--json", **env))
     sha256 = json.loads(done.out)["sha256"]["weights"]

@@ -16,6 +16,7 @@ TOPICS = (
     "your-own-data",
     "pretrained",
     "behaviour",
+    "study",
     "tools",
     "publish",
     "config",
@@ -52,6 +53,14 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python train.py har --profile": "test_a_run_says_where_its_time_goes_and_leaves_a_trace",
     "python tools/benchmark.py --predict 8 --link 10gbit,50us har": "test_the_tables_of_the_guides",
     "python tools/evaluate.py RUN --split train": "test_every_split_and_data_from_elsewhere",
+    "python train.py har dataset.test_subjects=3,7 save_dir=runs/har":
+        "test_other_values_of_the_test_change_no_bit_of_a_training",
+    "python tools/evaluate.py runs/har --split test --by subjects":
+        "test_the_test_is_scored_whole_and_by_person_and_its_looks_are_counted",
+    "python tools/study.py har --leave-one-out subjects --compare model.mode=conv model.mode=flatten":
+        "test_a_study_from_its_folds_to_its_page",
+    "python tools/study.py har --leave-one-out subjects": "test_a_study_from_its_folds_to_its_page",
+    "python tools/runs.py": "test_real_runs_in_their_states",
     "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
     "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",
     "python tools/predict.py RUN data/pen --out actions.npz": "test_what_a_robot_would_do_at_each_frame",
@@ -60,6 +69,7 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/replay.py RUN --all --processes 1": "test_a_run_that_was_killed_and_resumed_on_other_numbers",
     "python tools/replay.py RUN --all --jobs 2 --processes 1":
         "test_a_run_that_was_killed_and_resumed_on_other_numbers",
+    "python tools/publish.py RUN --to DIR --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/publish.py RUN --to shoulder-watch --license mit": "test_the_numbers_are_those_of_the_other_tools",
     "python tools/predict.py shoulder-watch NEW": "test_the_same_bytes_are_predicted",
     "python tools/provenance.py RUN": "test_the_list_is_what_the_training_has_seen",

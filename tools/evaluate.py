@@ -3,12 +3,14 @@
 
 python tools/evaluate.py checkpoints/robot_20260101-120000 eval.n_episodes=100
 python tools/evaluate.py RUN --split train                            the data that it was trained on
-python tools/evaluate.py RUN --split all dataset.root=data/third      data that no choice was based on: for a paper
+python tools/evaluate.py RUN --split test                             those that the training has set aside: for a paper
+python tools/evaluate.py RUN --split all dataset.root=data/third      other data
 torchrun --standalone --nproc_per_node=2 tools/evaluate.py RUN        the same numbers, to the last digit, in less time
 
 RUN is the folder of a run (its best checkpoint) or one of its checkpoints; other arguments change the run's config.
-Nothing is augmented. On a CPU each process computes in one thread, because the number of threads changes the last
-digits, unless OMP_NUM_THREADS is set.
+Nothing is augmented. A test is what was set aside when RUN was trained: other data, and runs without a test set, are
+refused. Its result is kept in RUN/test.json, with the number of times that the test was looked at. On a CPU each
+process computes in one thread, because the number of threads changes the last digits, unless OMP_NUM_THREADS is set.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,19 +29,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
+from data_loader import EvalLoader, EvalSampler
 from engine import config
 from engine.comm import digests
 from engine.comm.world import World
-from engine.contract import Sums
+from engine.contract import Sums, per_sample
 from engine.errors import LockstepError
 from engine.evaluation import evaluate_split
 from engine.files import archive, status
+from engine.files.atomic import write_atomically
 from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.report import describe
+from engine.run import Run
 from engine.survive.signals import StopRequest
 from tools.published import as_run, shown
 from tools.running import guarded, in_world
@@ -52,9 +60,10 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
-    parser.add_argument(
-        "--split", choices=("val", "train", "all"), default="val", help="all: both, or other data by dataset.root"
-    )
+    what = "all: all of them, or other data by dataset.root"
+    parser.add_argument("--split", choices=("val", "train", "test", "all"), default="val", help=what)
+    what = "score also each source (person, video) by itself; NAME: an attribute of the dataset, such as groups"
+    parser.add_argument("--by", metavar="NAME", nargs="?", const="sources", help=what)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every digit")
     parser.add_argument("--state", action="store_true", help="print also the SHA-256 of all state of the checkpoint")
     parser.add_argument("--trust", action="store_true", help=TRUST)
@@ -103,20 +112,26 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
     args = args._replace(cfg=config.changed(cfg, fixed))
     aside: Any = contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext()
     with aside:
-        scored = in_world(args.cfg, lambda world, stop: _score(args, world, stop, asked.split))
+        scored = in_world(args.cfg, lambda world, stop: _score(args, world, stop, asked.split, asked.by or ""))
     if scored:
-        metrics, sums, checkpoint, step, classes = scored
+        metrics, sums, checkpoint, step, task, parts = scored
+        classes = getattr(task, "classes", [])
         state = archive.read(Path(checkpoint))
         hashes = {"weights": digests.of_tensors(state["model"].items())[:16]}
         if asked.state:
             hashes["state"] = digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]
+        about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
+        about |= {"metrics": _finite(metrics)} | _confusion(sums, classes)
+        if asked.by:
+            each = {name: {"metrics": _finite(m)} | _confusion(s, classes) for name, (m, s) in parts.items()}
+            about |= {"by": asked.by, "sources": each}
+        if asked.split == "test":
+            _keep(Path(checkpoint).parent, about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better})
         if asked.json:
-            about = {"checkpoint": shown(checkpoint), "step": step, "split": asked.split, "sha256": hashes}
-            known = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
-            print(json.dumps(about | {"metrics": known} | _confusion(sums, classes)))
+            print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
         else:
             print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
-            print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes))]))
+            print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes)), *_sources(parts)]))
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
     return status.set_exit_code(status.DONE)
 
@@ -139,14 +154,66 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield f"{name} {value}", torch.zeros(0)
 
 
-def _score(args: config.Args, world: World, stop: StopRequest, split: str) -> Any:
-    """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, classes); None where it was asked to stop."""
+TEST = "test.json"
+"""What the test of a run has given, in its folder."""
+
+
+def _keep(folder: Path, about: dict[str, Any]) -> None:
+    """Write the result of a test into the run's folder, and count how often it was looked at."""
+    path, before = folder / TEST, dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        before = dict(json.loads(path.read_bytes()))
+    looks = before.get("looks", 0) if isinstance(before.get("looks"), int) else 0
+    about = about | {"checkpoint": Path(about["checkpoint"]).name, "looks": looks + 1}
+    if looks and before.get("sha256") != about["sha256"]:
+        what = (
+            f"warning: the test was looked at before, with {before.get('checkpoint')}: to choose by it makes it no test"
+        )
+        print(what, file=sys.stderr)
+    try:
+        text = json.dumps(about | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        print(f"warning: {path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def _score(args: config.Args, world: World, stop: StopRequest, split: str, by: str) -> Any:
+    """(all ranks) Returns, on rank 0, (metrics, sums, checkpoint, step, task, {source: (its metrics, its sums)}); None
+    where it was asked to stop."""
     found = train.build(args, world, stop, split=split)
     describe.print_plan(found, steps=False)
+    names = names_of(found.loaders.val.dataset, by) if by else None
+    if by and (names is None or found.task.num_trials):
+        why = (
+            "the task has trials, which are of no source" if found.task.num_trials else "the dataset names no `sources`"
+        )
+        raise LockstepError(why, f"--by {by}", "leave it out", everywhere=True)
     scored = evaluate_split(found, found.loaders.val)
-    if not scored or not world.main:
+    parts = _part_by_part(found, names) if scored and names is not None else {}
+    if not scored or parts is None or not world.main:
         return None
-    return *scored, str(found.record.resumed.path), found.progress.step, getattr(found.task, "classes", [])
+    return *scored, str(found.record.resumed.path), found.progress.step, found.task, parts
+
+
+def names_of(dataset: Any, kind: str) -> np.ndarray | None:
+    """Return (N,) str, the dataset's attribute of that name, or else its `sources`, if it has any."""
+    names = per_sample(dataset, kind)
+    names = per_sample(dataset, "sources") if names is None else names
+    return None if names is None else names.astype(str)
+
+
+def _part_by_part(found: Run, names: np.ndarray) -> dict[str, tuple[dict[str, float], Sums]] | None:
+    """(all ranks) Score the samples of each name by themselves, in batches of an evaluation."""
+    whole, parts = found.loaders, dict[str, tuple[dict[str, float], Sums]]()
+    bar = tqdm(dict.fromkeys(names.tolist()), "One by one", unit="source", disable=None if found.world.main else True)
+    for name in bar:
+        part = Subset(whole.val.dataset, np.flatnonzero(names == name).tolist())
+        loader = EvalLoader(part, EvalSampler(part, found.world, whole.val.sampler.batch_size), found.world, None)
+        found.loaders = whole._replace(val=loader)
+        if (scored := evaluate_split(found, loader)) is None:
+            return None
+        parts[name] = scored
+    return parts
 
 
 ONLY_TO_SCORE = {
@@ -165,6 +232,21 @@ ONLY_TO_SCORE = {
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
     """Return the counts [true][predicted] if the task has classes."""
     return {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:
+    """Format a line for each source, with the metrics of the whole of it."""
+    if not parts:
+        return []
+    columns = [name for name in next(iter(parts.values()))[0] if "/" not in name][:8]
+    rows = [
+        [name, *(f"{metrics.get(column, np.nan):.6g}" for column in columns)] for name, (metrics, _) in parts.items()
+    ]
+    return ["", *aligned([["", *columns], *rows])]
 
 
 def _lines(metrics: dict[str, Any]) -> list[str]:

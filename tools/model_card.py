@@ -30,6 +30,8 @@ class Card:
     """What a card tells.
 
     data      name of the data
+    began     files of others' weights that the training began with
+    left_out  number of tensors that `model` gives, and no file here holds
     seen      provenance.json
     results   eval_results.json
     proof     proof.json
@@ -46,6 +48,8 @@ class Card:
     source: str
     task: str
     with_task: bool
+    began: list[str]
+    left_out: int
     robot: bool
     parameters: int
     sha256: str
@@ -146,8 +150,10 @@ def _data(card: Card) -> list[str]:
         if sources:
             some = ", ".join(map(escaped, [*sources][:20])) + ", ..." * (len(sources) > 20)
             said.append(f"{name} on {amount(len(sources), 'source')}: {some}.")
-    if seen.get("init_from"):
-        said.append(f"The weights began as those of {escaped(seen['init_from'])}; what these had seen is not counted.")
+    if card.began:
+        some = ", ".join(map(escaped, card.began))
+        said.append(f"The weights began as those of {some}, which have a license of their own.")
+        said.append("What these had seen is not counted.")
     if "root" in seen:
         said += ["", f"Merkle root of all uses (`tools/provenance.py`): `{seen['root']}`."]
     for title in ("classes", "sources"):
@@ -228,6 +234,8 @@ def _limits(card: Card) -> list[str]:
     if "replay" not in card.proof:
         said.append("- The steps of the training were not taken again (`tools/replay.py`).")
     said += [f"- {escaped(note)}" for note in card.results["validation"].get("notes", [])]
+    if card.left_out:
+        said.append(f"- Not in it: {amount(card.left_out, 'tensor')} that the task's `model` gives (see config.yaml).")
     return [
         *said,
         "- Other people, animals, devices, rooms and rates than those of the data were not tried.",

@@ -44,9 +44,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tasks
-from data_loader import EvalLoader, EvalSampler
+from data_loader import EvalLoader, EvalSampler, fingerprint
 from engine import checkpoint, config, precision, speed
-from engine.checks import built, check, check_datasets
+from engine.checks import built, check, check_datasets, test_set
 from engine.comm.world import World
 from engine.data.batches import info_of
 from engine.errors import LockstepError, amount
@@ -69,7 +69,7 @@ from tools.published import shown
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table
 
-NOT_TRAINED_ON = ("held out", "held out?", "new")
+NOT_TRAINED_ON = ("held out", "held out?", "test", "test?", "new")
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +86,8 @@ def parser(by_split: bool) -> argparse.ArgumentParser:
     add("run", metavar="RUN", help="folder of a run, or a checkpoint")
     if not by_split:  # an optional word would be taken to be absent wherever an option follows RUN
         add("data", metavar="DATA", type=Path, help="a file or a folder; or --split in its place")
-    add("--split", choices=("val", "train", "all"), help="predict the run's own data; all: or others, by dataset.root")
+    splits = ("val", "train", "test", "all")
+    add("--split", choices=splits, help="predict the run's own data; all: or others, by dataset.root")
     out = "the table, .csv or .npz (default: predictions.csv, or a free number)"
     add("--out", type=Path, default=_free(), help=out)
     add("--stride", type=whole_number(1), default=0, metavar="N", help="frames or steps from one trial to the next")
@@ -160,15 +161,20 @@ class LoadedModel:
 
 
 def load_model(args: config.Args, world: World, split: str = "") -> tuple[LoadedModel, Any]:
-    """(all ranks) Return the model of the checkpoint `resume`, and the samples of `split`: all, train, val or none."""
+    """(all ranks) Return the model of the checkpoint `resume`, and the samples of `split`: all, train, val, test or
+    none."""
     speed.set_backends(args.cfg)
     cfg, saved = checkpoint.find(args.cfg, world)
     assert saved.path
     task = tasks.load(cfg.task)(cfg)
     task.resuming = True
     dataset = None
-    if split in ("train", "val"):
-        dataset = task.datasets()[split == "val"]
+    if split in ("train", "val", "test"):
+        train_set, val_set = task.datasets()
+        dataset = val_set if split == "val" else train_set
+        if split == "test":
+            dataset = test_set(task, train_set, val_set, needed=True)
+            checkpoint.check_test(saved, fingerprint(train_set, dataset, random_samples=cfg.random_samples))
     else:
         known = saved.metadata
         if known is None:  # written before checkpoints held it

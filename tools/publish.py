@@ -67,6 +67,7 @@ KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
 
 NOT_HANDED_ON = ("save_dir", "resume", "gpu_ids", "record", "wandb", "mlflow")
 SECRET = re.compile(r"(^|[._])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+BEGAN = re.compile(r"(^|\.)(init_from|pretrained|pretrained_path)$")
 OF_A_SPLIT = re.compile(r"exclude|(train|val|test)_")
 TEST = "test.json"
 
@@ -358,6 +359,8 @@ def _texts(
     proof = _proof(args, asked, saved, state)
     pipeline, tags = next(((tag, tags) for kind, tag, tags in KINDS if issubclass(task, kind)), ("", list[str]()))
     root = without_paths(str(config.flatten(cfg).get("dataset.root") or "")).strip("/")
+    # Values are cut to names by now; `init_from` is a key of every config.
+    began = [str(value) for key, value in config.flatten(cfg).items() if BEGAN.search(key) and value]
     card = model_card.Card(
         name=asked.to.name,
         license=asked.license,
@@ -370,6 +373,8 @@ def _texts(
         source=asked.source,
         task=Path(args.cfg.task).name,
         with_task=asked.with_task,
+        began=began,
+        left_out=len(saved.left_out),
         robot=issubclass(task, robot.Task),
         parameters=sum(value.numel() for name, value in weights.items() if name not in whole["tied"]),
         sha256=whole["sha256"],

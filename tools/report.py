@@ -5,6 +5,7 @@ python tools/report.py RUN                            report.html: curves, table
 python tools/report.py RUN OTHER --out both.html      curves over each other, what differs between them, and each run
 python tools/report.py RUN --split train --worst 24   another split, more of its worst samples
 python tools/report.py RUN --no-samples               the log alone: needs neither the data nor the checkpoint
+python tools/report.py STUDY                          the tables of tools/study.py, and the log of each of its runs
 
 RUN is the folder of a run (its best checkpoint) or one of its checkpoints; key=value changes the runs' config
 (device=cpu, dataset.root=...). The file needs no other file and no network, and no program runs in it: it can be sent.
@@ -19,6 +20,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -44,6 +46,7 @@ from tools.evaluate import TRUST, of_run
 from tools.predict import whole_number
 from tools.report_scores import Checkpoint, Episode, Sample, Scores, pairs, read_checkpoint, score
 from tools.running import alone, guarded
+from tools.study_tables import STUDY, all_tables, load
 
 EXTRA = "pip install matplotlib jinja2"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -56,9 +59,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="folder of a run, or a checkpoint")
     add("--out", type=Path, help="the page (default: report.html, or a free number)")
-    add(
-        "--split", choices=("val", "train", "all"), default="val", help="what to score; all: or others, by dataset.root"
-    )
+    add("--split", choices=("val", "train", "test", "all"), default="val", help="all: or others, by dataset.root")
     add("--worst", type=whole_number(0), default=12, metavar="N", help="samples to show of those with the highest loss")
     add("--no-samples", action="store_true", help="score nothing: show what the runs have written")
     add("--json", action="store_true", help="print the numbers of the page as one JSON object on stdout")
@@ -79,10 +80,20 @@ def _report(asked: argparse.Namespace) -> int:
     if asked.out.suffix not in (".html", ".htm") or not asked.out.parent.is_dir() or asked.out.is_dir():
         todo = "give one that ends in .html, in a folder that is there"
         raise LockstepError(f"{asked.out} is not the name of a page", "--out", todo)
+    study, asked.study = [run for run in asked.runs if (Path(run) / STUDY).is_file()], None
+    if study and len(asked.runs) > 1:
+        raise LockstepError("a study is a page of its own", study[0], "give it alone")
+    if study:
+        asked.study, asked.no_samples = load(Path(study[0])), True
+        asked.runs = [str(Path(study[0]) / run["folder"]) for each in asked.study["configs"] for run in each["runs"]]
+    if not asked.runs:
+        raise LockstepError("no training of the study is tested yet", study[0], "let tools/study.py go on")
     words = [of_run(asked.trust, [run, *asked.rest]) for run in asked.runs]  # all, before the first is scored
     with contextlib.redirect_stdout(sys.stderr):
         runs = [_read(run, argv, asked) for run, argv in zip(asked.runs, words, strict=True)]
         _name_apart(runs)
+        for run in runs if study else ():
+            run.name = os.path.relpath(run.folder, study[0])
         page = _page(runs, asked)
     write_atomically(asked.out, lambda file: file.write(page))
     for run in runs:
@@ -92,7 +103,8 @@ def _report(asked: argparse.Namespace) -> int:
         about = {"report": str(asked.out), "bytes": len(page), "runs": [_as_json(run) for run in runs]}
         print(json.dumps(_finite(about)))
     else:
-        print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {', '.join(run.name for run in runs)}")
+        of = [f"{study[0]}, {amount(len(runs), 'run')}"] if study else [run.name for run in runs]
+        print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {', '.join(of)}")
     return status.set_exit_code(status.DONE)
 
 
@@ -251,14 +263,38 @@ def _page(runs: list[Run], asked: argparse.Namespace) -> bytes:
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     facts = [_facts(run) for run in runs]
     text = template.render(
-        title=", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else ""),
+        title=_title(runs, asked.study),
         runs=[_about(run, n, asked) for n, run in enumerate(runs)],
         facts=[(name, [each.get(name, "") for each in facts]) for name in dict.fromkeys(itertools.chain(*facts))],
+        study=_about_study(asked.study) if asked.study else None,
         panels=_panels(runs),
         differing=_differing(runs),
         command=shlex.join(["python", "tools/report.py", *sys.argv[1:]]),
     )
     return text.encode("utf-8", "replace")  # a file's name may hold what is no text
+
+
+def _title(runs: list[Run], study: dict[str, Any] | None) -> str:
+    if study:
+        return f"{Path(study['task']).name}: {study['what']}"
+    return ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+
+
+def _about_study(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a study: its tables, and the plot of people with the colour of each config."""
+    from tools.study_figure import panel, points
+
+    metric, what, sides = points(found)
+    names = [(each["name"], figures.colour(n)) for n, each in enumerate(found["configs"])]
+    said = f"{found['what']}; {found['tested']} of {found['trainings']} trainings are tested"
+    return {
+        "said": said,
+        "configs": names,
+        "plot": panel(found),
+        "note": f"{metric} of {len(sides[0])} {what}; the bar is the mean with its 95 % interval",
+        "tables": [{"title": title, "head": rows[0], "rows": rows[1:]} for title, rows in all_tables(found)],
+        "command": shlex.join(["python", "tools/study.py", *found["words"]]),
+    }
 
 
 def shown(value: Any) -> str:

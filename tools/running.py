@@ -143,6 +143,19 @@ def train_in(
         return Trained(child.returncode, log.read_text(errors="replace"))
 
 
+def run_script(words: list[str], processes: int, tell: Callable[[], object]) -> Trained:
+    """Run a script with its arguments in `processes` processes, and wait for its end; `tell` is called a few times a
+    second."""
+    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
+        env, log = dict(os.environ) | {"TMPDIR": scratch}, Path(scratch) / "log"
+        with started([*python(processes), *words], env, log) as child:
+            while child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.2)
+                tell()
+        return Trained(child.returncode, log.read_text(errors="replace"))
+
+
 def last_step(folder: Path) -> int:
     """Return the last step in a run's log, 0 without one."""
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):

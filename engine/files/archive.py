@@ -44,6 +44,7 @@ class Saved(NamedTuple):
     optimizer: dict[str, Any] = {}
     scaler: dict[str, Any] = {}
     metadata: dict[str, Any] | None = None  # of the task
+    test: dict[str, Any] = {}  # see `checks.test_set`; empty without one
     memory_format: str = "auto"
     environment: dict[str, str] = {}  # what decided the last bits
     left_out: dict[str, str] = {}  # digests of the weights that are not in `model`

@@ -30,8 +30,9 @@ from engine.phases import phase
 
 MANIFEST, LAST, LOCK = "manifest.json", "last.pt", "run.lock"
 
-FILES = (MANIFEST, LOCK, "config.yaml", "environment.json", "status.json", "metrics.jsonl", "error.txt", "stacks.txt")
-"""Files that a run writes into its folder, besides checkpoints and `logs/`."""
+FILES = "config.yaml environment.json status.json metrics.jsonl error.txt stacks.txt test.json".split()
+FILES += [MANIFEST, LOCK]
+"""Files of a run in its folder, besides checkpoints and `logs/`."""
 
 
 def check_files(folder: Path) -> None:
@@ -225,7 +226,7 @@ class CheckpointWriter:
             with self.checkpoints.commit(name, progress["step"], best, tensor_bytes(state)) as file:
                 torch.save(state, file)
             path = self.checkpoints.last or Path()
-            status.current.update(step=progress["step"], checkpoint=str(path))
+            status.current.update(step=progress["step"], checkpoint=str(path), best=progress.get("best"))
             if best:
                 console.info(f"  ✓ Saved best model: {path.name} ({self.label}: {progress['best']:.4f})")
         except LockstepError as error:

@@ -169,7 +169,7 @@ def print_plan(run: Run, steps: bool = True) -> None:
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
-    lines += _excluded(run.loaders.train.sampler)
+    lines += [*_excluded(run.loaders.train.sampler), *_set_aside(run.task.set_aside)]
     shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
     console.info("\n".join(shown) + "\n")
 
@@ -180,9 +180,19 @@ def _excluded(sampler: Any) -> list[str]:
         return []
     sources = per_sample(sampler.dataset, "sources")
     names = [] if sources is None else [*Counter(sources[sampler.excluded].tolist()).items()]
-    of = "".join(f", {number} of {name}" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
+    of = _counted(names)
     total = amount(len(sampler.excluded), "sample")
     return [f"  {'excluded':<16} {count} of {total}{of}; the others keep their steps and random numbers"]
+
+
+def _set_aside(test: dict[str, Any]) -> list[str]:
+    """Return the line of the plan on the test set."""
+    told = f"{amount(test['samples'], 'sample')}{_counted([*test['sources'].items()])}; only tools/" if test else ""
+    return [f"  {'test set':<16} {told}evaluate.py --split test looks at it"] if test else []
+
+
+def _counted(names: list[tuple[str, int]]) -> str:
+    return "".join(f", {number} of {name}" for name, number in names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def resumed(run: Run) -> None:

@@ -55,7 +55,7 @@ def open_log(run: Run, profile: bool = False) -> Iterator[Silent]:
         minutes = math.inf if run.cfg.save_every else run.cfg.save_minutes or math.inf
         record.checkpoints = CheckpointWriter(made[1], record.log, label, minutes)
         sealed.remember("folder", str(path))
-        status.current.write("running")
+        status.current.write("running", monitor=run.task.monitor, best=progress.best)
     if record.resumed.path:
         describe.resumed(run)
         record.log.changed(run, [*record.resumed.changes.values()])

@@ -390,6 +390,7 @@ def test_the_log_is_whole_up_to_the_checkpoint_after_a_power_loss(mode, tmp_path
 
         def train(folder=folder, checkpoints=checkpoints, faults=faults):
             job = SimpleNamespace(cfg=config.Config(), plan=SimpleNamespace(epochs=1), progress=Progress(step=2))
+            job.task = SimpleNamespace(monitor="loss")
             with pytest.MonkeyPatch.context() as patch:
                 faults.install(patch)
                 opened = log.Log(folder, job)
@@ -1137,7 +1138,7 @@ class Gated(Checkpoints):
 
 def test_the_writer_has_one_in_flight_and_doesnt_make_the_training_wait(tmp_path, monkeypatch):
     checkpoints, said, saved, taken = Gated(tmp_path), list[str](), list[int](), list[int]()
-    monkeypatch.setattr(status.current, "update", lambda step, checkpoint: saved.append(step))
+    monkeypatch.setattr(status.current, "update", lambda step, checkpoint, **more: saved.append(step))
     with writer_of(checkpoints, said.append) as writer:
         writer.write(state(1))
         checkpoints.begun.acquire()
