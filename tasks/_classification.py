@@ -126,7 +126,7 @@ class Classification(contract.Task):
         where: str,
         val_labels: np.ndarray | None,
         kept: np.ndarray | None,
-        test: Any,
+        test: Any = None,
     ) -> None:
         labels = labels if kept is None else labels[kept]
         self.train_counts, self.looked_counts = (labels == 1).sum(0), (labels >= 0).sum(0)

@@ -447,7 +447,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(launch, tracks_
 @pytest.mark.slow
 def test_labels_that_overlap_from_training_to_bouts(launch, tmp_path):
     recordings(tmp_path / "mice.npz", multi=True)
-    words = ["har", f"dataset.root={tmp_path / 'mice.npz'}", *WORDS]
+    words = ["har", f"dataset.root={tmp_path / 'mice.npz'}", *WORDS, "dataset.test_subjects=m5"]
     done = launch.python("train.py", *words, "save_dir=")
     assert done.code == 2 and "the labels of these data may overlap (loss.kind=softmax)" in done.err
     run = tmp_path / "run"
@@ -455,9 +455,14 @@ def test_labels_that_overlap_from_training_to_bouts(launch, tmp_path):
     assert "the loss adds up" in done.out
     done = succeed(launch.python("tools/decide.py", run, tmp_path / "mice.npz", "device=cpu"))
     assert "thresholds: background " in done.out
+    (kept,) = run.glob("*.decision.json")
+    chosen_on = json.loads(kept.read_text())["about"]["sources"]
+    assert chosen_on and "m5.mp4" not in chosen_on, "the test chooses nothing"
     out = ["--out", tmp_path / "p.csv", "--bouts", tmp_path / "b.csv", "device=cpu"]
     done = succeed(launch.python("tools/predict.py", run, tmp_path / "mice.npz", *out, "--json"))
-    report = json.loads(done.out)["bouts"]["held out"]
+    scores = json.loads(done.out)["bouts"]
+    report = scores["held out"]
+    assert {*scores} == {"held out", "test"} and scores["test"]["all"]["videos"] == 1
     assert report["all"]["overlap_f1"] > 0.3 and "transitions" not in report
     labels = {row["label"] for row in table(tmp_path / "p.csv")}
     assert "groom+rear" in labels and not any("background" in label and "+" in label for label in labels)
