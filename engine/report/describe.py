@@ -22,7 +22,7 @@ from engine.files import status
 from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
-from engine.report import trackers
+from engine.report import mlflow, wandb
 from engine.run import Run, environment
 
 
@@ -141,7 +141,7 @@ def buckets(num_bytes: float, bucket_cap_mb: float) -> list[float]:
 
 def check_trackers(cfg: Any, world: World) -> None:
     """(all ranks) Before anything is loaded, raise LockstepError if a tracker is enabled and cannot be used."""
-    on_rank0(world, lambda: trackers.require(cfg))
+    on_rank0(world, lambda: [each.require(cfg) for each in (wandb, mlflow)])
 
 
 def training(run: Run, strict: bool) -> None:

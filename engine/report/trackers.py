@@ -23,12 +23,6 @@ IDS = "trackers.json"
 """In a run's folder: the run's number at each tracker, by which a resumed run is continued there."""
 
 
-def require(cfg: Any) -> None:
-    """Raise LockstepError if a tracker that is enabled cannot be used. Sends nothing."""
-    for each in (wandb, mlflow):
-        each.require(cfg)
-
-
 def opened(run: Run, folder: Path, repeated: bool) -> list[Any]:
     """(rank 0) Open all trackers of a run; `repeated`: the step that it resumes from is written again."""
     kinds = [kind for kind in (wandb.Wandb, mlflow.MLflow) if getattr(run.cfg, kind.name).enable]
