@@ -23,7 +23,7 @@ def as_number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
-def shown_metrics(found: dict[str, Any], most: int = 4) -> list[str]:
+def shown_metrics(found: dict[str, Any], most: int = 5) -> list[str]:
     """Return the metrics of the tables: the one that the task goes by first, then those that are shares."""
     names = dict.fromkeys(name for each in found["configs"] for name in [*each["over_sources"], *each["metrics"]])
     first = [name for name in (found["monitor"], "macro_f1", "kappa", "accuracy") if name in names]
