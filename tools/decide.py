@@ -36,10 +36,11 @@ from tasks import har
 from tasks._calibration import bins_of, ece, fit_temperature
 from tasks._classification import Classification
 from tools import decisions
+from tools.arguments import whole_number
 from tools.decisions import Decision
 from tools.evaluate import TRUST, of_run
 from tools.predict import LoadedModel, Prediction, load, of_steps, of_videos
-from tools.prepare_clips import add_labels, whole_number
+from tools.prepare_clips import add_labels
 from tools.running import alone, guarded
 
 HELD_OUT = "held out"

@@ -62,9 +62,10 @@ from formats.clips import FRAMES, Clips
 from formats.windows import Windows
 from tasks import har, video
 from tools import bout_files, decisions
+from tools.arguments import whole_number
 from tools.decisions import Decision
 from tools.evaluate import TRUST, aligned, of_run
-from tools.prepare_clips import add_labels, read_annotations, whole_number
+from tools.prepare_clips import add_labels, read_annotations
 from tools.published import shown
 from tools.running import alone, guarded, in_world
 from tools.tables import Part, write_table

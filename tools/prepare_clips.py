@@ -45,6 +45,7 @@ from formats.arrays import csv_rows, look_alikes, stays_below, text_lines
 from formats.bouts import columns_of
 from formats.clips import CUTTING, GROUP, LABELS, ClipsWriter, check_group, read_table
 from formats.videos import SUFFIXES, BrokenVideo, Cutting, gray_square, import_av, opened
+from tools.arguments import printed, rate, whole_number
 
 MOST = 1e9  # frames or seconds: no video is longer, and numpy's own whole numbers end at 9e18
 OFTEN = 3  # trials of one label, from which on one that occurs once may be a typo
@@ -345,22 +346,6 @@ def add_labels(add: Any) -> None:
     add("--offset", choices=("subtract", "ignore"), default="", help=times)
 
 
-def rate(text: str) -> float:
-    if not 0 < float(text) < 1e6:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return float(text)
-
-
-def whole_number(low: int) -> Any:
-    def convert(text: str) -> int:
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low}")
-        return int(text)
-
-    convert.__name__ = "whole number"
-    return convert
-
-
 def prepare(asked: argparse.Namespace) -> str:
     """Run the command line; returns the text to print. Raises LockstepError."""
     from tqdm import tqdm
@@ -482,14 +467,7 @@ def _of_line(error: BrokenVideo, where: str) -> BrokenVideo:
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    try:
-        print(prepare(asked))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(lambda: prepare(asked), asked.output)
 
 
 if __name__ == "__main__":

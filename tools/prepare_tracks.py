@@ -35,7 +35,8 @@ from formats.behaviour import BACKGROUND, Labels, first_of
 from formats.bouts import columns_of
 from formats.tracks import Track
 from formats.windows import VALID
-from tools.prepare_clips import MULTI, add_labels, groups_of, rate, whole_number
+from tools.arguments import printed, rate, whole_number
+from tools.prepare_clips import MULTI, add_labels, groups_of
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -254,20 +255,7 @@ def _write(
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    try:
-        print(prepare(asked))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(
-            f"error: {error.strerror or error} ({error.filename or asked.output}): choose another place",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(lambda: prepare(asked), asked.output)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from formats.public_sensors import LIKE
 from formats.rates import changed, rate_of, resampled, steps_at, widest_gap
 from formats.sensor_tables import Reading, Sheet
 from formats.windows import VALID
-from tools.prepare_clips import whole_number
+from tools.arguments import printed, whole_number
 
 TABLES = (".csv", ".tsv", ".txt", ".dat", ".parquet", ".pq")
 TABLE = "recordings.csv"
@@ -663,17 +663,7 @@ def _write(asked: argparse.Namespace, out: Output, said: Said, about: About) -> 
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    try:
-        print(prepare(asked))
-    except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: cannot write: {error.strerror or error} ({error.filename or asked.output})", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return printed(lambda: prepare(asked), asked.output)
 
 
 if __name__ == "__main__":

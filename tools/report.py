@@ -42,8 +42,8 @@ from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from engine.survive import command
 from tools import report_figures as figures
+from tools.arguments import whole_number
 from tools.evaluate import TRUST, of_run
-from tools.predict import whole_number
 from tools.report_scores import Checkpoint, Episode, Sample, Scores, pairs, read_checkpoint, score
 from tools.running import alone, guarded
 from tools.study_tables import STUDY, all_tables, load

@@ -55,8 +55,8 @@ from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
 from formats.folds import folds, part_to_validate
 from tools import evaluate
+from tools.arguments import whole_number
 from tools.evaluate import TEST, aligned, names_of
-from tools.predict import whole_number
 from tools.running import Trained, alone, guarded, last_step, run_script, train_in
 from tools.study_numbers import of_study
 from tools.study_tables import STUDY, as_number, lines, write
