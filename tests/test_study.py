@@ -26,7 +26,7 @@ from engine import config
 from formats.folds import folds, part_to_validate
 from tools import report, running
 from tools import study as tool
-from tools.study_numbers import kappa, of_confusion, of_study, paired, t_probability, t_quantile
+from tools.study_numbers import of_confusion, of_study, paired, t_probability, t_quantile
 from tools.study_tables import escaped, latex, lines, load
 
 PEOPLE = str(ROOT / "tests" / "tasks" / "people.py")
@@ -109,7 +109,7 @@ def test_kappa_and_f1_are_scikit_learns():
         assert found["kappa"] == pytest.approx(sklearn.cohen_kappa_score(truth, guess), rel=1e-12)
         assert found["macro_f1"] == pytest.approx(sklearn.f1_score(truth, guess, average="macro"), rel=1e-12)
         assert found["accuracy"] == pytest.approx(sklearn.accuracy_score(truth, guess), rel=1e-12)
-    assert np.isnan(kappa(np.diag([5, 0, 0]))), "by chance they would agree as often"
+    assert np.isnan(of_confusion(np.diag([5, 0, 0]))["kappa"]), "by chance they would agree as often"
     assert np.isnan(of_confusion(np.zeros((2, 2), int))["accuracy"])
 
 

@@ -50,6 +50,7 @@ from engine.run import Run
 from engine.survive.signals import StopRequest
 from tools.published import as_run, shown
 from tools.running import guarded, in_world
+from tools.tables import finite
 
 
 def main(argv: list[str]) -> int:
@@ -121,9 +122,9 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
         if asked.state:
             hashes["state"] = digests.of_tensors(tensors_of("", {name: state[name] for name in SAME_STATE}))[:16]
         about = {"checkpoint": checkpoint, "step": step, "split": asked.split, "sha256": hashes}
-        about |= {"metrics": _finite(metrics)} | _confusion(sums, classes)
+        about |= {"metrics": finite(metrics)} | _confusion(sums, classes)
         if asked.by:
-            each = {name: {"metrics": _finite(m)} | _confusion(s, classes) for name, (m, s) in parts.items()}
+            each = {name: {"metrics": finite(m)} | _confusion(s, classes) for name, (m, s) in parts.items()}
             about |= {"by": asked.by, "sources": each}
         if asked.split == "test":
             _keep(Path(checkpoint).parent, about | {"monitor": task.monitor, "higher_is_better": task.higher_is_better})
@@ -232,10 +233,6 @@ ONLY_TO_SCORE = {
 def _confusion(sums: Sums, classes: list[str]) -> dict[str, Any]:
     """Return the counts [true][predicted] if the task has classes."""
     return {"classes": classes, "confusion": sums["confusion"].tolist()} if "confusion" in sums else {}
-
-
-def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if np.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _sources(parts: dict[str, tuple[dict[str, float], Sums]]) -> list[str]:

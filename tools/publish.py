@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import sys
@@ -57,6 +56,7 @@ from tools import model_card, provenance, published
 from tools.evaluate import TRUST, of_run
 from tools.report_scores import score
 from tools.running import alone, guarded
+from tools.tables import finite
 
 KINDS: tuple[tuple[type[Task], str, list[str]], ...] = (
     (har.Task, "", ["time-series", "time-series-classification", "human-activity-recognition", "sensors"]),
@@ -386,7 +386,7 @@ def _texts(
     )
     found = {
         published.CONFIG: yaml.safe_dump(cfg, sort_keys=False, allow_unicode=True),
-        published.STATE: _dumped(whole, finite=False),
+        published.STATE: _dumped(whole, strict=False),
         "provenance.json": _dumped(seen),
         "eval_results.json": _dumped(results),
         "proof.json": _dumped({"weights_sha256": whole["sha256"], **proof}),
@@ -396,17 +396,9 @@ def _texts(
     return found | ({"labels.json": _dumped(ids)} if classes else {})
 
 
-def _dumped(value: Any, finite: bool = True) -> str:
-    """Return JSON; `finite`: with null for what it has no number for, as others read it."""
-    return json.dumps(_finite(value) if finite else value, indent=1, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _dumped(value: Any, strict: bool = True) -> str:
+    """Return JSON; `strict`: with null for what it has no number for, as others read it."""
+    return json.dumps(finite(value) if strict else value, indent=1, ensure_ascii=False) + "\n"
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from tools.evaluate import TRUST, of_run
 from tools.report_scores import Checkpoint, Episode, Sample, Scores, pairs, read_checkpoint, score
 from tools.running import alone, guarded
 from tools.study_tables import STUDY, all_tables, load
+from tools.tables import finite
 
 EXTRA = "pip install matplotlib jinja2"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -101,7 +102,7 @@ def _report(asked: argparse.Namespace) -> int:
             print(f"warning: {run.name}: {note}", file=sys.stderr)
     if asked.json:
         about = {"report": str(asked.out), "bytes": len(page), "runs": [_as_json(run) for run in runs]}
-        print(json.dumps(_finite(about)))
+        print(json.dumps(finite(about)))
     else:
         of = [f"{study[0]}, {amount(len(runs), 'run')}"] if study else [run.name for run in runs]
         print(f"Wrote {asked.out} ({len(page) / 1e6:.2f} MB): {', '.join(of)}")
@@ -702,15 +703,6 @@ def _as_json(run: Run) -> dict[str, Any]:
             for each in scores.worst
         ]
     return about
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -127,32 +127,37 @@ def train_in(
     set.
     """
     script = str(Path(train.__file__).resolve())
+
+    def look(child: subprocess.Popen[bytes]) -> None:
+        step = last_step(folder)
+        tell(step)
+        if 0 < kill_at <= step and child.poll() is None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
+
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return run_script([script, *words, f"save_dir={folder}"], processes, look, threads)
+
+
+def run_script(
+    words: list[str],
+    processes: int,
+    look: Callable[[subprocess.Popen[bytes]], object],
+    env: Mapping[str, str] | None = None,
+) -> Trained:
+    """Run a script with its arguments in `processes` processes, with `env` in addition to the environment, and wait for
+    its end; `look` is called with its process a few times a second."""
     with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
         # A process that is ended before it handles signals leaves its temporary files.
-        env, log = {"OMP_NUM_THREADS": "1"} | os.environ | {"TMPDIR": scratch}, Path(scratch) / "log"
-        with started([*python(processes), script, *words, f"save_dir={folder}"], env, log) as child:
+        log = Path(scratch) / "log"
+        with started(
+            [*python(processes), *words], dict(os.environ) | dict(env or {}) | {"TMPDIR": scratch}, log
+        ) as child:
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(0.2)
-                step = last_step(folder)
-                tell(step)
-                if 0 < kill_at <= step and child.poll() is None:
-                    with contextlib.suppress(OSError, ValueError, KeyError):
-                        os.kill(json.loads((folder / "status.json").read_text())["pid"], signal.SIGKILL)
-                    os.killpg(child.pid, signal.SIGKILL)
-        return Trained(child.returncode, log.read_text(errors="replace"))
-
-
-def run_script(words: list[str], processes: int, tell: Callable[[], object]) -> Trained:
-    """Run a script with its arguments in `processes` processes, and wait for its end; `tell` is called a few times a
-    second."""
-    with tempfile.TemporaryDirectory(prefix="lockstep_", ignore_cleanup_errors=True) as scratch:
-        env, log = dict(os.environ) | {"TMPDIR": scratch}, Path(scratch) / "log"
-        with started([*python(processes), *words], env, log) as child:
-            while child.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(0.2)
-                tell()
+                look(child)
         return Trained(child.returncode, log.read_text(errors="replace"))
 
 

@@ -32,11 +32,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,12 +345,18 @@ class Study:
         folder, began = self.folder / each.name, time.monotonic()
         words = self._settings(each, self.folder)
         if _state(folder) != "done":
-            ended = self._watched(each, partial(train_in, folder, words, self.asked.processes))
+            ended = self._watched(each, lambda tell: train_in(folder, words, self.asked.processes, tell=tell))
             if ended.code:
                 return self._failed(each, ended.problem)
-        script = [evaluate.__file__, str(folder), "--split", "test", "--json"]
-        by = ["--by", self.kind] if self.names else []
-        ended = self._watched(each, partial(run_script, [*script, *by], self.asked.processes))
+        test = [
+            evaluate.__file__,
+            str(folder),
+            "--split",
+            "test",
+            "--json",
+            *(["--by", self.kind] if self.names else []),
+        ]
+        ended = self._watched(each, lambda tell: run_script(test, self.asked.processes, lambda child: tell()))
         found = result(self.folder, each)
         if ended.code or found is None:
             return self._failed(each, f"the test: {ended.problem}")
@@ -366,14 +371,14 @@ class Study:
         self.steps.pop(each.name, None)
         return f"{each.name}: {problem}"
 
-    def _watched(self, each: Training, start: Any) -> Trained:
+    def _watched(self, each: Training, start: Callable[[Any], Trained]) -> Trained:
         def tell(step: int = 0) -> None:
             self.steps[each.name] = step or last_step(self.folder / each.name)
             if self.stop.is_set():
                 raise self._interrupted()
 
         tell()
-        ended: Trained = start(tell=tell)
+        ended = start(tell)
         if self.stop.is_set():
             raise self._interrupted()
         return ended

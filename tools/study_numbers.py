@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from formats import bouts
 from tasks._classification import precision_recall_f1
 
 
@@ -19,18 +20,13 @@ def of_confusion(matrix: np.ndarray) -> dict[str, float]:
     return {
         "accuracy": float(np.trace(matrix) / total) if total else math.nan,
         "macro_f1": float(f1[known].mean()) if known.any() else math.nan,
-        "kappa": kappa(matrix),
+        "kappa": _kappa(matrix),
     }
 
 
-def kappa(matrix: np.ndarray) -> float:
-    """Cohen's kappa (Cohen 1960): (observed - expected agreement) / (1 - expected); NaN where only one class occurs and
-    is predicted."""
-    matrix = matrix.astype(np.float64)
-    if not (total := matrix.sum()):
-        return math.nan
-    observed, expected = np.trace(matrix) / total, float(matrix.sum(0) @ matrix.sum(1)) / total**2
-    return float((observed - expected) / (1 - expected)) if expected < 1 else math.nan
+def _kappa(matrix: np.ndarray) -> float:
+    found = bouts.kappa(matrix)
+    return math.nan if found is None else found
 
 
 def mean_sd(values: Sequence[float]) -> dict[str, Any]:
@@ -130,7 +126,7 @@ def _of_config(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _of_run(run: dict[str, Any]) -> dict[str, Any]:
     metrics = {name: _float(value) for name, value in run["metrics"].items() if "/" not in name and name != "count"}
     if "confusion" in run:
-        metrics["kappa"] = kappa(np.array(run["confusion"]))
+        metrics["kappa"] = _kappa(np.array(run["confusion"]))
     about = {name: run.get(name) for name in ("folder", "fold", "seed", "checkpoint", "step", "sha256", "looks")}
     return about | {"metrics": metrics, "count": run["metrics"].get("count")}
 

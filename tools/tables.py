@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,15 @@ COLUMNS = 4096
 """The most of a CSV: what has more is a picture, not a row."""
 
 Part = dict[str, Packed]
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_table(out: Path, parts: Iterable[Part]) -> tuple[int, list[str]]:
