@@ -348,57 +348,87 @@ def add_labels(add: Any) -> None:
 
 def prepare(asked: argparse.Namespace) -> str:
     """Run the command line; returns the text to print. Raises LockstepError."""
-    from tqdm import tqdm
-
     import_av()  # fails before anything is written
-    classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
-    crop = tuple(asked.crop) if asked.crop else None
-    cutting = Cutting(asked.frames, asked.stride, crop, asked.size, asked.fps)
     table, folder = asked.annotations, asked.videos or asked.annotations
     folder = folder if folder.is_dir() else folder.parent
-    if behaviour.is_labels(table):
-        plan = plan_of_labels(asked, cutting, folder, classes)
-        classes = classes or sorted({trial.label for trials in plan.trials.values() for trial in trials})
-        every = [trial.labels for trials in plan.trials.values() for trial in trials if trial.labels is not None]
-        if every and not asked.classes:  # a class may be on only where another one is, too
-            there = (np.stack(every) == 1).any(0)
-            classes = [name for name, on in zip(plan.behaviours, there, strict=True) if on]
-    elif asked.multi:
-        raise LockstepError("a table has one label for each trial", "--multi", "give labels, or drop it")
-    else:
-        plan, classes = read_annotations(table, cutting, classes)
+    plan, classes = _planned(asked, table, folder)
+    _check_rare(plan, table, asked.allow_rare)
+    rates = _check_videos(plan, table, folder, asked.skip_broken)
+    check_rates(plan, rates, table)
+    videos, broken = _write_clips(asked, plan, classes, table, folder)
+    lines = [f"skipped: {line}" for line in broken]
+    if broken:
+        lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
+    shares = ", ".join(f"{name} {len(of)}" for name, of in videos.items())
+    size = f"{asked.frames} x {asked.size} x {asked.size}"
+    lines.append(f"Wrote {sum(map(len, videos.values()))} trials of {size} to {asked.output} ({shares})")
+    return "\n".join([*lines, *_told(plan, videos, rates, asked.fps)])
+
+
+def _planned(asked: argparse.Namespace, table: Path, folder: Path) -> tuple[Plan, list[str]]:
+    """Return what is to be cut, and the classes, out of a table of trials or files of labels."""
+    classes = [name.strip() for name in asked.classes.split(",") if name.strip()]
+    cutting = Cutting(asked.frames, asked.stride, tuple(asked.crop) if asked.crop else None, asked.size, asked.fps)
+    if not behaviour.is_labels(table):
+        if asked.multi:
+            raise LockstepError("a table has one label for each trial", "--multi", "give labels, or drop it")
+        return read_annotations(table, cutting, classes)
+    plan = plan_of_labels(asked, cutting, folder, classes)
+    classes = classes or sorted({trial.label for trials in plan.trials.values() for trial in trials})
+    every = [trial.labels for trials in plan.trials.values() for trial in trials if trial.labels is not None]
+    if every and not asked.classes:  # a class may be on only where another one is, too
+        there = (np.stack(every) == 1).any(0)
+        classes = [name for name, on in zip(plan.behaviours, there, strict=True) if on]
+    return plan, classes
+
+
+def _check_rare(plan: Plan, table: Path, allowed: bool) -> None:
+    """Raise LockstepError for a label that occurs once beside one that occurs often."""
     counts = Counter(trial.label for trials in plan.trials.values() for trial in trials)
     rare = [(trial, video) for video, trials in plan.trials.items() for trial in trials if counts[trial.label] == 1]
-    if rare and max(counts.values()) >= OFTEN and not asked.allow_rare:
+    if rare and max(counts.values()) >= OFTEN and not allowed:
         trial, video = rare[0]
         near = look_alikes({name: counts[name] for name in counts if name == trial.label or counts[name] > 1})
         what = f"label {trial.label!r} occurs once, in {video}" + f"; {near[0]}" * bool(near)
         todo = "correct it, or --allow-rare keeps it: it is trained on or validated, never both"
         raise LockstepError(what, place(table, trial.line), todo)
-    broken: list[str] = []
+
+
+def _check_videos(plan: Plan, table: Path, folder: Path, skip_broken: bool) -> dict[str, float]:
+    """Return the frames per second of each video, before hours of decoding. Raises LockstepError for one that is not
+    there, cannot be opened, or has two names."""
     files: dict[tuple[int, int], str] = {}
     rates: dict[str, float] = {}
-    for video, trials in plan.trials.items():  # before hours of decoding
+    for video, trials in plan.trials.items():
         where = place(table, trials[0].line)
         try:
             about_file = os.stat(folder / video)
         except OSError:
-            if not asked.skip_broken:
+            if not skip_broken:
                 what = f"cannot read the video: there is no {folder / video}"
                 raise BrokenVideo(what, where=where, todo="fix the name, or give --videos FOLDER") from None
-        else:
-            if (twin := files.setdefault((about_file.st_dev, about_file.st_ino), video)) != video:
-                what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
-                raise LockstepError(what, where, "call it by one name: the split is by video")
-            try:
-                with opened(folder / video) as (_, rates[video]):
-                    pass
-            except BrokenVideo as error:
-                if not asked.skip_broken:
-                    raise _of_line(error, where) from None
-    check_rates(plan, rates, table)
-    seen: dict[str, list[str]] = {name: [] for name in classes}  # the video of each trial
+            continue
+        if (twin := files.setdefault((about_file.st_dev, about_file.st_ino), video)) != video:
+            what = f"{video} is the file {twin} of line {plan.trials[twin][0].line}"
+            raise LockstepError(what, where, "call it by one name: the split is by video")
+        try:
+            with opened(folder / video) as (_, rates[video]):
+                pass
+        except BrokenVideo as error:
+            if not skip_broken:
+                raise _of_line(error, where) from None
+    return rates
+
+
+def _write_clips(
+    asked: argparse.Namespace, plan: Plan, classes: list[str], table: Path, folder: Path
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Cut and write the packed folder; return the video of each trial by label, and a sentence on each left out."""
+    from tqdm import tqdm
+
+    videos: dict[str, list[str]] = {name: [] for name in classes}
     many: list[np.ndarray] = []
+    broken: list[str] = []
     extra = ("source_frame", "source_line", *([GROUP] if plan.groups else []))
     total = sum(len(trials) for trials in plan.trials.values())
     with ClipsWriter(asked.output, classes, extra) as writer, tqdm(total=total, unit="trial", disable=None) as bar:
@@ -410,45 +440,39 @@ def prepare(asked: argparse.Namespace) -> str:
                 group = {GROUP: plan.groups[video][GROUP]} if plan.groups else {}
                 for trial, first, clip in list(clips) if asked.skip_broken else clips:
                     writer.add(clip, video, trial.label, source_frame=first, source_line=trial.line, **group)
-                    seen[trial.label].append(video)
+                    videos[trial.label].append(video)
                     many += [] if trial.labels is None else [trial.labels]
                     bar.update()
             except BrokenVideo as error:
                 if not asked.skip_broken:
                     raise _of_line(error, place(table, trials[0].line)) from None
                 broken.append(str(error))
-        about = {"crop": crop, "stride": asked.stride, "size": asked.size}
+        about = {"crop": plan.cutting.crop, "stride": asked.stride, "size": asked.size}
         about |= {"fps": [asked.fps], "resampled": True} if asked.fps else {"fps": sorted(plan.rates)}
         if plan.behaviours:
             writer.write_array(LABELS, columns_of(np.stack(many), plan.behaviours, classes))
         writer.write_text(CUTTING, json.dumps(about) + "\n")
         if not writer.num_trials:
             raise LockstepError("not one video could be read", str(folder), broken[0])
-    written = writer.num_trials
-    lines = [f"skipped: {line}" for line in broken]
-    if broken:
-        lines.append(f"Skipped {len(broken)} of {len(plan.trials)} videos")
-    found = {label: len(names) for label, names in seen.items()}
-    shares = ", ".join(f"{name} {count}" for name, count in found.items())
-    lines.append(f"Wrote {written} trials of {asked.frames} x {asked.size} x {asked.size} to {asked.output} ({shares})")
-    # Only warnings: the folder is complete and may have another purpose. Training refuses it.
+    return videos, broken
+
+
+def _told(plan: Plan, videos: dict[str, list[str]], rates: dict[str, float], fps: float) -> list[str]:
+    """Return the groups and warnings, no more: the folder is complete and may have another purpose."""
     of = {video: plan.groups[video][GROUP] if plan.groups else video for video in plan.trials}  # what a split divides
     unit = "group" if plan.groups else "video"
-    groups = Counter(of[video] for video in sorted({name for names in seen.values() for name in names}))
-    if plan.groups:
-        sizes = [f"{name} ({amount(count, 'video')})" for name, count in sorted(groups.items())]
-        lines.append(f"Groups: {', '.join(sizes)}")
+    groups = Counter(of[video] for video in sorted({name for names in videos.values() for name in names}))
+    sizes = [f"{name} ({amount(count, 'video')})" for name, count in sorted(groups.items())] if plan.groups else []
+    found = {label: len(names) for label, names in videos.items()}
     warnings = []
     if len(groups) < 2:
         warnings.append(f"all trials are of one {unit}; training divides {unit}s, so it needs two or more")
     if sum(count > 0 for count in found.values()) < 2:
         warnings.append("all trials are of one class; there is nothing to tell apart")
-    slow = [video for video, each in rates.items() if each < 0.98 * asked.fps]
+    slow = [video for video, each in rates.items() if each < 0.98 * fps]
     if slow:
-        warnings.append(
-            f"{slow[0]} has {rates[slow[0]]:g} frames/s, fewer than --fps {asked.fps:g}: some are taken twice"
-        )
-    alone = {label: of[names[0]] for label, names in seen.items() if len({of[name] for name in names}) == 1}
+        warnings.append(f"{slow[0]} has {rates[slow[0]]:g} frames/s, fewer than --fps {fps:g}: some are taken twice")
+    alone = {label: of[names[0]] for label, names in videos.items() if len({of[name] for name in names}) == 1}
     alone = alone if len(groups) > 1 else {}
     warnings += [f"all of {label!r} is in {name}: trained on or validated, never both" for label, name in alone.items()]
     stems: dict[str, str] = {}
@@ -457,8 +481,7 @@ def prepare(asked: argparse.Namespace) -> str:
             warnings.append(f"{other} and {name} differ in their ending: two videos, or one?")
     warnings += look_alikes({name: count for name, count in found.items() if count})
     warnings += look_alikes(groups, typos=False) if plan.groups else []
-    lines += [f"warning: {warning}" for warning in warnings]
-    return "\n".join(lines)
+    return [*([f"Groups: {', '.join(sizes)}"] if sizes else []), *(f"warning: {warning}" for warning in warnings)]
 
 
 def _of_line(error: BrokenVideo, where: str) -> BrokenVideo:
