@@ -16,6 +16,7 @@ TOPICS = (
     "your-own-data",
     "pretrained",
     "behaviour",
+    "robots",
     "study",
     "tools",
     "publish",
