@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.contract import Batch, LockstepError
 from formats import hub
 from formats.arrays import is_file_name, stays_below
+from formats.depth import Depth, depth_of
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
@@ -53,6 +54,7 @@ class Feature:
     shape  of one frame; pictures are (C, H, W), whatever the order on disk
     names  of its numbers, flat; may be empty
     kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
+    depth  of a depth camera: how its distances are coded
     """
 
     dtype: str
@@ -60,6 +62,7 @@ class Feature:
     names: list[str]
     kind: str | None
     is_picture: bool
+    depth: Depth | None = None
 
 
 @dataclass(frozen=True)
@@ -234,8 +237,13 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
         raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
     names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
     kind = STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    depth = None
     if is_picture:
         kind = VISUAL
+        try:
+            depth = depth_of(raw)
+        except (TypeError, ValueError) as error:
+            raise LockstepError(f"{name} is a depth camera with {error}", str(path), "fix its info") from None
         channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
         if len(names) == 3:
             channels_last = names[2] in ("channel", "channels")
@@ -243,7 +251,10 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
             size = (size[2], size[0], size[1])
     elif name == "observation.environment_state":
         kind = ENV
-    return Feature(dtype, size, names, kind, is_picture)
+    if depth and size[0] != 1:
+        what = f"{name} is a depth camera of {size[0]} channels"
+        raise LockstepError(what, str(path), "give it one, or drop is_depth_map from its info")
+    return Feature(dtype, size, names, kind, is_picture, depth)
 
 
 def _flat_names(names: Any) -> list[str]:
