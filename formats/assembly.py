@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,7 @@ class Declaration:
         return np.arange(256) / 255
 
 
-def assemble(
-    new: Path, staged: recording.Recording, given: Declaration, base: Base | None, tasks: Sequence[str], file_mb: float
-) -> None:
+def assemble(new: Path, staged: recording.Recording, given: Declaration, base: Base | None, file_mb: float) -> None:
     """Make the folder `new`: the dataset with the episodes of `base`, and after them those of `staged`."""
     from tqdm import tqdm
 
@@ -122,16 +120,21 @@ def assemble(
         recording.linked(staged.root, new, *SUMMED)
     (new / "meta").mkdir(parents=True, exist_ok=True)
     episodes, (number, frames) = staged.episodes, base.counts if base else (0, 0)
-    rows: list[dict[str, Any]] = []
+    tasks = list(dict.fromkeys([*(base.demos.tasks if base else ()), *(it["task"] for it in episodes)]))
+    rows, own = list[dict[str, Any]](), list[dict[str, np.ndarray]]()
     for it in episodes:
         begin, frames = frames, frames + it["length"]
         row = {"episode_index": number + len(rows), "tasks": [it["task"]], "length": it["length"]}
+        same = {"episode_index": row["episode_index"], "task_index": tasks.index(it["task"])}
+        own.append({name: np.full(it["length"], value) for name, value in same.items()})
+        own[-1]["index"] = np.arange(begin, frames)
+        it["stats"] |= files.flat({name: measure(column[:, None]) for name, column in own[-1].items()})
         rows.append(row | {"dataset_from_index": begin, "dataset_to_index": frames})
     videos = [name for name, (dtype, _) in given.columns.items() if dtype in ("video", "depth")]
     shown = tqdm(total=len(rows) * (1 + len(videos)), desc=f"Writing {staged.root.name}", delay=2, disable=None)
     with shown:
         packer = _Packer(new, staged, base, int(file_mb * 2**20), shown)
-        measured = _write_data(packer, rows, given, base)
+        measured = _write_data(packer, rows, own, given, base)
         for name in videos:
             _write_videos(packer, rows, name, given.fps)
     file = files.place(base.next_file("meta/episodes"), base.per_chunk) if base else files.place(0)
@@ -142,7 +145,8 @@ def assemble(
     files.write_tasks(new / "meta/tasks.parquet", tasks)
     stats = (base.stats if base else {}) | measured | _aggregated(episodes, given, base)
     _write_json(new / "meta/stats.json", files.flat({name: one for name, one in stats.items() if one}))
-    about = base.info if base else files.info(given.fps, given.columns, given.names, given.robot_type, episodes[0]["codecs"])
+    codecs = episodes[0]["codecs"]
+    about = base.info if base else files.info(given.fps, given.columns, given.names, given.robot_type, codecs)
     total = {"total_episodes": number + len(rows), "total_frames": frames, "total_tasks": len(tasks)}
     _write_json(new / "meta/info.json", about | total | {"splits": {"train": f"0:{number + len(rows)}"}})
 
@@ -165,7 +169,8 @@ class _Packer:
         group, size = dict[int, Path](), 0
         for n, path in enumerate(paths):
             group[n], size = path, size + path.stat().st_size
-            if size >= self.limit or n == len(paths) - 1:
+            last = n == len(paths) - 1
+            if last or size >= self.limit or self._codec(inside, n) != self._codec(inside, n + 1):
                 place = files.place(number, per_chunk)
                 for member in group:
                     rows[member] |= {f"{prefix}/{key}": value for key, value in place.items()}
@@ -175,18 +180,29 @@ class _Packer:
                 self.shown.update(len(group))
                 group, size, number = {}, 0, number + 1
 
+    def _codec(self, inside: str, n: int) -> str | None:
+        """Return what the n-th episode's video is coded in: an encoder that was there may be missing on a resume."""
+        return dict(self.staged.episodes[n]["codecs"]).get(inside.removesuffix(".mp4"))
 
-def _write_data(packer: _Packer, rows: list[dict[str, Any]], given: Declaration, base: Base | None) -> Stats:
-    """Write data/, a row group for each episode, so that its pictures can be read without others. Returns statistics of
-    the numbers, measured: episodes' quantiles cannot be combined."""
-    pq = need("pyarrow.parquet")
+
+def _write_data(
+    packer: _Packer,
+    rows: list[dict[str, Any]],
+    own: list[dict[str, np.ndarray]],
+    given: Declaration,
+    base: Base | None,
+) -> Stats:
+    """Write data/, a row group for each episode, so that its pictures can be read without others, with the columns `own`
+    of each. Returns statistics of the numbers, measured: episodes' quantiles cannot be combined."""
+    pa, pq, schema = need("pyarrow"), need("pyarrow.parquet"), files.schema(given.columns)
     wanted = {n: shape for n, (dtype, shape) in given.columns.items() if dtype in NUMBERS and n not in BOOKKEEPING}
     parts = {name: [base.demos.columns[name]] if base else [] for name in wanted}
     for target, group in packer.groups("data.parquet", "data", FILES["data_path"], rows):
-        with pq.ParquetWriter(target, files.schema(given.columns), compression="snappy") as writer:
-            for path in group.values():
+        with pq.ParquetWriter(target, schema, compression="snappy") as writer:
+            for n, path in group.items():
                 table = pq.read_table(path)
-                writer.write_table(table)
+                columns = [pa.array(own[n][it]) if it in own[n] else table.column(it) for it in schema.names]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
                 for name, arrays in parts.items():
                     arrays.append(files.numbers(table.column(name), wanted[name]))
     return {name: measure(np.concatenate(arrays)) for name, arrays in parts.items()}
@@ -203,7 +219,7 @@ def _write_videos(packer: _Packer, rows: list[dict[str, Any]], name: str, fps: f
         if len(group) > 1:
             encoders.join(list(group.values()), counts, fps, target)
         else:
-            shutil.copy2(*group.values(), target)
+            shutil.copy2(next(iter(group.values())), target)
 
 
 def _aggregated(episodes: list[dict[str, Any]], given: Declaration, base: Base | None) -> Stats:

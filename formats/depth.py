@@ -50,9 +50,8 @@ class Depth:
 
     def _ends(self, scale: int) -> tuple[float, float]:
         """Return f(depth_min) and f(depth_max), in metres / scale."""
-        if self.use_log:
-            return tuple(math.log(scale * z + scale * self.shift) for z in (self.depth_min, self.depth_max))
-        return scale * self.depth_min, scale * self.depth_max
+        low, high, shift = scale * self.depth_min, scale * self.depth_max, scale * self.shift
+        return (math.log(low + shift), math.log(high + shift)) if self.use_log else (low, high)
 
     def about(self) -> dict[str, Any]:
         """Return what `depth_of` reads, as LeRobot writes it into a feature's `info`."""

@@ -25,20 +25,21 @@ class Kind(NamedTuple):
     options: dict[str, str]
 
 
-# g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order.
+# g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order. Depths have those that
+# LeRobot's have, or it could not put such a video behind one of these.
 COLOUR = (
     Kind("libsvtav1", "av1", "yuv420p", {"g": "2", "crf": "30", "preset": "8"}),
     Kind("libx264", "h264", "yuv420p", {"g": "2", "crf": "20", "bf": "0"}),
     Kind("mpeg4", "mpeg4", "yuv420p", {"g": "2", "bf": "0", "qmin": "2", "qmax": "4"}),
 )
-DEPTH = (Kind("libx265", "hevc", "gray12le", {"g": "2", "bf": "0", "x265-params": "lossless=1:log-level=none"}),)
+DEPTH = (Kind("libx265", "hevc", "gray12le", {"g": "2", "crf": "30", "x265-params": "lossless=1"}),)
 
 
 def about(codec: str) -> dict[str, Any]:
     """Return a codec's settings under the names that LeRobot 0.6 gives them in info.json."""
     kind = next(kind for kind in COLOUR + DEPTH if kind.codec == codec)
     rest = dict(kind.options)
-    own = {name: int(rest.pop(name)) if name in rest else None for name in ("g", "crf", "preset")}
+    own: dict[str, Any] = {name: int(rest.pop(name)) if name in rest else None for name in ("g", "crf", "preset")}
     own |= {"fast_decode": 0, "video_backend": "pyav", "extra_options": rest}
     return {"video.codec": codec, "video.pix_fmt": kind.pix_fmt} | {f"video.{name}": v for name, v in own.items()}
 
@@ -63,7 +64,8 @@ class Encoder:
 
     def _begin(self, kind: Kind, size: tuple[int, ...]) -> None:
         self._container = self._av.open(str(self.path), "w")
-        self._stream = self._container.add_stream(kind.encoder, rate=self._rate, options=dict(kind.options))
+        options = {name: text + ":log-level=none" * (name == "x265-params") for name, text in kind.options.items()}
+        self._stream = self._container.add_stream(kind.encoder, rate=self._rate, options=options)
         self._stream.pix_fmt = kind.pix_fmt
         self._stream.height, self._stream.width = size
         with _usual_priority():

@@ -86,7 +86,7 @@ class Demonstrations:
               own, and measured from the columns where those lack any. Pictures may have none.
     tasks     texts by task_index
     lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen included
-    places    {camera: Place of each of the E episodes, None where the dataset names no file}
+    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of texts, too
     """
 
     root: Path
@@ -181,7 +181,7 @@ def read(
     end = np.cumsum(lengths)
     places: dict[str, list[Place | None]] = {}
     for name, feature in features.items():
-        if feature.dtype == "image":
+        if feature.dtype in ("image", "language"):
             places[name] = [Place(episode.data, first_row=first_rows[e]) for e, episode in chosen.items()]
         elif feature.is_picture:
             places[name] = [episode.videos.get(name) for episode in chosen.values()]
@@ -491,8 +491,9 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
     stats: Stats = {}
     for name, feature in demos.features.items():
         shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
+        scale = feature.depth.factor if feature.depth else 1  # of depths in millimetres
         fits = {
-            key: value.reshape(shape)
+            key: scale * value.reshape(shape)
             for key, value in stored.get(name, {}).items()
             if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
         }
@@ -673,6 +674,21 @@ def _fill(template: Any, path: Path, **names: Any) -> str:
         known = ", ".join(f"{{{name}}}" for name in names)
         what = f"info.json names its files by {repr(template)[:120]}"
         raise LockstepError(what, str(path), f"use {known} in it, and stay in the folder") from None
+
+
+def value_at(place: Place, column: str) -> Any:
+    """Return what a column of a table holds at the first row of an episode."""
+    pa, pq = need("pyarrow"), need("pyarrow.parquet")
+    try:
+        file, row = pq.ParquetFile(place.path), place.first_row
+        for group in range(file.num_row_groups):
+            if row < (count := file.metadata.row_group(group).num_rows):
+                return file.read_row_group(group, columns=[column], use_threads=False).column(column)[row].as_py()
+            row -= count
+    except (OSError, pa.ArrowException, KeyError) as error:
+        what = f"no {column} can be read: {str(error).splitlines()[0]}"
+        raise LockstepError(what, str(place.path), UNFINISHED) from None
+    return None
 
 
 def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:

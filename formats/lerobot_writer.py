@@ -44,8 +44,8 @@ class Recorder:
     resume    go on with a recording that was killed, or add to the dataset `root`; begin one where there is neither
     keep      finished episodes survive a kill or an error until `resume`. Without it the next recording removes them
 
-    Raises LockstepError if `root` exists or finished episodes of it do, unless resumed; and for frames that do not match
-    `features`.
+    Raises LockstepError if `root` exists or finished episodes of it do, unless resumed; and for frames that do not
+    match `features`.
     """
 
     def __init__(
@@ -139,20 +139,13 @@ class Recorder:
             if going_on:
                 self._take(staged.about(), "the interrupted recording")
             self._before = recording.digest(self.root)
-            if going_on and staged.about()["before"] != self._before:
-                what = f"the dataset has changed since its recording was interrupted: {staged.told()}"
-                raise LockstepError(what, str(self.root), "give that folder the hidden name of another, and resume that")
             about = {"fps": self.fps, "features": self.features, "names": self.names, "robot_type": self.robot_type}
-            staged.set_about(about | {"before": self._before})
+            staged.set_about(about)
         except BaseException:
             staged.end()
             raise
         base = self._base
-        self._first, self.num_frames = base.counts if base else (0, 0)
-        self._tasks = {text: at for at, text in enumerate(base.demos.tasks if base else ())}
-        for episode in staged.episodes:
-            self._tasks.setdefault(episode["task"], len(self._tasks))
-            self.num_frames += episode["length"]
+        self._first = base.counts[0] if base else 0
         every = self.features | OWN
         columns = {name: every[name] for name in (base.info["features"] if base else every)}
         depths = base.depths if base else {name: Depth() for name in self._of("depth")}
@@ -161,7 +154,7 @@ class Recorder:
     def _take(self, there: Mapping[str, Any], who: str) -> None:
         """Take what `who` has declared. Raises LockstepError if this recorder was told something else."""
         features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in there["features"].items()}
-        odd = {n: (features.get(n), self.features.get(n)) for n in features | self.features}
+        odd: dict[str, tuple[Any, Any]] = {n: (features.get(n), self.features.get(n)) for n in features | self.features}
         odd |= {"fps": (there["fps"], self.fps)}
         odd |= {f"names of {n}": (there["names"].get(n), given) for n, given in self.names.items()}
         odd |= {"robot_type": (there["robot_type"], self.robot_type or there["robot_type"])}
@@ -243,14 +236,8 @@ class Recorder:
         return found
 
     def _write_episode(self, episode: Mapping[str, np.ndarray], length: int, task: str) -> None:
-        at = self._tasks.get(task, len(self._tasks))
-        own: dict[str, np.ndarray] = {
-            "timestamp": (np.arange(length) / self.fps).astype(np.float32),
-            "frame_index": np.arange(length),
-            "episode_index": np.full(length, self.num_episodes),
-            "index": np.arange(self.num_frames, self.num_frames + length),
-            "task_index": np.full(length, at),
-        }
+        frame = np.arange(length)
+        own: dict[str, np.ndarray] = {"timestamp": (frame / self.fps).astype(np.float32), "frame_index": frame}
         stats: Stats = {name: measure(column[:, None]) for name, column in own.items()}
         counts, codecs = dict[str, Any](), dict[str, str]()
         with self._recording.adding() as (folder, about):
@@ -272,11 +259,9 @@ class Recorder:
                     finally:
                         encoder.close()
                     codecs[name] = encoder.codec
-            rows = files.table(dict(episode) | own, self._given.columns)
+            rows = files.table(dict(episode) | own, self.features | {name: OWN[name] for name in own})
             need("pyarrow.parquet").write_table(rows, folder / "data.parquet", compression="snappy")
             about |= {"length": length, "task": task, "stats": files.flat(stats), "levels": counts, "codecs": codecs}
-        self._tasks[task] = at
-        self.num_frames += length
 
     # ---- ending
 
@@ -298,7 +283,7 @@ class Recorder:
             raise LockstepError("no episode was written", str(self.root), "give at least one")
         if self._recording.episodes:
             new = self._recording.path / "dataset"
-            assembly.assemble(new, self._recording, self._given, self._base, list(self._tasks), self.file_mb)
+            assembly.assemble(new, self._recording, self._given, self._base, self.file_mb)
             self._recording.publish(new, self._before)
 
 

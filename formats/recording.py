@@ -1,11 +1,11 @@
 """Episodes on their way into a dataset: a finished one survives a kill, and the dataset changes in one step.
 
-    .NAME.recording/     beside the dataset NAME
-        about.json       what is recorded, and the digest of the dataset that it is added to
-        000012/          a finished episode: the folder gets this name when all of it is on the disk
-        dataset/         the new dataset while it is put together; it and NAME then change places
-        ending           the new dataset's digest, from just before that step: NAME of that digest has these episodes
-        replaced/        the old dataset, where a file system cannot exchange two folders
+.NAME.recording/     beside the dataset NAME
+    about.json       what is recorded, and the digest of the dataset that it is added to
+    000012/          a finished episode: the folder gets this name when all of it is on the disk
+    dataset/         the new dataset while it is put together; it and NAME then change places
+    ending           the new dataset's digest, from just before that step: NAME of that digest has these episodes
+    replaced/        the old dataset, where a file system cannot exchange two folders
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Recording:
         sync(self.path, deep=False)
         if digest(self.root) != before:
             what = "the dataset has changed while episodes for it were recorded"
-            raise LockstepError(what, str(self.root), f"they are in {self.path}: record into another folder, or move it")
+            raise LockstepError(what, str(self.root), "resume=True adds them to it as it is now")
         if not self.root.exists():
             os.rename(new, self.root)
         elif not _exchanged(new, self.root):

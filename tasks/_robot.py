@@ -11,6 +11,7 @@ from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
 from formats import pretrained
+from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
 
@@ -31,6 +32,9 @@ class DatasetSettings:
     tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
     use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
     cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
+    command: Literal["task", "task_aug", "subtask"] = option(
+        "task", "what a policy hears: the task, one of its wordings at random, or the subtask of the moment"
+    )
     resize: list[int] = option(
         [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
     )
@@ -267,6 +271,9 @@ def check(cfg: Any) -> None:
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
                 raise LockstepError(what, f"policy.{name}", todo)
+    if policy.type == "act" and cfg.dataset.command != "task":
+        todo = "drop it, or choose policy.type=vla or smolvla"
+        raise LockstepError("ACT hears no command", f"dataset.command={cfg.dataset.command}", todo)
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
@@ -276,6 +283,14 @@ def check(cfg: Any) -> None:
         settings_of(policy) if policy.type != "smolvla" else None
     except ValueError as error:
         raise LockstepError(str(error), "policy", "change one of them") from None
+
+
+def refuse_depths(demos: Demonstrations, cameras: list[str]) -> None:
+    """Raise LockstepError if a depth camera is to be trained on: the networks see colours, 8 bits of each."""
+    if depths := [camera for camera in cameras if demos.features[camera].depth]:
+        rest = ",".join(camera for camera in cameras if camera not in depths) or "none"
+        what = f"{depths[0]} is a depth camera, and the policies see colours"
+        raise LockstepError(what, str(demos.root), f"leave it out: dataset.cameras={rest}")
 
 
 def _check_smolvla(policy: Any) -> None:

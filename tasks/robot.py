@@ -23,14 +23,14 @@ from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
 from envs.trials import roll_out
-from formats import lerobot, pretrained
+from formats import language, lerobot, pretrained
 from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
 from tasks import _simulation as simulation
 from tasks._pictures import captioned
-from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
+from tasks._robot import Augment, Settings, check, refuse_depths, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
@@ -110,6 +110,9 @@ class Task(contract.Task):
             root = simulation.recorded(self.cfg.env, self.simulation)
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
+        refuse_depths(demos, self.cameras)
+        said = language.spoken(demos, cfg.command) if cfg.command != "task" else None
+        self.texts = said.texts if said else demos.tasks
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
@@ -126,7 +129,8 @@ class Task(contract.Task):
         self.sizes = {camera: self._size(camera) for camera in self.cameras}
         frames = Frames(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
         deltas = {"action": list(range(policy.chunk_size))}
-        both = lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+        train_set, val_set = (language.chunks(demos, some, deltas, frames, said) for some in (train, val))
+        both = train_set, val_set
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
@@ -179,7 +183,7 @@ class Task(contract.Task):
         if cfg.pretrained_path and cfg.type != "smolvla" and not self.resuming:
             self.started_from = start_from(cfg, policy)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
-        self.words = self.encode(demos.tasks) if self.encode else None
+        self.words = self.encode(self.texts) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
 
@@ -248,7 +252,7 @@ class Task(contract.Task):
         if self.words is None:
             return batch
         self.words = self.words.to(batch["task_index"].device)  # copied once: a copy is a sync point
-        return batch | {"words": self.words[batch["task_index"]]}
+        return batch | {"words": self.words[batch.get("text_index", batch["task_index"])]}
 
     # ---- evaluation ----
 
@@ -344,6 +348,7 @@ class Task(contract.Task):
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        command = self.cfg.dataset.command
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
@@ -352,7 +357,9 @@ class Task(contract.Task):
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
-            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
+            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}"
+            + f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
+            * (command != "task"),
             f"Train episodes: {train}, Val episodes: {val}"
             + (
                 " (the same: there is no other to validate on)"

@@ -1,0 +1,112 @@
+"""What is told of a robot's demonstrations beside their tasks: LeRobot 0.6's column `language_persistent`.
+
+Each frame of an episode has the same list of rows {role, content, style, timestamp, camera, tool_calls}. Rows of the
+style task_aug are the task in other words; one of the style subtask holds from its timestamp until the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contract import Batch, LockstepError, uniform
+from formats.lerobot import Chunks, Demonstrations, value_at
+
+COLUMN = "language_persistent"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What may be said at each frame.
+
+    texts    those of the tasks, by task_index, and after them the others
+    choices  numbers of texts; the frame in row r of `demos.columns` has choices[begin[r] : begin[r] + count[r]]
+    """
+
+    texts: list[str]
+    choices: Tensor
+    begin: Tensor
+    count: Tensor
+
+    def draw(self, rows: Tensor, seeds: Tensor) -> Tensor:
+        """(B,) rows and seeds of samples -> (B,) the number of a text for each, all choices equally likely."""
+        count = self.count[rows]
+        return self.choices[self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)]
+
+
+class SpokenChunks(Chunks):
+    """Chunks whose batches have `text_index`, drawn from the samples' seeds."""
+
+    def __init__(
+        self,
+        demos: Demonstrations,
+        episodes: Iterable[int],
+        deltas: Mapping[str, Sequence[int]],
+        pictures: Any,
+        spoken: Spoken,
+    ):
+        super().__init__(demos, episodes, deltas, pictures)
+        self.spoken = spoken
+
+    def __getitems__(self, indices: Sequence[int], seeds: Tensor) -> Batch:  # type: ignore[override]
+        batch = super().__getitems__(indices)
+        return batch | {"text_index": self.spoken.draw(self.rows[torch.as_tensor(indices)], seeds)}
+
+    def __getitem__(self, index: int, seed: int) -> dict[str, Tensor]:  # type: ignore[override]
+        return {name: values[0] for name, values in self.__getitems__([index], torch.tensor([seed])).items()}
+
+
+def chunks(
+    demos: Demonstrations,
+    episodes: Iterable[int],
+    deltas: Mapping[str, Sequence[int]],
+    pictures: Any,
+    said: Spoken | None,
+) -> Chunks:
+    return SpokenChunks(demos, episodes, deltas, pictures, said) if said else Chunks(demos, episodes, deltas, pictures)
+
+
+def spoken(demos: Demonstrations, style: str) -> Spoken:
+    """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any keeps its task.
+
+    Raises LockstepError if no row of the read episodes has the style, or two subtasks begin at once.
+    """
+    every = [_rows(demos, e) for e in range(len(demos.episodes))]
+    styles = Counter(row.get("style") or "none" for rows in every for row in rows)
+    if not styles[style]:
+        known = ", ".join(f"{name} ({n})" for name, n in sorted(styles.items()))
+        what = f"no row of {COLUMN} has the style {style}" if styles else f"there are no texts in {COLUMN}"
+        todo = f"there are {known}" if styles else "give task, or annotate them with lerobot-annotate"
+        raise LockstepError(what, f"dataset.command={style}, {demos.root}", todo)
+    every = [[row for row in rows if row.get("style") == style] for rows in every]
+    texts = [*demos.tasks, *dict.fromkeys(row["content"] for rows in every for row in rows)]
+    number = {text: at for at, text in reversed([*enumerate(texts)])}
+    choices = list(range(len(texts)))
+    begin, count = demos.columns["task_index"].copy(), np.ones_like(demos.columns["task_index"])
+    for e, rows in enumerate(every):
+        said, frames = [number[row["content"]] for row in rows], slice(int(demos.start[e]), int(demos.end[e]))
+        if said and style == "task_aug":
+            begin[frames], count[frames] = len(choices), len(said)
+            choices += said
+        elif said:
+            starts = np.array([row["timestamp"] for row in rows], np.float32)  # as precise as those of the frames
+            order = np.argsort(starts)
+            if (np.diff(starts[order]) == 0).any():
+                what = f"episode {demos.episodes[e]}: two rows of the style {style} begin at the same time"
+                raise LockstepError(what, f"{demos.root}: {COLUMN}", "leave one, or exclude the episode")
+            at = np.searchsorted(starts[order], demos.columns["timestamp"][frames], "right") - 1
+            begin[frames] = np.where(at >= 0, np.array(said)[order][at], begin[frames])
+    return Spoken(texts, *map(torch.as_tensor, (choices, begin, count)))
+
+
+def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:
+    """Return the rows of the e-th chosen episode that have a text, from its first frame."""
+    place = demos.places[COLUMN][e] if COLUMN in demos.places else None
+    rows = value_at(place, COLUMN) if place else None
+    return [row for row in rows or () if row and isinstance(row.get("content"), str) and row["content"].strip()]
