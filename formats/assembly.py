@@ -85,11 +85,17 @@ def read_base(root: Path) -> Base:
     if any(info.get(key) not in (usual, None) for key, usual in FILES.items()):
         raise LockstepError("its files have names of their own", str(path), todo)
     tables = sorted(root.glob("meta/episodes/*/*.parquet"))
-    rows = [row for table in tables for _, row in lerobot._rows(table)]
+    rows = [_placed(table) | row for table in tables for _, row in lerobot._rows(table)]
     schema = need("pyarrow.parquet").read_schema(tables[-1]).remove_metadata()
     whole = root / "meta" / "stats.json"
     stored = lerobot._json(lerobot._text(whole), whole) if whole.is_file() else {}
     return Base(info, demos, rows, schema, {name: lerobot._arrays(stats) for name, stats in stored.items()})
+
+
+def _placed(table: Path) -> dict[str, int]:
+    """Return the numbers in the name chunk-000/file-000.parquet, which a row should have, too."""
+    chunk, file = (int(name.partition("-")[2]) for name in (table.parent.name, table.stem))
+    return {"meta/episodes/chunk_index": chunk, "meta/episodes/file_index": file}
 
 
 @dataclass(frozen=True)
