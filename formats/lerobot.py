@@ -65,11 +65,12 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table."""
+    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table's `column`."""
 
     path: Path
     start_s: float = 0.0
     first_row: int = 0
+    column: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def read(
     places: dict[str, list[Place | None]] = {}
     for name, feature in features.items():
         if feature.dtype == "image":
-            places[name] = [Place(episode.data, first_row=first_rows[e]) for e, episode in chosen.items()]
+            places[name] = [Place(episode.data, first_row=first_rows[e], column=name) for e, episode in chosen.items()]
         elif feature.is_picture:
             places[name] = [episode.videos.get(name) for episode in chosen.values()]
     demos = Demonstrations(
