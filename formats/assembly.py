@@ -198,8 +198,8 @@ def _write_data(
     given: Declaration,
     base: Base | None,
 ) -> Stats:
-    """Write data/, a row group for each episode, so that its pictures can be read without others, with the columns `own`
-    of each. Returns statistics of the numbers, measured: episodes' quantiles cannot be combined."""
+    """Write data/, with each episode's columns `own`, in a row group for each: its pictures can be read without others.
+    Returns statistics of the numbers, measured: episodes' quantiles cannot be combined."""
     pa, pq, schema = need("pyarrow"), need("pyarrow.parquet"), files.schema(given.columns)
     wanted = {n: shape for n, (dtype, shape) in given.columns.items() if dtype in NUMBERS and n not in BOOKKEEPING}
     parts = {name: [base.demos.columns[name]] if base else [] for name in wanted}

@@ -101,7 +101,7 @@ class Encoder:
 
 def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path) -> None:
     """Write mp4 files of one codec one after the other, without decoding; `counts` is how many pictures each has."""
-    av, tick, before = need("av"), 1 / Fraction(fps).limit_denominator(1001), 0
+    av, tick, before, last = need("av"), 1 / Fraction(fps).limit_denominator(1001), 0, -(1 << 62)
     stream: Any = None
     with as_os_error(), av.open(str(target), "w") as out:
         for path, count in zip(paths, counts, strict=True):
@@ -113,7 +113,9 @@ def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path)
                 shift = round(before * tick / theirs.time_base)
                 for packet in source.demux(theirs):
                     if packet.dts is not None:  # else it is the end
-                        packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                        # Pictures out of order are decoded ahead of their time, after one alone too far ahead.
+                        last = max(packet.dts + shift, last + 1)
+                        packet.pts, packet.dts = packet.pts + shift, last
                         packet.stream = stream
                         out.mux(packet)
             before += count

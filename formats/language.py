@@ -85,7 +85,8 @@ def spoken(demos: Demonstrations, style: str) -> Spoken:
         todo = f"there are {known}" if styles else "give task, or annotate them with lerobot-annotate"
         raise LockstepError(what, f"dataset.command={style}, {demos.root}", todo)
     every = [[row for row in rows if row.get("style") == style] for rows in every]
-    texts = [*demos.tasks, *dict.fromkeys(row["content"] for rows in every for row in rows)]
+    told = dict.fromkeys(row["content"] for rows in every for row in rows)
+    texts = [*demos.tasks, *(text for text in told if text not in demos.tasks)]
     number = {text: at for at, text in reversed([*enumerate(texts)])}
     choices = list(range(len(texts)))
     begin, count = demos.columns["task_index"].copy(), np.ones_like(demos.columns["task_index"])
@@ -108,5 +109,5 @@ def spoken(demos: Demonstrations, style: str) -> Spoken:
 def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:
     """Return the rows of the e-th chosen episode that have a text, from its first frame."""
     place = demos.places[COLUMN][e] if COLUMN in demos.places else None
-    rows = value_at(place, COLUMN) if place else None
+    rows = value_at(place) if place else None
     return [row for row in rows or () if row and isinstance(row.get("content"), str) and row["content"].strip()]

@@ -15,10 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import test_language as language
 import test_lerobot as ours
 import torchvision_shim
 
 from formats.frames import Frames
+from formats.language import spoken
 from formats.lerobot import Chunks, read
 from formats.lerobot_writer import Recorder
 
@@ -272,6 +274,32 @@ def test_lerobot_merges_a_recording_with_one_of_its_own(peer, tmp_path, order):
     assert_all_read_equal(peer, tmp_path / "merged", 4)
     record_ours(tmp_path / "merged", 4, 1, resume=True)
     assert_all_read_equal(peer, tmp_path / "merged", 5)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_the_moment_is_lerobots(peer, tmp_path):
+    """Its columns are written by LeRobot's own class for annotations, and read by both."""
+    render = importlib.import_module("lerobot.datasets.language_render")
+    root = record_ours(tmp_path / "set", 0, 2)
+    rows = {
+        0: [language.row("subtask", text, time) for text, time in (("a", 0.0), ("b", 0.1), ("c", 0.3))],
+        1: [language.row("subtask", "d", 0.2), language.row("task_aug", "press", 0.0, "user")],
+    }
+    language.annotate(root, rows)
+    theirs = peer.LeRobotDataset("someone/set", root=root)
+    demos = read(root)
+    subtasks, wordings = spoken(demos, "subtask"), spoken(demos, "task_aug")
+    every = torch.arange(len(theirs))
+    heard = [[it.texts[at] for at in it.draw(every, every)] for it in (subtasks, wordings)]
+    for i in range(len(theirs)):
+        item = theirs[i]
+        told = render._normalize_rows(item["language_persistent"])
+        active = render.active_at(item["timestamp"].item(), persistent=told, style="subtask")
+        assert heard[0][i] == (active["content"] if active else item["task"]), i
+        assert heard[1][i] == render._resolve_task(None, None, persistent=told, sample_idx=i) or item["task"] == "push"
+    assert_equal_items(peer, root, root, [])
 
 
 @pytest.mark.skipif(not ours.G1, reason="LOCKSTEP_G1 does not name the G1 dataset")
