@@ -206,7 +206,7 @@ def _write_data(
     for target, group in packer.groups("data.parquet", "data", FILES["data_path"], rows):
         with pq.ParquetWriter(target, schema, compression="snappy") as writer:
             for n, path in group.items():
-                table = pq.read_table(path)
+                table = pq.ParquetFile(path).read(use_threads=False)
                 columns = [pa.array(own[n][it]) if it in own[n] else table.column(it) for it in schema.names]
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))
                 for name, arrays in parts.items():
