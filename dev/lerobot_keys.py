@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The table of LeRobot's keys in docs/robots.md, made from tasks/_lerobot.py.
+"""The table of LeRobot's keys in docs/robots.md, made from tasks/_lerobot_keys.py.
 
 python dev/lerobot_keys.py            write it into the page
 python dev/lerobot_keys.py --check    exit 1 if the page has another one
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import tasks  # noqa: E402
 from engine import config  # noqa: E402
-from tasks import _lerobot  # noqa: E402
+from tasks import _lerobot_keys  # noqa: E402
 
 PAGE = ROOT / "docs" / "robots.md"
 BEGIN, END = "<!-- keys: python dev/lerobot_keys.py -->\n", "<!-- end -->\n"
@@ -36,9 +36,9 @@ def table() -> str:
     rows = ["| LeRobot's key | here |", "|---|---|", f"| {', '.join(f'`{name}`' for name in SAME)} | the same |"]
     rows.append("| `policy.` and the names of ACT's network and training | the same, with `policy.type=act` |")
     meanings: dict[str, list[str]] = {}  # {what a key does: the keys}
-    for name, key in _lerobot.ALIASES.items():
+    for name, key in _lerobot_keys.ALIASES.items():
         meanings.setdefault(f"`{key}`", []).append(name)
-    for name, (only, why) in _lerobot.without_effect(cfg).items():
+    for name, (only, why) in _lerobot_keys.without_effect(cfg).items():
         value = str(only).lower() if isinstance(only, bool) else only
         what = "sets nothing" if only is None else f"only `{value}`" if value != "" else "refused"
         meanings.setdefault(f"{what}: {why}", []).append(name)
