@@ -38,7 +38,7 @@ class Recorder:
     fps       frames per second
     features  {name: (dtype, shape of one frame)}; a dtype is one of NUMBERS, or, with the shape (3, H, W), "image"
               (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 where there is no encoder), or, with the shape
-              (1, H, W), "depth": uint16 millimetres, kept as 4096 distances up to 10 m, 1.4 mm apart at 1 m
+              (1, H, W), "depth": uint16 millimetres, kept as 4096 distances up to 10 m, 1.5 mm apart at 1 m
     names     {feature: what its numbers are}, a list or {"motors": [...]}: LeRobot's replay and rollout go by them
     file_mb   size in MiB from which the next episode goes into a new file
     resume    go on with a recording that was killed, or add to the dataset `root`; begin one where there is neither

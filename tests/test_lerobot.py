@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from engine.contract import LockstepError
 from formats import frames as frames_module
@@ -1056,6 +1058,41 @@ def test_frames_are_dropped(tmp_path):
             recorder.end_episode() if keeps else recorder.drop_episode()
     demos = read(tmp_path / "set")
     assert demos.columns["action"][:, 0].tolist() == [1] * 4 + [3] * 4 and demos.tasks == ["task 1", "task 3"]
+
+
+def test_the_recording_of_the_guide(tmp_path, monkeypatch, capsys):
+    """Stopped by Ctrl-C, started again; what it prints then is in the guide, too."""
+    page = (ROOT / "docs" / "robots.md").read_text()
+    program = re.search(r"## Record\n\n```python\n(.*?)```", page, re.S)[1]
+    program = program.replace("< 50", "< 3").replace("range(300)", "range(4)")
+    monkeypatch.chdir(tmp_path)
+
+    class Robot:
+        steps = 0
+
+        def step(self):
+            self.steps += 1
+            if self.steps == 10:
+                raise KeyboardInterrupt
+            numbers = {name: np.full(6, self.steps) for name in ("observation.state", "action")}
+            pictures = {"top": np.zeros((3, 240, 320), np.uint8), "depth": np.full((1, 240, 320), 700, np.uint16)}
+            return numbers | {f"observation.images.{name}": picture for name, picture in pictures.items()}
+
+    given = {"robot": Robot()}
+    with pytest.raises(KeyboardInterrupt):
+        exec(program, given)
+    told = capsys.readouterr().err
+    assert told == "kept: 2 finished episodes in data/.pick.recording; resume=True goes on after them\n"
+    assert told.replace(" 2 ", " 12 ") in page
+    says = refused("interrupted", lambda: exec(program.replace(", resume=True", ""), given))
+    assert f"error: {says.replace(' 2 ', ' 12 ')}\n" in page
+    exec(program, given)
+    demos = read("data/pick")
+    assert list(demos.lengths.values()) == [4, 4, 4] and demos.columns["action"][:, 0].tolist() == [
+        *range(1, 9),
+        *range(11, 15),
+    ]
+    assert demos.features["action"].names[-1] == "gripper.pos"
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
