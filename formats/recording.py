@@ -126,8 +126,7 @@ class Recording:
     def end(self) -> bool:
         """Give up the lock, and return whether finished episodes are left; without any the folder goes."""
         if left := self.keep and bool(self.episodes):
-            shutil.rmtree(self.path / "dataset", ignore_errors=True)
-            (self.path / "ending").unlink(missing_ok=True)
+            shutil.rmtree(self.path / "dataset", ignore_errors=True)  # `ending` may tell that the episodes are in
         else:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()

@@ -942,6 +942,21 @@ def test_an_error_keeps_what_was_finished_and_says_where(tmp_path, capsys):
     assert not list(tmp_path.iterdir()), "a recording that can be made again begins again"
 
 
+def test_an_interrupt_after_the_last_step_adds_no_episode_twice(tmp_path, monkeypatch):
+    def record_two():
+        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}, resume=True) as recorder:
+            while recorder.num_episodes < 2:
+                recorder.add_episode({"action": np.full((5, 1), recorder.num_episodes)}, "push")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording.Recording, "clear", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            record_two()
+    assert len(read(tmp_path / "set").episodes) == 2
+    record_two()
+    assert len(read(tmp_path / "set").episodes) == 2 and [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
 def test_one_process_records_a_dataset_at_a_time(tmp_path):
     def record_the_same():
         refused("another process is recording it", lambda: record(tmp_path / "set"))
