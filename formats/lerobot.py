@@ -32,6 +32,8 @@ from formats.arrays import is_file_name, stays_below
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+TEXTS = ("string", "language")
+"""Types of columns that are not read."""
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 FILES = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -317,7 +319,7 @@ def _read_columns(
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # first: errors of the others name them
-    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
+    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in TEXTS}
     members: dict[Path, list[int]] = {}
     for e, episode in chosen.items():
         members.setdefault(episode.data, []).append(e)

@@ -20,10 +20,15 @@ Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 @dataclass
 class DatasetSettings:
-    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
-    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
-    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
-    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
+    root: str | list[str] = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0), or [a,b] of several")
+    repo_id: str | list[str] = option(
+        "", "its id, or [a,b], looked for below root and in the local caches; both empty: simulated discs"
+    )
+    weights: list[float] = option([], "of several datasets, their shares of an epoch; empty = each frame once", above=0)
+    episodes: list[int | str] = option(
+        [], "numbers of the episodes to use, such as 1,2,4, of several datasets NAME:1; empty = all", low=0
+    )
+    exclude_episodes: list[int | str] = option([], "numbers of the episodes to leave out, or NAME:1", low=0)
     eval_split: float = option(
         0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
 from envs.trials import roll_out
-from formats import lerobot, pretrained
+from formats import lerobot, lerobot_mix, pretrained
 from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
@@ -105,10 +105,13 @@ class Task(contract.Task):
         self.simulation = simulation.which(self.cfg.env, given)
         self.num_trials = self.cfg.eval.n_episodes if self.simulation else 0
         if given:
-            root = lerobot.find(cfg.root, cfg.repo_id)
+            sets = lerobot_mix.places(cfg.root, cfg.repo_id)
         else:
-            root = simulation.recorded(self.cfg.env, self.simulation)
-        demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
+            sets = {"": simulation.recorded(self.cfg.env, self.simulation)}
+        lerobot_mix.check_weights(cfg.weights, [*sets])
+        demos = lerobot_mix.read(sets, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
+        demos = lerobot_mix.only(demos, self.used) if self.used else demos
+        root, several = demos.root, isinstance(demos, lerobot_mix.Joined)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
@@ -118,15 +121,22 @@ class Task(contract.Task):
         if self.simulation:
             names = [*self.dims, *self.cameras, "action"]
             simulation.check_fits(self.cfg.env, self.simulation, demos, names, given)
-        train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
+        train, val = lerobot_mix.split(demos, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
         if self.shared:
             val = train
         self.counts = len(train), len(val)
-        self.sizes = {camera: self._size(camera) for camera in self.cameras}
-        frames = Frames(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
+        self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
+        kind: Any = lerobot_mix.Pictures if several else Frames
+        frames = kind(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
         deltas = {"action": list(range(policy.chunk_size))}
-        both = lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+        both: Any = lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
+        if several:
+            both = tuple(
+                lerobot_mix.Chunks(demos, which, deltas, frames, weights)
+                for which, weights in ((train, cfg.weights), (val, ()))
+            )
+        self.of_each = lerobot_mix.told(demos, *both, bool(cfg.weights)) if several else []
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
@@ -146,12 +156,20 @@ class Task(contract.Task):
         self.mean_action = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64)
 
     def full_dataset(self) -> lerobot.Chunks:
-        self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0})
+        self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0} | lerobot_mix.of_other_data(self.cfg.dataset))
         return self.datasets()[1]
 
-    def _size(self, camera: str) -> tuple[int, int]:
-        """(H, W) of a camera's pictures in the batches."""
-        _, height, width = self.demos.features[camera].shape
+    used: Sequence[str] = ()
+    """Features of a policy that the model takes, if it was trained on those that several datasets have in common."""
+
+    def metadata(self) -> dict[str, Any]:
+        return {"features": [*self.demos.features]} if isinstance(self.demos, lerobot_mix.Joined) else {}
+
+    def load_metadata(self, metadata: dict[str, Any]) -> None:
+        self.used = metadata.get("features", ())
+
+    def _fitted(self, height: int, width: int) -> tuple[int, int]:
+        """(H, W) in the batches of a camera's recorded pictures."""
         if wanted := self.cfg.dataset.resize:
             return wanted[0], wanted[1]
         if self.cfg.policy.type != "vla":
@@ -259,7 +277,7 @@ class Task(contract.Task):
         seeds = contract.sample_seeds(0, 0, batch["row"])
         out = model(inputs, contract.uniform(seeds, self.num_draws))
         valid = ~batch["action_is_pad"][:, :, None]  # (B, chunk, 1)
-        truth = batch["action"].double()
+        truth, actions = batch["action"].double(), model.act(inputs).double()
         self.mean_action = mean = self.mean_action.to(truth.device)  # copied once
 
         def l1(actions: Tensor) -> Tensor:
@@ -269,13 +287,18 @@ class Task(contract.Task):
             error=out["error"].double().sum(),
             kl=out["kl"].double().sum() if "kl" in out else torch.zeros((), dtype=torch.float64),
             numbers=valid.sum() * self.action_dim,
-            off=l1(model.act(inputs)),
+            off=l1(actions),
             off_mean=l1(mean.expand_as(truth)),
             count=torch.tensor(len(truth)),
         )
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
+        if isinstance(self.demos, lerobot_mix.Joined):
+            here = batch["dataset_index"][:, None] == torch.arange(len(self.demos.names), device=truth.device)  # (B, K)
+            off = ((actions - truth).abs() * valid).sum((1, 2))
+            sums["off_of_each"] = (off[:, None] * here).sum(0)
+            sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * here).sum(0) * self.action_dim
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
@@ -288,6 +311,9 @@ class Task(contract.Task):
         }
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
+        if isinstance(self.demos, lerobot_mix.Joined):
+            each = zip(self.demos.names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
+            metrics |= {f"action_l1/{name}": off / of_it for name, off, of_it in each if of_it}
         if "trials" in sums and sums["trials"] > 0:
             metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
             metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
@@ -296,7 +322,9 @@ class Task(contract.Task):
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         """The chunk of actions from each frame on, in recorded units."""
         assert isinstance(model, Policy)
-        where = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
+        where: dict[str, Any] = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
+        if isinstance(self.demos, lerobot_mix.Joined):
+            where = {"dataset": [self.demos.names[k] for k in batch["dataset_index"].tolist()]} | where
         return where | {"action": model.act(self._with_words(batch)).float()}
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
@@ -343,6 +371,7 @@ class Task(contract.Task):
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
+        several = isinstance(demos, lerobot_mix.Joined)
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
@@ -350,7 +379,10 @@ class Task(contract.Task):
         trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
-            f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
+            f" {demos.fps:g} Hz in "
+            + (f"{len(demos.names)} datasets" if several else os.path.relpath(demos.root))
+            + f" ({demos.version})",
+            *self.of_each,
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
             f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
             f"Train episodes: {train}, Val episodes: {val}"
