@@ -210,8 +210,9 @@ def _common(of_sets: Sequence[Mapping[str, Feature]], names: Sequence[str]) -> t
                 told = "; ".join(f"{', '.join(those)} ({each})" for each, those in called.items())
                 notes.append(f"warning: the numbers of {name} are called otherwise: {told}"[:300])
         elif some.kind:
-            which = f"{', '.join(absent)} has none" if absent else ", ".join(f"{n} in {each}" for each, n in sizes.items())
-            notes.append(f"left out: {name}: {which}")
+            which = f"not in {', '.join(absent)}"
+            which = which if absent else ", ".join(f"{size} in {each}" for each, size in sizes.items())
+            notes.append(f"  {name} is left out: {which}")
     return kept, notes
 
 
@@ -356,11 +357,12 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
 
 def told(demos: Joined, train: Chunks, val: Chunks, is_weighted: bool) -> list[str]:
     """Return a line for each set: its episodes and frames, and how many of its samples an epoch has."""
-    lines, width = list[str](), max(map(len, demos.names))
+    lines, longest = list[str](), max(map(len, demos.names))
     for k, name in enumerate(demos.names):
         numbers = [len(np.unique(each.sources[each.owner == k])) for each in (train, val)]
         frames, count = int((train.owner == k).sum()), int(train.counts[k])
-        line = f"  {name:<{width}}  {numbers[0]} episodes to train on ({frames} frames), {numbers[1]} to validate on"
+        episodes = f"{amount(numbers[0], 'episode')} to train on ({amount(frames, 'frame')}), {numbers[1]} to validate on"
         share = f"{count} of {len(train)} samples of an epoch ({100 * count / len(train):.3g} %)"
-        lines.append(f"{line}; {share}, each {count / frames:.3g} times" if is_weighted else f"{line}; {share}")
+        each = f", each {count / frames:.3g} times" if is_weighted else ""
+        lines.append(f"  {name:<{longest}}  {episodes}; {share}{each}")
     return [*lines, *demos.notes]
