@@ -446,7 +446,9 @@ def create_data_loaders(
         what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
         raise LockstepError(what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle")
     if cfg.sampler == "balanced" and getattr(train_set, "epoch_order", None):
-        raise LockstepError("sampler=balanced, but the data have an order of their own", "sampler", "use sampler=shuffle")
+        raise LockstepError(
+            "sampler=balanced, but the data have an order of their own", "sampler", "use sampler=shuffle"
+        )
     if val_set is None and cfg.patience:
         what = f"patience={cfg.patience} without validation data"
         raise LockstepError(what, "patience", "drop it: nothing is evaluated")

@@ -1,8 +1,8 @@
 """Several LeRobot datasets as one, each frame once an epoch or by weights.
 
-    demos = read(places(["data/a", "data/b"], ""))         formats.lerobot.Demonstrations; of several sets a `Joined`
-    train, val = split(demos, 0.1, seed=0)                 whole episodes of each set
-    Chunks(demos, train, deltas, Pictures(...), weights)   with `epoch_order`, which the loader asks
+    demos = joined(read(places(["data/a", "data/b"], "")))   a `Joined`; of one set its own `Demonstrations`
+    train, val = split(demos, 0.1, seed=0)                   whole episodes of each set
+    chunks(demos, train, deltas, pictures(...), weights)     with `epoch_order`, which the loader asks
 
 Numbers lie end to end, in the order of the sets; tasks are numbered anew, by their text. Pictures stay with their set,
 whose cache is the one that a training on it alone uses. Statistics are of all frames, each counted once, whatever the
@@ -24,7 +24,7 @@ import torch
 from engine.contract import LockstepError, amount
 from formats import lerobot
 from formats.frames import Frames
-from formats.lerobot import ACTION, Demonstrations, Feature
+from formats.lerobot import Demonstrations, Feature
 
 WHOLE = ("action", "observation.state")
 """Features whose size all sets must share: those that differ otherwise are left out."""
@@ -49,7 +49,7 @@ class Joined(Demonstrations):
     def name_of(self, row: int) -> str:
         e = int(np.searchsorted(self.end, row, "right"))
         k = int(np.searchsorted(self.first, e, "right")) - 1
-        return f"{self.names[k]} episode {e - self.first[k]} frame {row - self.start[e]}"
+        return f"{self.names[k]} episode {self.parts[k].episodes[e - self.first[k]]} frame {row - self.start[e]}"
 
 
 # ---- where they are --------------------------------------------------------------------------------------------------
@@ -71,7 +71,9 @@ def places(root: str | Sequence[str], repo_id: str | Sequence[str]) -> dict[str,
     if twice := next((n for n, path in enumerate(real) if path in real[:n]), 0):
         one, other = ((ids or roots)[n] for n in (real.index(real[twice]), twice))
         what = f"{one} and {other} are the same dataset, {found[twice]}"
-        raise LockstepError(what, "dataset.root, dataset.repo_id", "name it once; dataset.weights says how often it comes")
+        raise LockstepError(
+            what, "dataset.root, dataset.repo_id", "name it once; dataset.weights says how often it comes"
+        )
     if len({*ids}) < count:
         deep = next(n for n in itertools.count(1) if len({path.parts[-n:] for path in real}) == count)
         ids = ["/".join(path.parts[-deep:]) for path in real]
@@ -97,41 +99,45 @@ def read(
     episodes: Sequence[int | str] = (),
     exclude: Sequence[int | str] = (),
     tolerance_s: float = 1e-4,
-) -> Demonstrations:
-    """Read the sets of `places`, and join them if there are several; else `lerobot.read` of the one.
+) -> dict[str, Demonstrations]:
+    """Read the sets of `places`, by name.
 
     episodes, exclude  see `of_each`; of a set that `episodes` does not name, all are taken
     """
     names = [*found]
     chosen, left = of_each(episodes, names, "episodes"), of_each(exclude, names, "exclude_episodes")
-    sets = [lerobot.read(path, *each, tolerance_s) for path, *each in zip(found.values(), chosen, left, strict=True)]
-    return joined(sets, names) if len(sets) > 1 else sets[0]
+    each = zip(found.items(), chosen, left, strict=True)
+    return {name: lerobot.read(path, some, gone, tolerance_s) for (name, path), some, gone in each}
 
 
 def only(demos: Demonstrations, names: Sequence[str]) -> Demonstrations:
-    """Return the demonstrations without features of a policy that are not among `names`."""
+    """Return the demonstrations without features of a policy that are not among `names`, if there are any."""
+    if not names:
+        return demos
     kept = {name: feature for name, feature in demos.features.items() if name in names or not feature.kind}
     return replace(demos, features=kept)
 
 
 def of_other_data(dataset: Any) -> dict[str, Any]:
-    """Return what to change in the settings of several sets to read all frames, where `root` may now be another set."""
-    root = dataset.root if isinstance(dataset.root, str) else ""
+    """Return what to change in the settings of a training on several sets to score all frames, where `root` may now be
+    a set by itself."""
     changes: dict[str, Any] = {"dataset.weights": []}
-    if root and (Path(root).expanduser() / "meta" / "info.json").is_file() and not isinstance(dataset.repo_id, str):
-        changes["dataset.repo_id"] = ""
-    for key in ("episodes", "exclude_episodes") if root else ():
-        changes[f"dataset.{key}"] = [each for each in vars(dataset)[key] if isinstance(each, int)]
+    if isinstance(dataset.root, str) and (Path(dataset.root).expanduser() / "meta" / "info.json").is_file():
+        changes |= {"dataset.repo_id": "", "dataset.episodes": [], "dataset.exclude_episodes": []}
     return changes
 
 
 # ---- joining ---------------------------------------------------------------------------------------------------------
 
 
-def joined(sets: Sequence[Demonstrations], names: Sequence[str]) -> Joined:
-    """Join K sets. Raises LockstepError, which names them, where fps, action, state or a camera's channels differ."""
+def joined(named: Mapping[str, Demonstrations], cameras: Sequence[str] = ()) -> Demonstrations:
+    """Join K sets by name; one set stays as it is. Raises LockstepError, which names them, where fps, action, state or
+    the channels of one of `cameras` (empty: of any) differ."""
+    names, sets = [*named], [*named.values()]
+    if len(sets) == 1:
+        return sets[0]
     _same("fps", {name: f"{demos.fps:g}" for name, demos in zip(names, sets, strict=True)}, "record them alike")
-    features, notes = _common([demos.features for demos in sets], names)
+    features, notes = _common([demos.features for demos in sets], names, cameras)
     columns = {
         name: _concatenated([demos.columns[name] for demos in sets])
         for name in sets[0].columns
@@ -168,7 +174,7 @@ def joined(sets: Sequence[Demonstrations], names: Sequence[str]) -> Joined:
         lengths={},  # of the set: see `parts`
         places={},
         tolerance_s=sets[0].tolerance_s,
-        names=[*names],
+        names=names,
         parts=slim,
         first=first,
         notes=notes,
@@ -185,16 +191,20 @@ def _same(what: str, of_each: Mapping[str, str], todo: str) -> None:
         raise LockstepError(f"{what} is {value} in {one} and {of_each[other]} in {other}", "dataset", todo)
 
 
-def _common(of_sets: Sequence[Mapping[str, Feature]], names: Sequence[str]) -> tuple[dict[str, Feature], list[str]]:
+def _common(
+    of_sets: Sequence[Mapping[str, Feature]], names: Sequence[str], cameras: Sequence[str]
+) -> tuple[dict[str, Feature], list[str]]:
     """Return the features that all sets have alike, and notes on the others."""
     kept, notes = dict[str, Feature](), list[str]()
     for name in dict.fromkeys(name for features in of_sets for name in features):
         there = {each: features[name] for each, features in zip(names, of_sets, strict=True) if name in features}
         absent = [each for each in names if each not in there]
         some = next(iter(there.values()))
+        if some.is_picture and cameras and name not in cameras:
+            continue  # nobody has asked for it
         if name == "action" and absent:
             todo = "rename the feature, or leave that dataset out"
-            raise LockstepError(f"{', '.join(absent)} has no {name}, and {[*there][0]} has", "dataset", todo)
+            raise LockstepError(f"{next(iter(there))} has {name}, {', '.join(absent)} has none", "dataset", todo)
         sizes = {each: "x".join(map(str, feature.shape)) for each, feature in there.items()}
         if name in WHOLE:
             _same(f"the size of {name}", sizes, "train on each alone: one policy has one size of it")
@@ -261,9 +271,7 @@ class Pictures:
 
     def __init__(self, demos: Joined, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path):
         self.end = demos.end[demos.first[1:] - 1]  # (K,) rows
-        self.frames = [
-            Frames(replace(part, features=_as_in(demos, part)), sizes, cache, where) for part in demos.parts
-        ]
+        self.frames = [Frames(replace(part, features=_as_in(demos, part)), sizes, cache, where) for part in demos.parts]
 
     def _parts(self, rows: np.ndarray) -> Iterable[tuple[Frames, np.ndarray, np.ndarray]]:
         """Yield (frames of a set, (n,) bool which rows are its, these rows in it)."""
@@ -348,6 +356,27 @@ def shares(weights: Sequence[float], total: int, names: Sequence[str]) -> np.nda
     return np.array(counts, dtype=np.int64)
 
 
+def names(demos: Demonstrations) -> list[str]:
+    """Return the names of the sets that are joined; empty of one."""
+    return demos.names if isinstance(demos, Joined) else []
+
+
+def pictures(demos: Demonstrations, sizes: Mapping[str, tuple[int, int]], cache: str, where: Path) -> Any:
+    return (Pictures if isinstance(demos, Joined) else Frames)(demos, sizes, cache, where)  # type: ignore[arg-type]
+
+
+def chunks(
+    demos: Demonstrations,
+    episodes: Iterable[int],
+    deltas: Mapping[str, Sequence[int]],
+    frames: Any,
+    weights: Sequence[float] = (),
+) -> lerobot.Chunks:
+    if isinstance(demos, Joined):
+        return Chunks(demos, episodes, deltas, frames, weights)
+    return lerobot.Chunks(demos, episodes, deltas, frames)
+
+
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     """Raise LockstepError unless there is one weight for each of several sets, or none at all."""
     if weights and (len(names) != len(weights) or len(names) == 1):
@@ -355,14 +384,18 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
         raise LockstepError(what, "dataset.weights", f"give one for each of {', '.join(names)}, or none")
 
 
-def told(demos: Joined, train: Chunks, val: Chunks, is_weighted: bool) -> list[str]:
-    """Return a line for each set: its episodes and frames, and how many of its samples an epoch has."""
+def told(demos: Demonstrations, train: lerobot.Chunks, val: lerobot.Chunks) -> list[str]:
+    """Return a line for each of several sets: its episodes and frames, and how many of its samples an epoch has."""
+    if not (isinstance(demos, Joined) and isinstance(train, Chunks) and isinstance(val, Chunks)):
+        return []
     lines, longest = list[str](), max(map(len, demos.names))
     for k, name in enumerate(demos.names):
-        numbers = [len(np.unique(each.sources[each.owner == k])) for each in (train, val)]
+        numbers = [len(each.first[each.owner == k].unique()) for each in (train, val)]
         frames, count = int((train.owner == k).sum()), int(train.counts[k])
-        episodes = f"{amount(numbers[0], 'episode')} to train on ({amount(frames, 'frame')}), {numbers[1]} to validate on"
+        episodes = (
+            f"{amount(numbers[0], 'episode')} to train on ({amount(frames, 'frame')}), {numbers[1]} to validate on"
+        )
         share = f"{count} of {len(train)} samples of an epoch ({100 * count / len(train):.3g} %)"
-        each = f", each {count / frames:.3g} times" if is_weighted else ""
+        each = f", each {count / frames:.3g} times" if train.epoch_order else ""
         lines.append(f"  {name:<{longest}}  {episodes}; {share}{each}")
     return [*lines, *demos.notes]

@@ -24,7 +24,6 @@ from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
 from envs.trials import roll_out
 from formats import lerobot, lerobot_mix, pretrained
-from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
@@ -109,9 +108,9 @@ class Task(contract.Task):
         else:
             sets = {"": simulation.recorded(self.cfg.env, self.simulation)}
         lerobot_mix.check_weights(cfg.weights, [*sets])
-        demos = lerobot_mix.read(sets, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
-        demos = lerobot_mix.only(demos, self.used) if self.used else demos
-        root, several = demos.root, isinstance(demos, lerobot_mix.Joined)
+        read = lerobot_mix.read(sets, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
+        demos = lerobot_mix.only(lerobot_mix.joined(read, cfg.cameras), self.used)
+        root = demos.root
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
@@ -127,16 +126,14 @@ class Task(contract.Task):
             val = train
         self.counts = len(train), len(val)
         self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
-        kind: Any = lerobot_mix.Pictures if several else Frames
-        frames = kind(demos, self.sizes, cfg.cache, _cache_dir(cfg.cache_dir, given)) if self.cameras else None
+        where = _cache_dir(cfg.cache_dir, given)
+        frames = lerobot_mix.pictures(demos, self.sizes, cfg.cache, where) if self.cameras else None
         deltas = {"action": list(range(policy.chunk_size))}
-        both: Any = lerobot.Chunks(demos, train, deltas, frames), lerobot.Chunks(demos, val, deltas, frames)
-        if several:
-            both = tuple(
-                lerobot_mix.Chunks(demos, which, deltas, frames, weights)
-                for which, weights in ((train, cfg.weights), (val, ()))
-            )
-        self.of_each = lerobot_mix.told(demos, *both, bool(cfg.weights)) if several else []
+        both = (
+            lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights),
+            lerobot_mix.chunks(demos, val, deltas, frames),
+        )
+        self.of_each = lerobot_mix.told(demos, *both)
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
@@ -156,14 +153,15 @@ class Task(contract.Task):
         self.mean_action = torch.as_tensor(self.demos.stats["action"]["mean"], dtype=torch.float64)
 
     def full_dataset(self) -> lerobot.Chunks:
-        self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0} | lerobot_mix.of_other_data(self.cfg.dataset))
+        of_other_data = lerobot_mix.of_other_data(self.cfg.dataset) if self.used else {}
+        self.cfg = changed(self.cfg, {"dataset.eval_split": 0.0} | of_other_data)
         return self.datasets()[1]
 
     used: Sequence[str] = ()
-    """Features of a policy that the model takes, if it was trained on those that several datasets have in common."""
+    """Of a model that was trained on several datasets, the features that they have in common."""
 
     def metadata(self) -> dict[str, Any]:
-        return {"features": [*self.demos.features]} if isinstance(self.demos, lerobot_mix.Joined) else {}
+        return {"features": [*self.demos.features]} if lerobot_mix.names(self.demos) else {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         self.used = metadata.get("features", ())
@@ -294,11 +292,11 @@ class Task(contract.Task):
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
-        if isinstance(self.demos, lerobot_mix.Joined):
-            here = batch["dataset_index"][:, None] == torch.arange(len(self.demos.names), device=truth.device)  # (B, K)
+        if names := lerobot_mix.names(self.demos):
+            of_set = batch["dataset_index"][:, None] == torch.arange(len(names), device=truth.device)  # (B, sets)
             off = ((actions - truth).abs() * valid).sum((1, 2))
-            sums["off_of_each"] = (off[:, None] * here).sum(0)
-            sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * here).sum(0) * self.action_dim
+            sums["off_of_each"] = (off[:, None] * of_set).sum(0)
+            sums["numbers_of_each"] = (valid.sum((1, 2))[:, None] * of_set).sum(0) * self.action_dim
         return sums
 
     def report(self, sums: Sums) -> dict[str, float]:
@@ -311,8 +309,8 @@ class Task(contract.Task):
         }
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
-        if isinstance(self.demos, lerobot_mix.Joined):
-            each = zip(self.demos.names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
+        if names := lerobot_mix.names(self.demos):
+            each = zip(names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
             metrics |= {f"action_l1/{name}": off / of_it for name, off, of_it in each if of_it}
         if "trials" in sums and sums["trials"] > 0:
             metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
@@ -323,8 +321,8 @@ class Task(contract.Task):
         """The chunk of actions from each frame on, in recorded units."""
         assert isinstance(model, Policy)
         where: dict[str, Any] = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
-        if isinstance(self.demos, lerobot_mix.Joined):
-            where = {"dataset": [self.demos.names[k] for k in batch["dataset_index"].tolist()]} | where
+        if names := lerobot_mix.names(self.demos):
+            where = {"dataset": [names[k] for k in batch["dataset_index"].tolist()]} | where
         return where | {"action": model.act(self._with_words(batch)).float()}
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
@@ -371,7 +369,6 @@ class Task(contract.Task):
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
-        several = isinstance(demos, lerobot_mix.Joined)
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
@@ -380,7 +377,7 @@ class Task(contract.Task):
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in "
-            + (f"{len(demos.names)} datasets" if several else os.path.relpath(demos.root))
+            + (f"{len(lerobot_mix.names(demos))} datasets" if self.of_each else os.path.relpath(demos.root))
             + f" ({demos.version})",
             *self.of_each,
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
