@@ -114,8 +114,11 @@ def only(demos: Demonstrations, names: Sequence[str]) -> Demonstrations:
     """Return the demonstrations without features of a policy that are not among `names`, if there are any."""
     if not names:
         return demos
-    kept = {name: feature for name, feature in demos.features.items() if name in names or not feature.kind}
-    return replace(demos, features=kept)
+    gone = {name for name, feature in demos.features.items() if feature.kind and name not in names}
+    features, columns = (
+        {name: of for name, of in each.items() if name not in gone} for each in (demos.features, demos.columns)
+    )
+    return replace(demos, features=features, columns=columns)
 
 
 def of_other_data(dataset: Any) -> dict[str, Any]:
@@ -200,8 +203,7 @@ def _common(
         there = {each: features[name] for each, features in zip(names, of_sets, strict=True) if name in features}
         absent = [each for each in names if each not in there]
         some = next(iter(there.values()))
-        if some.is_picture and cameras and name not in cameras:
-            continue  # nobody has asked for it
+        is_wanted = not (some.is_picture and cameras and name not in cameras)
         if name == "action" and absent:
             todo = "rename the feature, or leave that dataset out"
             raise LockstepError(f"{next(iter(there))} has {name}, {', '.join(absent)} has none", "dataset", todo)
@@ -209,9 +211,10 @@ def _common(
         if name in WHOLE:
             _same(f"the size of {name}", sizes, "train on each alone: one policy has one size of it")
         if some.is_picture and all(feature.is_picture for feature in there.values()):
-            channels = {each: str(feature.shape[0]) for each, feature in there.items()}
-            _same(f"the number of channels of {name}", channels, "give dataset.cameras=others, or none")
-            sizes = channels
+            sizes = {each: str(feature.shape[0]) for each, feature in there.items()}
+            _same(
+                f"the number of channels of {name}", sizes, "give dataset.cameras=others, or none"
+            ) if is_wanted else None
         kinds = {(sizes[each], f.is_picture, f.dtype in lerobot.TEXTS) for each, f in there.items()}
         if not absent and len(kinds) == 1:
             kept[name] = some
@@ -219,7 +222,7 @@ def _common(
             if some.kind and not some.is_picture and len({*map(tuple, called.values())}) > 1:
                 told = "; ".join(f"{', '.join(those)} ({each})" for each, those in called.items())
                 notes.append(f"warning: the numbers of {name} are called otherwise: {told}"[:300])
-        elif some.kind:
+        elif some.kind and is_wanted:
             which = f"not in {', '.join(absent)}"
             which = which if absent else ", ".join(f"{size} in {each}" for each, size in sizes.items())
             notes.append(f"  {name} is left out: {which}")
@@ -356,7 +359,7 @@ def shares(weights: Sequence[float], total: int, names: Sequence[str]) -> np.nda
     return np.array(counts, dtype=np.int64)
 
 
-def names(demos: Demonstrations) -> list[str]:
+def names_of(demos: Demonstrations) -> list[str]:
     """Return the names of the sets that are joined; empty of one."""
     return demos.names if isinstance(demos, Joined) else []
 
@@ -381,7 +384,8 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     """Raise LockstepError unless there is one weight for each of several sets, or none at all."""
     if weights and (len(names) != len(weights) or len(names) == 1):
         what = f"{amount(len(weights), 'weight')} for {amount(len(names), 'dataset')}"
-        raise LockstepError(what, "dataset.weights", f"give one for each of {', '.join(names)}, or none")
+        todo = f"give one for each of {', '.join(names)}, or none" if len(names) > 1 else "drop it"
+        raise LockstepError(what, "dataset.weights", todo)
 
 
 def told(demos: Demonstrations, train: lerobot.Chunks, val: lerobot.Chunks) -> list[str]:

@@ -161,7 +161,7 @@ class Task(contract.Task):
     """Of a model that was trained on several datasets, the features that they have in common."""
 
     def metadata(self) -> dict[str, Any]:
-        return {"features": [*self.demos.features]} if lerobot_mix.names(self.demos) else {}
+        return {"features": [*self.demos.features]} if lerobot_mix.names_of(self.demos) else {}
 
     def load_metadata(self, metadata: dict[str, Any]) -> None:
         self.used = metadata.get("features", ())
@@ -292,7 +292,7 @@ class Task(contract.Task):
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
-        if names := lerobot_mix.names(self.demos):
+        if names := lerobot_mix.names_of(self.demos):
             of_set = batch["dataset_index"][:, None] == torch.arange(len(names), device=truth.device)  # (B, sets)
             off = ((actions - truth).abs() * valid).sum((1, 2))
             sums["off_of_each"] = (off[:, None] * of_set).sum(0)
@@ -309,7 +309,7 @@ class Task(contract.Task):
         }
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
-        if names := lerobot_mix.names(self.demos):
+        if names := lerobot_mix.names_of(self.demos):
             each = zip(names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
             metrics |= {f"action_l1/{name}": off / of_it for name, off, of_it in each if of_it}
         if "trials" in sums and sums["trials"] > 0:
@@ -321,7 +321,7 @@ class Task(contract.Task):
         """The chunk of actions from each frame on, in recorded units."""
         assert isinstance(model, Policy)
         where: dict[str, Any] = {name: batch[f"{name}_index"] for name in ("episode", "frame")}
-        if names := lerobot_mix.names(self.demos):
+        if names := lerobot_mix.names_of(self.demos):
             where = {"dataset": [names[k] for k in batch["dataset_index"].tolist()]} | where
         return where | {"action": model.act(self._with_words(batch)).float()}
 
@@ -377,7 +377,7 @@ class Task(contract.Task):
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in "
-            + (f"{len(lerobot_mix.names(demos))} datasets" if self.of_each else os.path.relpath(demos.root))
+            + (f"{len(lerobot_mix.names_of(demos))} datasets" if self.of_each else os.path.relpath(demos.root))
             + f" ({demos.version})",
             *self.of_each,
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
