@@ -55,7 +55,9 @@ class Joined(Demonstrations):
 # ---- where they are --------------------------------------------------------------------------------------------------
 
 
-def places(root: str | Sequence[str], repo_id: str | Sequence[str]) -> dict[str, Path]:
+def places(
+    root: str | Sequence[str], repo_id: str | Sequence[str], revision: str = "", download: bool = False
+) -> dict[str, Path]:
     """Return {name: folder} of the sets that `dataset.root` and `dataset.repo_id` name, each one text or several: one
     of each for every set, or one root that all lie in. Raises LockstepError where one is not there, or is there twice.
     """
@@ -66,7 +68,8 @@ def places(root: str | Sequence[str], repo_id: str | Sequence[str]) -> dict[str,
         what = f"{amount(len(roots), 'folder')} for {amount(len(ids), 'id')}"
         raise LockstepError(what, "dataset.root, dataset.repo_id", "give a folder for each id, one for all, or none")
     roots = roots * count if len(roots) < 2 else roots
-    found = [lerobot.find(*pair) for pair in zip(roots or [""] * count, ids or [""] * count, strict=True)]
+    pairs = zip(roots or [""] * count, ids or [""] * count, strict=True)
+    found = [lerobot.find(*pair, revision, download) for pair in pairs]
     real = [path.resolve() for path in found]
     if twice := next((n for n, path in enumerate(real) if path in real[:n]), 0):
         one, other = ((ids or roots)[n] for n in (real.index(real[twice]), twice))
@@ -115,9 +118,8 @@ def only(demos: Demonstrations, names: Sequence[str]) -> Demonstrations:
     if not names:
         return demos
     gone = {name for name, feature in demos.features.items() if feature.kind and name not in names}
-    features, columns = (
-        {name: of for name, of in each.items() if name not in gone} for each in (demos.features, demos.columns)
-    )
+    features = {name: feature for name, feature in demos.features.items() if name not in gone}
+    columns = {name: column for name, column in demos.columns.items() if name not in gone}
     return replace(demos, features=features, columns=columns)
 
 
