@@ -263,7 +263,7 @@ def test_cameras_of_other_names_in_each_set_become_one(made, odd, tmp_path):
     of_front = record(tmp_path / "front", *SETS["c"], seed=9, cameras=[front])
     words = ["robot", "policy.type=act", "policy.chunk_size=5", "dataset.eval_split=0"]
     both = f"dataset.root=[{folder / 'a'},{tmp_path / 'front'}]"
-    with pytest.raises(LockstepError, match="a camera|no camera"):
+    with pytest.raises(LockstepError, match=r"a camera|no camera"):
         task_of(*words, both, f"dataset.cameras={front}")
     for new, pairs in ((CAM, [f"{front}:{CAM}"]), (WRIST, [f"{front}:{WRIST}", f"{CAM}:{WRIST}"])):
         more = ["rename_map=" + ",".join(pairs), f"dataset.cameras={','.join(pair.split(':')[0] for pair in pairs)}"]
@@ -273,9 +273,9 @@ def test_cameras_of_other_names_in_each_set_become_one(made, odd, tmp_path):
             batch = train.__getitems__([0, len(train) - 1])
             assert np.array_equal(batch[new][0], episodes["a"][0][CAM][0])
             assert np.array_equal(batch[new][1], of_front[-1][front][-1])
-    with pytest.raises(LockstepError, match="no feature observation.x"):
+    with pytest.raises(LockstepError, match=r"no feature observation\.x"):
         task_of(*words, both, f"rename_map=observation.x:{CAM}")
-    with pytest.raises(LockstepError, match="would be there twice"):
+    with pytest.raises(LockstepError, match=r"would be there twice"):
         task_of(*words, roots(odd, ["a", "more"]), f"rename_map={WRIST}:{CAM}")
 
 
