@@ -27,7 +27,7 @@ from formats import lerobot, lerobot_mix, pretrained
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from tasks import _lerobot
+from tasks import _lerobot_keys
 from tasks import _simulation as simulation
 from tasks._pictures import captioned
 from tasks._robot import POLICIES, Augment, Settings, check, renamed, settings_of, start_from, steps_of
@@ -47,15 +47,15 @@ class Task(contract.Task):
         "policy.pretrained_path policy.pretrained_revision policy.n_action_steps policy.num_steps "
         "policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
     )
-    compat_aliases = _lerobot.ALIASES
+    compat_aliases = _lerobot_keys.ALIASES
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
 
     @classmethod
     def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
         """What the config.json of the weights says that a policy starts from."""
         if given["config"].endswith("train_config.json"):
-            raise _lerobot.cannot_resume(given["config"])
-        return _lerobot.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
+            raise _lerobot_keys.cannot_resume(given["config"])
+        return _lerobot_keys.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Task(contract.Task):
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        return _lerobot.without_effect(cfg)
+        return _lerobot_keys.without_effect(cfg)
 
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
         cfg, policy = self.cfg.dataset, self.cfg.policy
