@@ -458,7 +458,8 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
     """Convert text to the declared type and check its range. Raises ValueError with the rest of the message."""
     parameters = typing.get_args(kind)
     if typing.get_origin(kind) is list:
-        items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
+        plain = raw.strip("[] ") if isinstance(raw, str) and raw != "null" else ""
+        items = raw if isinstance(raw, list) else [part for part in plain.split(",") if part.strip()]
         return [_coerce(item, parameters[0], field) for item in items]
     if isinstance(raw, list):
         raise ValueError("give one value, not a list")
