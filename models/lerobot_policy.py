@@ -1,7 +1,7 @@
 """Any policy of the `lerobot` package, which must be installed, as a network of this project.
 
-What LeRobot's classes draw in a forward pass comes from torch's generator, in the order of the batch: with other cuts of
-a batch it is other noise. Here each sample's noise and time are a function of the sample's own seed; see `Drawn`.
+What LeRobot's classes draw in a forward pass comes from torch's generator, in the order of the batch: other cuts of it,
+other noise. Here each sample's noise and time are a function of the sample's own seed; see `Drawn`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Drawn(TorchFunctionMode):
         return draws.to(like.device).reshape(like.shape)
 
 
-# ---- from uniform draws, in the shape of `made`, to what a function of torch's gives -----------------------------------
+# ---- from uniform draws, in the shape of `made`, to what a function of torch's gives ---------------------------------
 
 
 def _as_drawn(u: Tensor, made: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -82,13 +82,13 @@ class Kinds(dict[str, type]):
 
     def __init__(self, ours: dict[str, type], base: type, modes: type):
         super().__init__(ours)
-        self.base, self.modes = base, modes
+        self.base, self.modes, self.ours = base, modes, ", ".join(ours)
 
     def __contains__(self, name: object) -> bool:
         """Raises LockstepError for a policy that there is not."""
         if super().__contains__(name):
             return True
-        name, ours = str(name), ", ".join(self)
+        name, ours = str(name), self.ours
         if find_spec("lerobot") is None:
             if name in KNOWN:
                 what = f"{name} is LeRobot's own class, and the lerobot package is not installed"
@@ -98,8 +98,8 @@ class Kinds(dict[str, type]):
         else:
             if name in (known := _choices()):
                 return True
-            others = f"or of lerobot {_version()}: {', '.join(sorted({*known} - {*self} - {*REFUSED}))}"
-        near = difflib.get_close_matches(name, [*self, *KNOWN], n=1)
+            others = f"or of lerobot {_version()}: {', '.join(sorted({*known} - {*ours.split(', ')} - {*REFUSED}))}"
+        near = difflib.get_close_matches(name, [*ours.split(", "), *KNOWN], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LockstepError(f"there is no policy {name!r}", "policy.type", f"{hint}choose one of {ours}, {others}")
 
@@ -355,7 +355,7 @@ def counts_of(policy: Any, config: Any) -> str:
 
 
 def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
-    """Return the function that counts, of each sample of a processed batch, the entries that its loss is a mean over."""
+    """Return the function that counts, for each sample of a processed batch, what its loss is a mean over."""
 
     def weigh(batch: dict[str, Any]) -> Tensor:
         if counts == "steps":
@@ -374,9 +374,8 @@ def notes(cfg: Any) -> list[str]:
     lines = [promise(policy), *(f"{policy.kind}: {note}" for note in presets(cfg)[1])]
     backbone = getattr(policy, BACKBONE, None)
     if backbone == "" and not policy.pretrained_path:
-        lines.append(
-            f"Its {getattr(policy, 'vision_backbone', 'backbone')} starts at random; LeRobot's starts from ImageNet's weights"
-        )
+        name = getattr(policy, "vision_backbone", "backbone")
+        lines.append(f"Its {name} starts at random; LeRobot's starts from ImageNet's weights")
     return lines
 
 
