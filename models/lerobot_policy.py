@@ -263,7 +263,7 @@ class Adapted(Policy):
     def forward(self, batch: dict[str, Any], draws: Tensor) -> dict[str, Tensor]:
         """Training: {"error": (B,) each sample's sum, "weight": (B,) of how many numbers}. Where LeRobot's class gives
         one mean for all, each sample has its share by weight, and only the sum of all means anything."""
-        if not self.exact or len(draws) == 1:
+        if not self.exact:
             return self._sums(batch, draws)
         parts = [self._one(batch, draws, n) for n in range(len(draws))]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -53,10 +53,9 @@ BACKBONE = "pretrained_backbone_weights"
 
 
 class LeRobotSettings:
-    """Marks the sections that are made here. `fields_of`: {name: annotation of LeRobot's dataclass}."""
+    """Marks the sections that are made here. `lerobot_fields`: {name: annotation of LeRobot's dataclass}."""
 
-    kind: ClassVar[str]
-    fields_of: ClassVar[dict[str, Any]]
+    lerobot_fields: ClassVar[dict[str, Any]]
 
 
 def is_lerobots(policy: Any) -> bool:
@@ -166,7 +165,7 @@ def _section_of(name: str, base: type, modes: type) -> type:
     own = [(field, hinted[field], default) for field, _, default in own]
     made.append(("normalization_mapping", modes, section(dataclasses.make_dataclass("Modes", own, bases=(modes,)))))
     defaults = {"batch_size": 8, "epochs": 0, "steps": 100_000, "ddp.find_unused_parameters": rule_of(name).unused}
-    space = {"defaults": defaults, "kind": name, "fields_of": hints}
+    space = {"defaults": defaults, "lerobot_fields": hints}
     return dataclasses.make_dataclass(f"{name}Settings", made, bases=(LeRobotSettings, base), namespace=space)
 
 
@@ -220,7 +219,7 @@ def _as_text(value: Any) -> str:
 def _values(policy: Any) -> dict[str, Any]:
     """Return the settings as arguments of LeRobot's config. Raises LockstepError for a text that is no such value."""
     found: dict[str, Any] = {}
-    for name, hint in policy.fields_of.items():
+    for name, hint in policy.lerobot_fields.items():
         value = getattr(policy, name)
         nothing = value in ("", []) and type(None) in typing.get_args(hint)
         if hint not in PLAIN and typing.get_origin(hint) is not Literal:
@@ -247,11 +246,11 @@ def config_of(policy: Any, features: dict[str, tuple[str, tuple[int, ...]]] | No
     Raises LockstepError with LeRobot's words if it refuses them.
     """
     values = _values(policy)
-    with _theirs(f"refuses the settings of {policy.kind}", "policy"):
+    with _theirs(f"refuses the settings of {policy.type}", "policy"):
         from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
         from lerobot.policies.factory import make_policy_config
 
-        config = make_policy_config(policy.kind, device="cpu", push_to_hub=False, **values)
+        config = make_policy_config(policy.type, device="cpu", push_to_hub=False, **values)
         if hasattr(config, "normalization_mapping"):
             modes = {
                 f.name: getattr(policy.normalization_mapping, f.name)
@@ -289,12 +288,12 @@ class Windows(NamedTuple):
 def windows(policy: Any, observations: list[str]) -> Windows:
     """Return the windows over time of LeRobot's policy."""
     config = config_of(policy)
-    with _theirs(f"has no windows of {policy.kind}", "policy"):
+    with _theirs(f"has no windows of {policy.type}", "policy"):
         action, seen = list(config.action_delta_indices or [0]), config.observation_delta_indices
     # One frame alone needs no axis of time: that is how these policies are called on a robot.
     deltas = {"action": action} | {name: list(seen) for name in (observations if seen and list(seen) != [0] else [])}
     if (future := max([0, *(seen or [])])) > 0:
-        what = f"{policy.kind} is trained on pictures up to {future} frames ahead, which no trial has"
+        what = f"{policy.type} is trained on pictures up to {future} frames ahead, which no trial has"
         raise LockstepError(what, "policy.type", "choose another; see docs/robots.md")
     return Windows(deltas, int(getattr(config, "drop_n_last_frames", 0) or 0), action.index(0) if 0 in action else 0)
 
@@ -340,8 +339,7 @@ RULES = {
 
 
 def rule_of(kind: str) -> Rule:
-    why = "its forward pass was not read: its loss is taken for a mean over samples that weigh the same"
-    return RULES.get(kind, Rule(why=why))
+    return RULES.get(kind, Rule(why="its class is not known here, and its loss taken for a mean over equal samples"))
 
 
 def counts_of(policy: Any, config: Any) -> str:
@@ -351,7 +349,7 @@ def counts_of(policy: Any, config: Any) -> str:
         or getattr(config, "supervise_padding_actions", True) is False
     ):
         return "steps"
-    return rule_of(policy.kind).counts
+    return rule_of(policy.type).counts
 
 
 def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
@@ -371,7 +369,7 @@ def weigh_by(counts: str) -> Callable[[dict[str, Any]], Tensor]:
 def notes(cfg: Any) -> list[str]:
     """Return lines for the start of a run: what is promised, and what is not as LeRobot does it."""
     policy = cfg.policy
-    lines = [promise(policy), *(f"{policy.kind}: {note}" for note in presets(cfg)[1])]
+    lines = [promise(policy), *(f"{policy.type}: {note}" for note in presets(cfg)[1])]
     backbone = getattr(policy, BACKBONE, None)
     if backbone == "" and not policy.pretrained_path:
         name = getattr(policy, "vision_backbone", "backbone")
@@ -382,18 +380,18 @@ def notes(cfg: Any) -> list[str]:
 def promise(policy: Any) -> str:
     """Return a line on what is the same on any cut of a batch."""
     config = config_of(policy)
-    rule, counts = rule_of(policy.kind), counts_of(policy, config)
-    with _theirs(f"has no class of {policy.kind}", f"policy.type={policy.kind}"):
+    rule, counts = rule_of(policy.type), counts_of(policy, config)
+    with _theirs(f"has no class of {policy.type}", f"policy.type={policy.type}"):
         from lerobot.policies.factory import get_policy_class
 
-        of_each = "reduction" in inspect.signature(get_policy_class(policy.kind).forward).parameters
+        of_each = "reduction" in inspect.signature(get_policy_class(policy.type).forward).parameters
     if policy.exact:
-        return f"LeRobot's {policy.kind}, one sample at a time: the same step on any cut of the batch, dropout included"
+        return f"LeRobot's {policy.type}, one sample at a time: the same step on any cut of the batch, dropout included"
     over = {"samples": "entries", "steps": "unpadded steps"}.get(counts, f"entries of its {counts}")
     loss = "its losses of each sample" if of_each else "its mean"
-    line = f"LeRobot's {policy.kind}: {loss} times the number of {over}, noise and times from each sample's own seed"
+    line = f"LeRobot's {policy.type}: {loss} times the number of {over}, noise and times from each sample's own seed"
     if rule.why:
-        return f"{line}; not the same step on any cut: {rule.why}. policy.exact=true computes one sample at a time"
+        return f"{line}; the same step on any cut is not promised: {rule.why}; see policy.exact"
     more = "; its times are drawn for each sample, where LeRobot spreads them over a pass" if rule.spread else ""
     return f"{line}: the same step on any cut of the batch{more}"
 
@@ -421,7 +419,7 @@ def changed_from(policy: Any) -> set[str]:
 def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
     """Return ({key: value} of LeRobot's own optimizer and schedule for the policy, what they are here otherwise)."""
     config = config_of(cfg.policy)
-    with _theirs(f"has no optimizer of {cfg.policy.kind}", "policy"):
+    with _theirs(f"has no optimizer of {cfg.policy.type}", "policy"):
         optimizer, schedule = config.get_optimizer_preset(), config.get_scheduler_preset()
     found, notes = _optimizer(optimizer, config)
     if schedule is None:
@@ -474,12 +472,12 @@ def of_folder(policy: Any, folder: Path) -> dict[str, Any]:
         import draccus
 
         raw = json.loads((folder / pretrained.CONFIG).read_text(encoding="utf-8"))
-        if (kind := raw.pop("type", None)) != policy.kind:
+        if (kind := raw.pop("type", None)) != policy.type:
             todo = f"its config.json says policy.type={kind}"
-            raise LockstepError(f"the pretrained weights are not of {policy.kind}", "policy.pretrained_path", todo)
-        there = draccus.decode(_choices()[policy.kind], raw | {"device": "cpu"})
+            raise LockstepError(f"the pretrained weights are not of {policy.type}", "policy.pretrained_path", todo)
+        there = draccus.decode(_choices()[policy.type], raw | {"device": "cpu"})
     found: dict[str, Any] = {}
-    for name, hint in policy.fields_of.items():
+    for name, hint in policy.lerobot_fields.items():
         value = getattr(there, name)
         found[f"policy.{name}"] = _kind(hint, None if name == BACKBONE else value)[1]  # they are in the folder
     modes = {_name(kind): _name(mode) for kind, mode in getattr(there, "normalization_mapping", {}).items()}
@@ -503,7 +501,7 @@ def build(
     stats     {feature: {statistic: array}} of the training data
     folder    a `pretrained_model` to start from, or None
     """
-    kind, config = policy.kind, config_of(policy, features)
+    kind, config = policy.type, config_of(policy, features)
     with _theirs(f"cannot build {kind}", f"policy.type={kind}"):
         from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-NEEDED = ("lerobot", "transformers", "diffusers", "num2words")
-if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+if lacking := [name for name in ("lerobot", "transformers", "diffusers") if importlib.util.find_spec(name) is None]:
     pytest.skip(f"not installed: {', '.join(lacking)} (tests/peer/install.py)", allow_module_level=True)
 
 import torch
@@ -25,6 +24,7 @@ from test_robot import parse, record, task_of  # noqa: E402
 from tiny_policies import TINY, words_of  # noqa: E402
 
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform  # noqa: E402
+from engine.seeds import seed_everything  # noqa: E402
 from models.lerobot_policy import Drawn, _seeds  # noqa: E402
 
 SHARED = "env.type=none device=cpu dataset.cache=none amp=off".split()
@@ -191,14 +191,18 @@ def test_two_processes_train_as_one(launch, tmp_path, walks, kind):
     """By the ordinary command; and what stays as it is: a frozen vision-language model."""
     with pytest.MonkeyPatch.context() as patch:
         words = ["robot", f"dataset.root={walks}", *SHARED, *words_of(kind, tmp_path, patch)]
-        words += ["global_batch=8", "steps=4", "lr=1e-3", "schedule.warmup_steps=1", "schedule.kind=constant"]
+        words += ["global_batch=8", "steps=4", "optim.name=sgd", "lr=1e-2", "schedule.warmup_steps=1"]
     last = []
     for processes in (1, 2):
         done, path = run_by(launch, tmp_path, processes, words, tmp_path / f"run{processes}")
         assert "Done: 4 steps" in done.out and "the same step on any cut of the batch" in done.out
         last.append(torch.load(tmp_path / f"run{processes}/last.pt", weights_only=True)["model"])
     one, two = last
-    first = task_of(*words)[0].model().state_dict() if kind != "smolvla" else one
+    task, *_ = task_of(*words)
+    seed_everything(0)
+    first = task.model().state_dict()
+    changed = {name for name, value in first.items() if not torch.equal(value, one[name])}
+    assert changed and not any(".vlm." in name or ".text_encoder.text_encoder." in name for name in changed)
     for name, value in one.items():
         if value.is_floating_point():
             torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -206,15 +210,14 @@ def test_two_processes_train_as_one(launch, tmp_path, walks, kind):
     succeed(launch.python("tools/save_pretrained.py", str(tmp_path / "run2"), str(out), PYTHONPATH=path))
     saved = get_policy_class(kind).from_pretrained(str(out), strict=True).state_dict()
     assert all(torch.equal(saved[name], two[f"net.policy.{name}"]) for name in saved)
-    assert first.keys() == one.keys()
 
 
 def test_what_is_not_there_is_one_line(walks, tmp_path):
     mistakes = {
-        "policy.type=difusion": "did you mean diffusion? choose one of act, vla, or of lerobot 0.6.1: diffusion, eo1,",
+        "policy.type=difusion": "mean diffusion? choose one of act, vla, or of lerobot 0.6.1: diffusion, eo1, evo1",
         "policy.type=tdmpc": "tdmpc cannot be trained here: it learns from rewards",
-        "policy.type=diffusion policy.horizn=8": "unknown key 'policy.horizn' (command line): did you mean 'policy.horizon",
-        "policy.type=diffusion policy.horizon=9": "The horizon should be an integer multiple of the downsampling factor",
+        "policy.type=diffusion policy.horizn=8": "unknown key 'policy.horizn' (command line): did you mean 'policy",
+        "policy.type=diffusion policy.horizon=9": "The horizon should be an integer multiple of the downsampling",
         "policy.type=diffusion policy.num_inference_steps=many": "LeRobot cannot take 'many'",
         "policy.type=diffusion policy.down_dims=[8,x]": "policy.down_dims=[8,x] (command line): give a whole number",
     }
