@@ -5,7 +5,6 @@ Nothing of the package is imported before such a type is asked for.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -13,7 +12,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,9 +25,8 @@ import yaml
 from torch import Tensor
 
 from engine import contract
-from engine.config import changed, option, section
+from engine.config import option, section
 from engine.contract import LockstepError
-from formats import pretrained
 from models.lerobot_policy import Adapted, Statistics
 
 KNOWN = (
@@ -211,6 +209,8 @@ def _as_text(value: Any) -> str:
         return ""
     if isinstance(value, PLAIN):
         return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(each, PLAIN) for each in value):
+        return f"[{', '.join(map(_as_text, value))}]"
     import draccus
 
     return json.dumps(draccus.encode(value))
@@ -399,23 +399,6 @@ def promise(policy: Any) -> str:
 # ---- defaults of the run --------------------------------------------------------------------------------------------
 
 
-def defaults(cfg: Any) -> dict[str, Any]:
-    """Return {key: value} for keys that are not given: the settings of the weights to start from, and LeRobot's own
-    optimizer and schedule."""
-    found = dict[str, Any]()
-    if cfg.policy.pretrained_path:
-        with contextlib.suppress(LockstepError):  # `build` needs it, unless the run is resumed
-            found = of_folder(cfg.policy, pretrained.find(cfg.policy.pretrained_path))
-        usual = changed_from(cfg.policy)
-        cfg = changed(cfg, {key: value for key, value in found.items() if key not in usual})
-    return found | presets(cfg)[0]
-
-
-def changed_from(policy: Any) -> set[str]:
-    """Return the keys whose values are not the defaults of LeRobot's class."""
-    return {f"policy.{f.name}" for f in dataclasses.fields(policy) if getattr(policy, f.name) != _default(f)}
-
-
 def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
     """Return ({key: value} of LeRobot's own optimizer and schedule for the policy, what they are here otherwise)."""
     config = config_of(cfg.policy)
@@ -466,24 +449,10 @@ def _optimizer(preset: Any, config: Any) -> tuple[dict[str, Any], list[str]]:
     return found, notes
 
 
-def of_folder(policy: Any, folder: Path) -> dict[str, Any]:
-    """Return {policy.KEY: value} of a `pretrained_model` folder's config.json, for keys that are not given."""
-    with _theirs("cannot read its config.json", str(folder)):
-        import draccus
-
-        raw = json.loads((folder / pretrained.CONFIG).read_text(encoding="utf-8"))
-        if (kind := raw.pop("type", None)) != policy.type:
-            todo = f"its config.json says policy.type={kind}"
-            raise LockstepError(f"the pretrained weights are not of {policy.type}", "policy.pretrained_path", todo)
-        there = draccus.decode(_choices()[policy.type], raw | {"device": "cpu"})
-    found: dict[str, Any] = {}
-    for name, hint in policy.lerobot_fields.items():
-        value = getattr(there, name)
-        found[f"policy.{name}"] = _kind(hint, None if name == BACKBONE else value)[1]  # they are in the folder
-    modes = {_name(kind): _name(mode) for kind, mode in getattr(there, "normalization_mapping", {}).items()}
-    for field in dataclasses.fields(policy.normalization_mapping):
-        found[f"policy.normalization_mapping.{field.name}"] = modes.get(field.name, "IDENTITY")
-    return found
+def texts(cls: Any, there: Mapping[str, Any]) -> dict[str, str]:
+    """Return {policy.KEY: text} of a config.json of LeRobot's, of the keys that the section `cls` has."""
+    names = (cls.lerobot_fields.keys() & there.keys()) - {BACKBONE}  # its weights are in the folder, too
+    return {f"policy.{name}": _as_text(there[name]) or "null" for name in sorted(names)}
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -545,12 +514,18 @@ def _check_backbone(name: str | None) -> None:
         )
 
 
-def save(model: Adapted, folder: Path) -> None:
-    """Write config.json, model.safetensors and both pipelines into an empty folder, all by LeRobot's own writers."""
+def save(model: Adapted, folder: Path, names: Mapping[str, str]) -> None:
+    """Write config.json, model.safetensors and both pipelines into an empty folder, all by LeRobot's own writers.
+
+    names  {a feature's name on the robot: its name in the policy}, which the first step applies
+    """
     with _theirs("cannot save the policy", str(folder)):
-        policy = model.net.policy
+        policy, (before, after) = model.net.policy, model.pipelines()
         policy.config.device = "cpu"
-        for part in (policy, *model.pipelines()):
+        for step in getattr(before, "steps", ()):
+            if hasattr(step, "rename_map"):
+                step.rename_map = dict(names)
+        for part in (policy, before, after):
             part.save_pretrained(str(folder))
 
 
