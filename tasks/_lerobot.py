@@ -542,17 +542,19 @@ def with_history(predict: Asked, history: list[int], steps: int) -> tuple[Asked,
     if history == [0]:
         return predict, steps
     seen: list[dict[str, Any]] = []
-    chunk: Any = None
+    chunk, taken = np.zeros((1, 0, 1)), 0
 
     def policy(observations: dict[str, Any], commands: list[str]) -> Any:
-        nonlocal chunk
+        nonlocal chunk, taken
         now = len(seen)
         seen.append(observations)
-        if now % steps == 0:
+        if taken >= min(steps, chunk.shape[1]):
             looks = [seen[max(0, now + at)] for at in history]
             chunk = predict({name: np.stack([look[name] for look in looks], 1) for name in observations}, commands)
+            taken = 0
         if now + min(history) > 0:
             seen[now + min(history) - 1] = {}  # no longer needed
-        return chunk[:, now % steps : now % steps + 1]
+        taken += 1
+        return chunk[:, taken - 1 : taken]
 
     return policy, 1
