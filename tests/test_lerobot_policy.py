@@ -245,6 +245,16 @@ def test_actions_are_of_the_present_and_noise_of_the_sample(stub, walks):
     draws = torch.rand(3, 2)
     actions = model.act(batch, draws)
     assert actions.shape == (3, 4, 3)
+    told = {
+        name: {key: value.float() for key, value in each.items()} for name, each in model.normalizer.stats().items()
+    }
+    state = (batch["observation.state"] - told["observation.state"]["mean"]) / told["observation.state"]["std"]
+    with Drawn(_seeds(draws), uniform):  # the network's own formula, from two looks
+        noise = torch.randn(3, 6, 3)
+    lengths = torch.tensor([[float(len(task.demos.tasks[n]))] for n in batch["task_index"].tolist()])
+    expected = (noise - model.net.policy._net(state, lengths, noise, torch.ones(3)))[:, 1:5]
+    expected = expected * told["action"]["std"] + told["action"]["mean"]
+    torch.testing.assert_close(actions, expected, rtol=1e-5, atol=1e-5)
     one = {name: value[1:2] for name, value in batch.items() if name != "lockstep"}
     torch.testing.assert_close(model.act(one, draws[1:2]), actions[1:2])
     same = {name: value[[1, 1]] for name, value in batch.items() if name != "lockstep"}
