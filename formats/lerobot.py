@@ -537,6 +537,7 @@ class Chunks:
     episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
     pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
+    skipped   frames at the end of each episode that are no samples
     labels    (len,) int64: each sample's task_index
     sources   (len,) str: each sample's episode_index
     weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
@@ -548,6 +549,7 @@ class Chunks:
         episodes: Iterable[int],
         deltas: Mapping[str, Sequence[int]],
         pictures: Any = None,
+        skipped: int = 0,
     ):
         chosen = np.array(list(episodes), dtype=np.int64)
         if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
@@ -560,10 +562,11 @@ class Chunks:
                 raise LockstepError(what, str(demos.root), f"there are {', '.join(known)}")
         e = np.searchsorted(demos.episodes, chosen)
         first, end = demos.start[e], demos.end[e]
-        rows = [np.arange(a, b) for a, b in zip(first, end, strict=True)]
+        counts = np.maximum(end - first - skipped, 0)
+        rows = [np.arange(a, a + count) for a, count in zip(first, counts, strict=True)]
         self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))  # (len,) of `demos.columns`
-        self.first = torch.from_numpy(np.repeat(first, end - first))  # (len,) its episode's first row
-        self.last = torch.from_numpy(np.repeat(end - 1, end - first))
+        self.first = torch.from_numpy(np.repeat(first, counts))  # (len,) its episode's first row
+        self.last = torch.from_numpy(np.repeat(end - 1, counts))
         self.deltas = {name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()}
         self.pictures = pictures
         self.cameras = demos.cameras if pictures else []

@@ -320,8 +320,9 @@ class Chunks(lerobot.Chunks):
         deltas: Mapping[str, Sequence[int]],
         pictures: Any = None,
         weights: Sequence[float] = (),
+        skipped: int = 0,
     ):
-        super().__init__(demos, episodes, deltas, pictures)
+        super().__init__(demos, episodes, deltas, pictures, skipped)
         self.told["dataset_index"] = torch.from_numpy(demos.columns["dataset_index"])
         self.owner = demos.columns["dataset_index"][self.rows.numpy()]  # (len,)
         self.datasets = np.array(demos.names)[self.owner]
@@ -376,10 +377,12 @@ def chunks(
     deltas: Mapping[str, Sequence[int]],
     frames: Any,
     weights: Sequence[float] = (),
+    skipped: int = 0,
 ) -> lerobot.Chunks:
+    """Return the samples of one set or of several, see `lerobot.Chunks`."""
     if isinstance(demos, Joined):
-        return Chunks(demos, episodes, deltas, frames, weights)
-    return lerobot.Chunks(demos, episodes, deltas, frames)
+        return Chunks(demos, episodes, deltas, frames, weights, skipped)
+    return lerobot.Chunks(demos, episodes, deltas, frames, skipped)
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:

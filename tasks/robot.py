@@ -24,10 +24,10 @@ from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
 from envs.trials import roll_out
 from formats import lerobot, lerobot_mix, pretrained
-from models import act, smolvla, vla
+from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
-from tasks import _lerobot_keys
+from tasks import _lerobot, _lerobot_keys
 from tasks import _simulation as simulation
 from tasks._pictures import captioned
 from tasks._robot import POLICIES, Augment, Settings, check, renamed, settings_of, start_from, steps_of
@@ -59,9 +59,10 @@ class Task(contract.Task):
 
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
-        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours."""
+        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours; its policy's optimizer."""
         asked = [every for every in (cfg.eval.loss_every, cfg.eval.trials_every) if every >= 0]
-        return {"eval_every": next(filter(None, asked), NEVER)} if asked else {}
+        found = {"eval_every": next(filter(None, asked), NEVER)} if asked else {}
+        return found | (_lerobot.presets(cfg)[0] if _lerobot.is_lerobots(cfg.policy) else {})
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
@@ -70,6 +71,8 @@ class Task(contract.Task):
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
         cfg, policy = self.cfg.dataset, self.cfg.policy
         check(self.cfg)
+        if policy.pretrained_path and not self.resuming:
+            pretrained.find(policy.pretrained_path, policy.pretrained_revision)  # told before the data are read
         given = bool(cfg.root or cfg.repo_id)
         self.simulation = simulation.which(self.cfg.env, given)
         self.trials_every = max(0, self.cfg.eval.trials_every)
@@ -89,8 +92,6 @@ class Task(contract.Task):
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
-        if policy.type == "smolvla" and STATES[0] not in self.dims:
-            raise LockstepError("SmolVLA needs observation.state", str(root), "choose policy.type=vla")
         if self.simulation:
             names = {name: self.names.get(name, name) for name in simulation.features(self.cfg.env, self.simulation)}
             wanted = [*self.dims, *self.cameras, "action"]
@@ -103,9 +104,12 @@ class Task(contract.Task):
         self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
         where = _cache_dir(cfg.cache_dir, given)
         frames = lerobot_mix.pictures(demos, self.sizes, cfg.cache, where) if self.cameras else None
-        deltas = {"action": list(range(policy.chunk_size))}
+        self.windows = _lerobot.Windows({"action": list(range(policy.chunk_size))})
+        if _lerobot.is_lerobots(policy):
+            self.windows = _lerobot.windows(policy, [*self.dims, *self.cameras])
+        deltas = self.windows.deltas
         both = (
-            lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights),
+            lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, self.windows.skipped),
             lerobot_mix.chunks(demos, val, deltas, frames),
         )
         self.of_each = lerobot_mix.told(demos, *both)
@@ -166,37 +170,47 @@ class Task(contract.Task):
             if missing := set(Normalizer.NEEDS[mode]) - stats[name].keys():
                 what = f"the dataset tells no {', '.join(sorted(missing))} of {name}, which {mode} needs"
                 raise LockstepError(what, "policy.normalization_mapping", "choose another mode")
-        policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
-        if cfg.pretrained_path and cfg.type != "smolvla" and not self.resuming:
-            self.started_from = start_from(cfg, policy)
+        policy = self._policy(stats, modes)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
         self.words = self.encode(demos.tasks) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
 
-    def _net(self) -> nn.Module:
+    def _policy(self, stats: dict[str, Any], modes: dict[str, str]) -> Policy:
         cfg = self.cfg.policy
         state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
+        if _lerobot.is_lerobots(cfg):
+            start = (
+                pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
+                if cfg.pretrained_path and not self.resuming
+                else None
+            )
+            self.started_from = str(start or "")
+            return _lerobot.build(cfg, self._features(), {name: stats[name] for name in modes}, start)
+        net: nn.Module
         if cfg.type == "act":
-            return act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
-        if cfg.type == "vla":
-            return vla.VLA(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
-        options = {name: vars(cfg)[name] for name in ("chunk_size", "freeze_vision_encoder", "train_expert_only")}
-        folder = pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
-        shapes: dict[str, tuple[int, ...]] = {camera: (3, *size) for camera, size in self.sizes.items()}
-        return smolvla.SmolVLA(folder, self.dims, self.action_dim, shapes, n_action_steps=steps_of(cfg), **options)
+            net = act.ACT(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
+        else:
+            net = vla.VLA(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
+        policy = Policy(net, Normalizer(stats, modes), self.cameras)
+        if cfg.pretrained_path and not self.resuming:
+            self.started_from = start_from(cfg, policy)
+        return policy
+
+    def _features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """{name: (LeRobot's type, shape of one frame)} of what the policy sees and gives, pictures channels first."""
+        shapes: dict[str, tuple[int, ...]] = {name: (dim,) for name, dim in self.dims.items()}
+        shapes |= {"action": (self.action_dim,)} | {camera: (3, *size) for camera, size in self.sizes.items()}
+        return {name: (str(self.demos.features[name].kind), shape) for name, shape in shapes.items()}
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
         """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a vla, LeRobot."""
-        shapes = {name: [dim] for name, dim in self.dims.items()} | {"action": [self.action_dim]}
-        shapes |= {camera: [3, *size] for camera, size in self.sizes.items()}
-        kinds = {name: self.demos.features[name].kind for name in shapes}
-        features = {name: {"type": kinds[name], "shape": shape} for name, shape in shapes.items()}
+        if isinstance(policy, _lerobot.Adapted):
+            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names))
+            return
+        features = {name: {"type": kind, "shape": list(shape)} for name, (kind, shape) in self._features().items()}
         # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
-        if self.cfg.policy.type == "smolvla":
-            pretrained.save_with(policy.net.save, folder, stats, features, modes, policy.net.tokenizer, self.names)
-            return
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
@@ -205,8 +219,8 @@ class Task(contract.Task):
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
         assert isinstance(model, Policy)
-        if self.cfg.policy.type == "smolvla":
-            what = "SmolVLA is exported by the lerobot package only"
+        if isinstance(model, _lerobot.Adapted):
+            what = f"{self.cfg.policy.type} is exported by the lerobot package only"
             raise LockstepError(what, "policy.type", "tools/save_pretrained.py writes what it loads")
         names = [*self.dims, *self.cameras]
         words = ["words"] if self.words is not None else []
@@ -223,6 +237,8 @@ class Task(contract.Task):
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
             inputs, draws = inputs | changed, draws[:, 3:]
         out = net(inputs, draws)
+        if "weight" in out:  # LeRobot's class says over how many numbers its mean is
+            return Loss(out["error"].sum(), out["weight"].sum(), Sums(count=torch.ones_like(given.seed).sum()))
         steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
         # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
@@ -249,8 +265,10 @@ class Task(contract.Task):
         inputs = self._with_words(batch)
         seeds = contract.sample_seeds(0, 0, batch["row"])
         out = model(inputs, contract.uniform(seeds, self.num_draws))
-        valid = ~batch["action_is_pad"][:, :, None]  # (B, chunk, 1)
-        truth, actions = batch["action"].double(), model.act(inputs).double()
+        actions = model.act(inputs).double()  # (B, chunk, A)
+        window = slice(self.windows.first, self.windows.first + actions.shape[1])
+        valid = ~batch["action_is_pad"][:, window, None]  # (B, chunk, 1)
+        truth = batch["action"][:, window].double()
         self.mean_action = mean = self.mean_action.to(truth.device)  # copied once
 
         def l1(actions: Tensor) -> Tensor:
@@ -264,8 +282,11 @@ class Task(contract.Task):
             off_mean=l1(mean.expand_as(truth)),
             count=torch.tensor(len(truth)),
         )
+        if "weight" in out:
+            sums["weight"] = out["weight"].double().sum()
         state = batch.get("observation.state")
         if state is not None and state.shape[-1] == self.action_dim:
+            state = state[:, -1] if state.ndim > 2 else state  # of the present
             sums["off_hold"] = l1(state[:, None].expand_as(truth))
         if names := lerobot_mix.names_of(self.demos):
             of_set = batch["dataset_index"][:, None] == torch.arange(len(names), device=truth.device)  # (B, sets)
@@ -277,8 +298,9 @@ class Task(contract.Task):
     def report(self, sums: Sums) -> dict[str, float]:
         """`action_l1` beside two baselines: the mean action, and the current state as the action."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
+        weight = float(sums["weight"]) if "weight" in sums else numbers
         metrics: dict[str, float] = {
-            "loss": float(sums["error"]) / numbers + self.penalty * float(sums["kl"]) / count,
+            "loss": float(sums["error"]) / weight + self.penalty * float(sums["kl"]) / count,
             "action_l1": float(sums["off"]) / numbers,
             "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
         }
@@ -326,7 +348,8 @@ class Task(contract.Task):
             seeds = simulation.FRESH + np.array(which, dtype=np.int64)
             recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
+            asked, steps = _lerobot.with_history(policy, self.windows.history, steps_of(self.cfg.policy))
+            success, film = roll_out(asked, worlds, steps, stopped)
             if 0 in which:  # `pictures` shows trial 0
                 self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
@@ -372,6 +395,8 @@ class Task(contract.Task):
                 f"warning: nothing to train on of {names}: all episodes validate; dataset.split_seed draws others"
             )
         policy = self.cfg.policy
+        if _lerobot.is_lerobots(policy):
+            rows += _lerobot.notes(self.cfg)
         if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.resuming:
             rows.append(
                 f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
@@ -392,15 +417,16 @@ class Acting(nn.Module):
 
 
 def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
-    """Change brightness, colour and contrast per sample: x (B, 3, H, W) in 0..255, u (B, 3) in [0, 1) -> float32."""
+    """Change brightness, colour and contrast: x (B, ..., 3, H, W) in 0..255, u (B, 3) in [0, 1) -> float32."""
     x = x.float()
     amounts = (wanted.brightness, wanted.saturation, wanted.contrast)
     most = torch.stack([torch.full((), amount, device=u.device) for amount in amounts])  # a copy is a sync point
-    light, colour, contrast = (1 + most * (2 * u - 1)).T[:, :, None, None, None]  # each (B, 1, 1, 1)
+    changes = (1 + most * (2 * u - 1)).T  # (3, B)
+    light, colour, contrast = changes.view(3, -1, *[1] * (x.ndim - 1))  # each (B, 1, ..., 1)
     x = x * light
-    gray = x.mean(1, keepdim=True)  # (B, 1, H, W)
+    gray = x.mean(-3, keepdim=True)  # (B, ..., 1, H, W)
     x = gray + (x - gray) * colour
-    middle = gray.mean((2, 3), keepdim=True)
+    middle = gray.mean((-2, -1), keepdim=True)
     return (middle + (x - middle) * contrast).clamp(0, 255)
 
 

@@ -133,6 +133,8 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_evaluate_gives_the_same_numbers_on_any_number_of_processes",
     "python train.py robot --policy.path=lerobot/smolvla_base --dataset.repo_id=me/cubes --download":
         "test_what_is_not_here_is_downloaded_where_that_is_asked_for",
+    "python train.py robot --policy.type=diffusion --dataset.repo_id=me/cubes --policy.use_group_norm=true":
+        "test_it_trains_on_one_and_two_processes_makes_trials_and_is_saved",
     "python train.py robot --policy.path=FOLDER dataset.root=DIR "
     "--rename_map='{\"observation.images.front\": \"observation.images.camera1\"}'":
         "test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_on_the_robot",
