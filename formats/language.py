@@ -7,7 +7,7 @@ style task_aug are the task in other words; one of the style subtask holds from 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.contract import Batch, LockstepError, uniform
-from formats.lerobot import Chunks, Demonstrations, value_at
+from formats.lerobot import Demonstrations, value_at
+from formats.lerobot_mix import Joined
 
 COLUMN = "language_persistent"
 
@@ -40,43 +41,41 @@ class Spoken:
         return self.choices[self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)]
 
 
-class SpokenChunks(Chunks):
-    """Chunks whose batches have `text_index`, drawn from the samples' seeds."""
+class Hearing:
+    """Samples whose batches have `text_index`, drawn from the samples' seeds; in all else those of `chunks`."""
 
-    def __init__(
-        self,
-        demos: Demonstrations,
-        episodes: Iterable[int],
-        deltas: Mapping[str, Sequence[int]],
-        pictures: Any,
-        spoken: Spoken,
-    ):
-        super().__init__(demos, episodes, deltas, pictures)
-        self.spoken = spoken
+    def __init__(self, chunks: Any, said: Spoken):
+        self.chunks, self.said = chunks, said
 
-    def __getitems__(self, indices: Sequence[int], seeds: Tensor) -> Batch:  # type: ignore[override]
-        batch = super().__getitems__(indices)
-        return batch | {"text_index": self.spoken.draw(self.rows[torch.as_tensor(indices)], seeds)}
+    def __len__(self) -> int:
+        return len(self.chunks)
 
-    def __getitem__(self, index: int, seed: int) -> dict[str, Tensor]:  # type: ignore[override]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "chunks":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.chunks, name)
+
+    def __getitems__(self, indices: Sequence[int], seeds: Tensor) -> Batch:
+        batch: Batch = self.chunks.__getitems__(indices)
+        return batch | {"text_index": self.said.draw(self.chunks.rows[torch.as_tensor(indices)], seeds)}
+
+    def __getitem__(self, index: int, seed: int) -> dict[str, Tensor]:
         return {name: values[0] for name, values in self.__getitems__([index], torch.tensor([seed])).items()}
 
 
-def chunks(
-    demos: Demonstrations,
-    episodes: Iterable[int],
-    deltas: Mapping[str, Sequence[int]],
-    pictures: Any,
-    said: Spoken | None,
-) -> Chunks:
-    return SpokenChunks(demos, episodes, deltas, pictures, said) if said else Chunks(demos, episodes, deltas, pictures)
+def hearing(both: tuple[Any, Any], said: Spoken) -> tuple[Any, Any]:
+    """Return the samples of the training and the validation, with texts of their own where some are said."""
+    return (Hearing(both[0], said), Hearing(both[1], said)) if len(said.choices) else both
 
 
 def spoken(demos: Demonstrations, style: str) -> Spoken:
-    """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any keeps its task.
+    """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any keeps its task. Of the
+    style "task" nothing is said beside the tasks.
 
     Raises LockstepError if no row of the read episodes has the style, or two subtasks begin at once.
     """
+    if style == "task":
+        return Spoken(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
     every = [_rows(demos, e) for e in range(len(demos.episodes))]
     styles = Counter(row.get("style") or "none" for rows in every for row in rows)
     if not styles[style]:
@@ -99,7 +98,7 @@ def spoken(demos: Demonstrations, style: str) -> Spoken:
             starts = np.array([row["timestamp"] for row in rows], np.float32)  # as precise as those of the frames
             order = np.argsort(starts)
             if (np.diff(starts[order]) == 0).any():
-                what = f"episode {demos.episodes[e]}: two rows of the style {style} begin at the same time"
+                what = f"{demos.name_of(int(demos.start[e]))}: two rows of the style {style} begin at the same time"
                 raise LockstepError(what, f"{demos.root}: {COLUMN}", "leave one, or exclude the episode")
             at = np.searchsorted(starts[order], demos.columns["timestamp"][frames], "right") - 1
             begin[frames] = np.where(at >= 0, np.array(said)[order][at], begin[frames])
@@ -107,7 +106,10 @@ def spoken(demos: Demonstrations, style: str) -> Spoken:
 
 
 def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:
-    """Return the rows of the e-th chosen episode that have a text, from its first frame."""
+    """Return the rows of the e-th episode that have a text, from its first frame."""
+    if isinstance(demos, Joined):
+        k = int(np.searchsorted(demos.first, e, "right")) - 1
+        return _rows(demos.parts[k], e - int(demos.first[k]))
     place = demos.places[COLUMN][e] if COLUMN in demos.places else None
     rows = value_at(place) if place else None
     return [row for row in rows or () if row and isinstance(row.get("content"), str) and row["content"].strip()]

@@ -133,7 +133,11 @@ def test_one_and_two_processes_hear_the_same(launch, tmp_path, told):
     [
         ("subtask", None, ["no texts in language_persistent", "dataset.command=subtask", "give task"]),
         ("subtask", {0: [row("plan", "p", 0.0), row("memory", "m", 0.1)]}, ["style subtask", "memory (1), plan (1)"]),
-        ("subtask", {1: [row("subtask", "a", 0.2), row("subtask", "b", 0.2)]}, ["episode 1: two rows", "same time"]),
+        (
+            "subtask",
+            {1: [row("subtask", "a", 0.2), row("subtask", "b", 0.2)]},
+            ["episode 1 frame 0: two rows", "same time"],
+        ),
         ("task_aug", {0: [row("task_aug", " ", 0.0), row("task_aug", None, 0.0)]}, ["no texts in"]),
     ],
 )
