@@ -107,9 +107,10 @@ class Task(contract.Task):
         self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
         where = _cache_dir(cfg.cache_dir, given)
         frames = lerobot_mix.pictures(demos, self.sizes, cfg.cache, where) if self.cameras else None
-        self.windows = _lerobot.Windows({"action": list(range(policy.chunk_size))})
         if _lerobot.is_lerobots(policy):
             self.windows = _lerobot.windows(policy, [*self.dims, *self.cameras])
+        else:
+            self.windows = _lerobot.Windows({"action": list(range(policy.chunk_size))})
         deltas = self.windows.deltas
         both = (
             lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, self.windows.skipped),
