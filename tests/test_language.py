@@ -110,6 +110,23 @@ def test_wordings_are_drawn_by_the_seed_of_the_sample(told):
     assert "5 texts with dataset.command=task_aug" in task.summary()
 
 
+def test_several_datasets_are_told_each_by_itself(told, tmp_path):
+    """One of them without a word: its frames keep their tasks."""
+    other = record(tmp_path / "other", episodes=3, cameras=0)
+    third = annotate(record(tmp_path / "third", cameras=0), {1: [row("subtask", "dance", 0.4)]})
+    words = ["policy.chunk_size=4", "dataset.command=subtask", "dataset.weights=[.5,.2,.3]"]
+    task, train, val = task_of("robot", f"dataset.root=[{told},{other},{third}]", *words)
+    heard_of_each = {0: heard(told, "subtask")[0], 1: {}, 2: {(1, f): "dance" for f in range(4, 10)}}
+    for chunks in (train, val):
+        every = range(len(chunks))
+        batch = chunks.__getitems__(every, torch.tensor(every))
+        for n, at in enumerate(batch["text_index"].tolist()):
+            k, e, f = (int(batch[f"{name}_index"][n]) for name in ("dataset", "episode", "frame"))
+            assert task.texts[at] == heard_of_each[k].get((e, f), f"walk {e % 2}"), (k, e, f)
+    order = train.epoch_order(3, 1)
+    assert len(order) == len(train) and len(train.sources) == len(train)
+
+
 @pytest.mark.slow
 def test_one_and_two_processes_hear_the_same(launch, tmp_path, told):
     """And without the texts, or with others, it is another training."""
