@@ -13,6 +13,7 @@ from envs import discs
 from formats import pretrained
 from models import act, vla
 from models.policy import Policy
+from tasks import _imagenet as imagenet
 
 Kind = Literal["act", "vla", "smolvla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
@@ -78,6 +79,9 @@ class ActSettings(PolicySettings):
     }
     type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
     vision_backbone: Literal["resnet18", "resnet34"] = option("resnet18", "network that pictures go through")
+    pretrained_backbone_weights: str = option(
+        "", "local file of its ImageNet weights, torchvision's or timm's; nothing is downloaded; empty = random"
+    )
     replace_final_stride_with_dilation: bool = option(False, "its last stage keeps twice the resolution")
     chunk_size: int = option(100, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
@@ -246,6 +250,8 @@ def check(cfg: Any) -> None:
     policy = cfg.policy
     if policy.type == "smolvla":
         _check_smolvla(policy)
+    if policy.type == "act":
+        imagenet.check(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
         raise LockstepError(f"no command {cfg.env.command!r}", "env.command", todo)

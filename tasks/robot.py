@@ -28,6 +28,7 @@ from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
+from tasks import _imagenet as imagenet
 from tasks import _simulation as simulation
 from tasks._pictures import captioned
 from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
@@ -43,7 +44,8 @@ class Task(contract.Task):
     monitor = "action_l1"
     resumable_keys = tuple(
         "dataset.root dataset.repo_id dataset.cache dataset.cache_dir eval. policy.pretrained_path "
-        "policy.n_action_steps policy.num_steps policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
+        "policy.n_action_steps policy.num_steps policy.temporal_ensemble_coeff policy.gradient_checkpointing "
+        "policy.pretrained_backbone_weights".split()
     )
     compat_aliases = {
         "policy.path": "policy.pretrained_path",
@@ -84,7 +86,6 @@ class Task(contract.Task):
                 cfg.optim.lr,
                 "here optim.lr_scale=*backbone:FACTOR gives it another rate",
             ),
-            "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
             "use_policy_training_preset": (
                 True,
                 "optim.* and schedule.* begin with the policy's: set what shall differ",
@@ -178,10 +179,18 @@ class Task(contract.Task):
         policy = Policy(self._net(), Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path and cfg.type != "smolvla" and not self.resuming:
             self.started_from = start_from(cfg, policy)
+        elif not self.resuming and self._eyes():
+            by_imagenet = self.cfg.dataset.use_imagenet_stats and cfg.normalization_mapping.VISUAL == "MEAN_STD"
+            self.started_from = imagenet.start(cfg, getattr(policy.net, "backbone", None), by_imagenet)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
         self.words = self.encode(demos.tasks) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
+
+    def _eyes(self) -> str:
+        """The file of ImageNet's weights that ACT's backbone starts from, if any."""
+        cfg = self.cfg.policy
+        return str(cfg.pretrained_backbone_weights) if cfg.type == "act" else ""
 
     def _net(self) -> nn.Module:
         cfg = self.cfg.policy
@@ -367,10 +376,11 @@ class Task(contract.Task):
                 f"warning: nothing to train on of {names}: all episodes validate; dataset.split_seed draws others"
             )
         policy = self.cfg.policy
-        if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.resuming:
+        from_file = policy.pretrained_path or self._eyes()
+        if policy.type == "act" and self.cameras and not from_file and not self.resuming:
             rows.append(
                 f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
-                " LeRobot's starts from ImageNet's weights"
+                f" LeRobot's starts from ImageNet's weights: {imagenet.KEY}=FILE"
             )
         return "\n".join(rows)
 
