@@ -79,14 +79,18 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
         yield Episode(track, worlds.commands[i])
 
 
-Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
-"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions."""
+Policy = Callable[..., np.ndarray]
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions; where it is late, a third argument is (n, delay, A),
+the first ones, which are executed while it predicts, or None at the start."""
 
 
 def roll_out(
-    policy: Policy, worlds: Worlds, chunk_steps: int, stopped: Callable[[], bool] = lambda: False
+    policy: Policy, worlds: Worlds, chunk_steps: int, stopped: Callable[[], bool] = lambda: False, delay: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps` actions.
+
+    delay  steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the last chunk are executed.
+           The first chunk is waited for, in a world that stands still.
 
     Returns (n,) bool, its success within the horizon, and a film (T, 3, H, W) uint8 of the first world, which ends
     `linger` steps after success. Raises ValueError for chunks that are too short.
@@ -95,9 +99,12 @@ def roll_out(
     last = worlds.horizon
     for now in range(worlds.horizon):
         if now % chunk_steps == 0:
-            chunk = policy(worlds.observe(), worlds.commands)
-            if chunk.shape[1] < chunk_steps:
-                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps} to execute")
+            committed = chunk[:, chunk_steps : chunk_steps + delay] if now and delay else None
+            chunk = policy(worlds.observe(), worlds.commands, *([committed] if delay else []))
+            if chunk.shape[1] < chunk_steps + delay:
+                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps + delay} to execute")
+            if committed is not None:
+                chunk = np.concatenate([committed, chunk[:, delay:]], 1)
         if now < last:
             film.append(worlds.render(slice(0, 1))[0])
         worlds.step(chunk[:, now % chunk_steps])

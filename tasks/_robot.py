@@ -118,6 +118,9 @@ class VlaSettings(PolicySettings):
     chunk_size: int = option(8, "actions predicted at once", low=1)
     n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
     num_steps: int = option(10, "Euler steps from noise to actions", low=1)
+    rtc_max_delay: int = option(
+        0, "real-time chunking: train with up to so many first actions given, by each sample's own draw", low=0
+    )
     freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
     train_expert_only: bool = option(False, "train the action expert alone")
     gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
@@ -170,6 +173,7 @@ class EnvSettings:
 @dataclass
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+    delay: int = option(0, "steps that a prediction takes in them: the last chunk is executed on meanwhile", low=0)
 
 
 @dataclass
@@ -203,7 +207,8 @@ def steps_of(policy: Any) -> int:
 
 
 NOT_THE_NETWORK = frozenset(
-    "n_action_steps kl_weight dropout num_steps gradient_checkpointing freeze_vision_encoder train_expert_only".split()
+    "n_action_steps kl_weight dropout num_steps rtc_max_delay gradient_checkpointing freeze_vision_encoder "
+    "train_expert_only".split()
 )
 """Hyper-parameters that may differ from those of pretrained weights."""
 
@@ -268,6 +273,12 @@ def check(cfg: Any) -> None:
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
+    if (delay := cfg.eval.delay) > min(steps_of(policy), policy.chunk_size - steps_of(policy)):
+        what = f"{steps_of(policy)} of {policy.chunk_size} predicted actions are executed, and {delay} more would be"
+        todo = "give at most n_action_steps, and chunk_size at least their sum"
+        raise LockstepError(what, f"eval.delay={delay}", todo)
+    if delay and getattr(policy, "temporal_ensemble_coeff", 0.0):
+        raise LockstepError("blended chunks are computed at each step", f"eval.delay={delay}", "drop one of the two")
     if policy.type == "vla" and not policy.pretrained_path:
         for name in ("train_expert_only", "freeze_vision_encoder"):
             if getattr(policy, name):

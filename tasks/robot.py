@@ -241,8 +241,11 @@ class Task(contract.Task):
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
             inputs, draws = inputs | changed, draws[:, 3:]
         out = net(inputs, draws)
-        steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
+        if "steps" in out:  # drawn, so no loader can know their mean; there is no other term
+            total, count = error.sum() / self.action_dim, out["steps"].sum()
+            return Loss(total, count, Sums(error=total.detach(), count=count))
+        steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
         weight = given.mean_weight
         mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
@@ -274,7 +277,9 @@ class Task(contract.Task):
         def l1(actions: Tensor) -> Tensor:
             return ((actions.double() - truth).abs() * valid).sum()
 
+        carried = {"carried": out["steps"].sum() * self.action_dim} if "steps" in out else {}
         sums = Sums(
+            carried,
             error=out["error"].double().sum(),
             kl=out["kl"].double().sum() if "kl" in out else torch.zeros((), dtype=torch.float64),
             numbers=valid.sum() * self.action_dim,
@@ -291,7 +296,7 @@ class Task(contract.Task):
         """`action_l1` beside two baselines: the mean action, and the current state as the action."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
         metrics: dict[str, float] = {
-            "loss": float(sums["error"]) / numbers + self.penalty * float(sums["kl"]) / count,
+            "loss": float(sums["error"]) / float(sums.get("carried", numbers)) + self.penalty * float(sums["kl"]) / count,
             "action_l1": float(sums["off"]) / numbers,
             "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
         }
@@ -314,9 +319,12 @@ class Task(contract.Task):
         device = next(model.parameters()).device
         coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
         blend = act.TemporalEnsemble(coefficient) if coefficient else None
-        looks = itertools.count()
+        looks, delay = itertools.count(), self.cfg.eval.delay
+        told = delay <= getattr(model.net, "max_committed", 0)
 
-        def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
+        def policy(
+            observations: dict[str, np.ndarray], commands: list[str], committed: np.ndarray | None = None
+        ) -> np.ndarray:
             batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
             batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
             if self.encode:
@@ -325,7 +333,8 @@ class Task(contract.Task):
                 batch["words"] = self.encode(texts).to(device)
             # Noise picks one of several ways instead of their mean; seeded by trial and look, whatever the rank.
             seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
-            chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise))
+            given = () if committed is None or not told else (torch.from_numpy(committed).to(device),)
+            chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise), *given)
             return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
 
         totals = dict.fromkeys(("successes", "rewards", "trials"), 0.0)
@@ -333,7 +342,7 @@ class Task(contract.Task):
             seeds = simulation.FRESH + np.array(which, dtype=np.int64)
             recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
             worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped)
+            success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped, delay)
             if 0 in which:  # `pictures` shows trial 0
                 self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
             totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
@@ -357,6 +366,9 @@ class Task(contract.Task):
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
         trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        if self.num_trials and (delay := self.cfg.eval.delay):
+            told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
+            trials += f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what is executed meanwhile"
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
