@@ -7,7 +7,6 @@ trials of the policy in it.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,21 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
-from envs.trials import roll_out
 from formats import lerobot, pretrained
 from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
+from tasks import _held_out as held_out
 from tasks import _imagenet as imagenet
 from tasks import _simulation as simulation
-from tasks._pictures import captioned
+from tasks import _trials as trials
 from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
@@ -105,6 +103,7 @@ class Task(contract.Task):
         given = bool(cfg.root or cfg.repo_id)
         self.simulation = simulation.which(self.cfg.env, given)
         self.num_trials = self.cfg.eval.n_episodes if self.simulation else 0
+        self.films: list[trials.Trial] = []  # of the last evaluation
         if given:
             root = lerobot.find(cfg.root, cfg.repo_id)
         else:
@@ -132,6 +131,7 @@ class Task(contract.Task):
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
         self._measure(both[0])
+        self.val = both[1]
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
@@ -295,17 +295,15 @@ class Task(contract.Task):
     def report(self, sums: Sums) -> dict[str, float]:
         """`action_l1` beside two baselines: the mean action, and the current state as the action."""
         numbers, count = float(sums["numbers"]), float(sums["count"])
+        carried = float(sums.get("carried", numbers))
         metrics: dict[str, float] = {
-            "loss": float(sums["error"]) / float(sums.get("carried", numbers)) + self.penalty * float(sums["kl"]) / count,
+            "loss": float(sums["error"]) / carried + self.penalty * float(sums["kl"]) / count,
             "action_l1": float(sums["off"]) / numbers,
             "baseline/mean_action_l1": float(sums["off_mean"]) / numbers,
         }
         if "off_hold" in sums:
             metrics["baseline/hold_state_l1"] = float(sums["off_hold"]) / numbers
-        if "trials" in sums and sums["trials"] > 0:
-            metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
-            metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
-        return metrics
+        return metrics | trials.metrics(sums)
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         """The chunk of actions from each frame on, in recorded units."""
@@ -316,48 +314,19 @@ class Task(contract.Task):
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """Make trials of the policy in the simulation, from starts that no demonstration has."""
         assert isinstance(model, Policy)
-        device = next(model.parameters()).device
-        coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
-        blend = act.TemporalEnsemble(coefficient) if coefficient else None
-        looks, delay = itertools.count(), self.cfg.eval.delay
-        told = delay <= getattr(model.net, "max_committed", 0)
+        totals, made = trials.make(self, model, which, stopped)
+        self.films = made or self.films
+        return totals
 
-        def policy(
-            observations: dict[str, np.ndarray], commands: list[str], committed: np.ndarray | None = None
-        ) -> np.ndarray:
-            batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
-            batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
-            if self.encode:
-                # A policy trained on one task knows its wording only, whatever the simulation calls it.
-                texts = commands if len(self.demos.tasks) > 1 else self.demos.tasks * len(commands)
-                batch["words"] = self.encode(texts).to(device)
-            # Noise picks one of several ways instead of their mean; seeded by trial and look, whatever the rank.
-            seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
-            given = () if committed is None or not told else (torch.from_numpy(committed).to(device),)
-            chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise), *given)
-            return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
-
-        totals = dict.fromkeys(("successes", "rewards", "trials"), 0.0)
-        if len(which):
-            seeds = simulation.FRESH + np.array(which, dtype=np.int64)
-            recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
-            worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            success, film = roll_out(policy, worlds, steps_of(self.cfg.policy), stopped, delay)
-            if 0 in which:  # `pictures` shows trial 0
-                self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
-            totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
-        return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
+    def trial_pictures(self) -> dict[str, np.ndarray]:
+        return trials.pictures(self.films)
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """A film of one trial, and ten of its frames as a strip, under its command and outcome."""
-        if not self.num_trials:
-            return {}
-        times = max(1, 288 // self.film.shape[-1])
-        film = self.film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)  # (T, H, W, 3), larger
-        chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, H, W, 3)
-        framed = np.pad(chosen, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
-        strip = np.concatenate(list(framed), 1)
-        return {"trial": captioned(film, self.filmed), "trial_strip": captioned(strip[None], self.filmed)[0]}
+        """Films of trials; held-out episodes, as predicted beside as recorded."""
+        assert isinstance(model, Policy)
+        names = self.demos.features["action"].names
+        names = names if len(names) == self.action_dim else [str(n) for n in range(self.action_dim)]
+        return self.trial_pictures() | held_out.pictures(self, model, self.val, steps_of(self.cfg.policy), names, not self.shared)
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
@@ -365,10 +334,10 @@ class Task(contract.Task):
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
-        trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        tries = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
         if self.num_trials and (delay := self.cfg.eval.delay):
             told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
-            trials += f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what is executed meanwhile"
+            tries += f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what is executed meanwhile"
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in {os.path.relpath(demos.root)} ({demos.version})",
@@ -380,7 +349,7 @@ class Task(contract.Task):
                 if self.shared
                 else f" (dataset.eval_split={share:g}; LeRobot's default is 0: all train)" * given
             )
-            + f"; trials at each evaluation: {trials}",
+            + f"; trials at each evaluation: {tries}",
         ]
         if self.never:
             names = ", ".join(repr(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
@@ -419,13 +388,6 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     x = gray + (x - gray) * colour
     middle = gray.mean((2, 3), keepdim=True)
     return (middle + (x - middle) * contrast).clamp(0, 255)
-
-
-def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by formats/frames.py's filter."""
-    if size == tuple(pictures.shape[2:]):
-        return pictures
-    return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
 
 
 def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:

@@ -350,7 +350,7 @@ def test_trials_start_where_no_demonstration_did(own_recordings):
     model, demos = task.model(), task.demos
     known = {picture.tobytes() for picture in Frames(demos, {}, "none", "").get(task.cameras[0], demos.start)}
     task.trials(model, range(1), lambda: True)
-    assert len(known) == len(demos.episodes) > 4 and task.film[0].tobytes() not in known
+    assert len(known) == len(demos.episodes) > 4 and task.films[0].film[0].tobytes() not in known
 
 
 def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
@@ -585,7 +585,7 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
 
     succeed(launch.python("train.py", *DISCS, "steps=2", f"save_dir={tmp_path / 'run'}"))
     events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
-    assert {"val/trial", "val/trial_strip"} <= set(events.Tags()["images"])
+    assert {"val/trials", "val/trial_strip", "val/episode_0"} <= set(events.Tags()["images"])
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
 
 
