@@ -6,8 +6,8 @@ python train.py robot save_dir=runs/without
 python benchmarks/late_actions.py runs/with runs/without > benchmarks/results/late_actions.md
 
 In trials on the coloured discs a prediction takes some steps, in which the last chunk is executed on. A jump is the
-distance from the last action of the old chunk to the first of the new one, beside that between two actions of one chunk,
-in percent of the table's side.
+distance from the last action of the old chunk to the first of the new one, beside that between two actions of one
+chunk, in percent of the table's side.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tools.predict import load_model
 from tools.running import guarded, in_world
 
 PERCENT = 100 / 2.0  # of the table's side
+
 
 class Watched(discs.Discs):
     """Discs that keep the actions they are given, of worlds that have not succeeded yet."""
@@ -90,7 +91,10 @@ def main(argv: list[str]) -> int:
     print("| delay, steps | " + " | ".join(f"{name}: success | jump, inside" for name in table) + " |")
     print("|---|" + "---|---|" * len(table))
     for n, delay in enumerate(asked.delays):
-        cells = [f"{100 * rows[n][0]:.1f} % | {PERCENT * rows[n][1]:.1f}, {PERCENT * rows[n][2]:.1f}" for rows in table.values()]
+        cells = [
+            f"{100 * rows[n][0]:.1f} % | {PERCENT * rows[n][1]:.1f}, {PERCENT * rows[n][2]:.1f}"
+            for rows in table.values()
+        ]
         print(f"| {delay} | " + " | ".join(cells) + " |")
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -81,8 +81,8 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
 
 
 Policy = Callable[..., np.ndarray]
-"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions; where it is late, a third argument is (n, delay, A),
-the first ones, which are executed while it predicts, or None at the start."""
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. Where it is late, a third argument is the first
+of them, (n, delay, A), which are executed while it predicts, or None at the start."""
 
 
 def roll_out(
@@ -95,8 +95,8 @@ def roll_out(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps` actions.
 
-    delay  steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the last chunk are executed.
-           The first chunk is waited for, in a world that stands still.
+    delay   steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the last chunk are
+            executed. The first chunk is waited for, in a world that stands still.
     filmed  the first worlds, of which films are made
 
 
@@ -106,6 +106,7 @@ def roll_out(
     films: list[list[np.ndarray]] = [[] for _ in range(filmed)]
     last = np.full(len(worlds.commands), worlds.horizon)
     every = -(-worlds.horizon // MOST_FRAMES)
+    chunk: Any = None
     for now in range(worlds.horizon):
         if now % chunk_steps == 0:
             committed = chunk[:, chunk_steps : chunk_steps + delay] if now and delay else None

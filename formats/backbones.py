@@ -64,9 +64,7 @@ def how_to_get(name: str) -> str:
     return f"{name} is published as {file} ({size}, {known}; {licence}) at {at}; nothing is downloaded here"
 
 
-def read(
-    path: Path, name: str, shapes: Mapping[str, tuple[int, ...]], key: str = KEY
-) -> tuple[dict[str, Tensor], str]:
+def read(path: Path, name: str, shapes: Mapping[str, tuple[int, ...]], key: str = KEY) -> tuple[dict[str, Tensor], str]:
     """Return the weights of the backbone `name` by the names in `shapes`, and a line on the file they come from.
 
     shapes  {name: shape} of all tensors that the backbone needs

@@ -50,9 +50,7 @@ class Policy(nn.Module):
         return sums
 
     @torch.no_grad()
-    def act(
-        self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None
-    ) -> Tensor:
+    def act(self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
         """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in [0, 1).
 
         committed  (B, d, A), in recorded units: the first ones, as a network with `max_committed` >= d takes them

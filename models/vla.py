@@ -330,7 +330,9 @@ class Expert(nn.Module):
         angles = time[..., None] * self.rates
         command = self.command(prefix.command)  # (B, width)
         # With the words in its query, the expert finds the object that they name in one layer instead of two.
-        code = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + (command if time.ndim == 1 else command[:, None])
+        code = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + (
+            command if time.ndim == 1 else command[:, None]
+        )
         x = self.enter(x) + self.positions
         for block in self.blocks:
             x = run(self.checkpointing, block, x, code, prefix.memory, prefix.mask)
@@ -348,8 +350,8 @@ class VLA(nn.Module):
 
     state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise, and 1 for
-               the delay if rtc_max_delay is set
+    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise, and 1
+               for the delay if rtc_max_delay is set
     penalty    weight of "kl" in the loss; `forward` returns none here
     max_committed  most actions that `sample` has learned to be given
 
@@ -447,9 +449,7 @@ class VLA(nn.Module):
         return sums | {"error": errors.masked_fill(silent[:, :, None], 0.0).sum((1, 2))}
 
     @torch.no_grad()
-    def sample(
-        self, inputs: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None
-    ) -> Tensor:
+    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
         """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0, to time 0.
 
         committed  (B, d, A), d at most max_committed: the first actions, which are executed meanwhile and kept

@@ -24,7 +24,9 @@ def check(policy: Any) -> None:
         if policy.pretrained_path:  # as in LeRobot: these weights hold those of the backbone
             return
         how = backbones.how_to_get(policy.vision_backbone)
-        raise LockstepError("this is a name of weights, and a file of them belongs here", f"{KEY}={given}", f"give the file: {how}")
+        raise LockstepError(
+            "this is a name of weights, and a file of them belongs here", f"{KEY}={given}", f"give the file: {how}"
+        )
     if policy.pretrained_path:
         what = "policy.pretrained_path has weights of the whole policy, its backbone's included"
         raise LockstepError(what, f"{KEY}={given}", "drop one of the two")

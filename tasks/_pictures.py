@@ -1,4 +1,4 @@
-"""Text and curves in the pictures of an evaluation. Pillow comes with tensorboard and is imported by the first picture."""
+"""Text and curves in the pictures of an evaluation. Pillow comes with tensorboard; the first picture imports it."""
 
 from __future__ import annotations
 

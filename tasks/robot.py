@@ -326,7 +326,9 @@ class Task(contract.Task):
         assert isinstance(model, Policy)
         names = self.demos.features["action"].names
         names = names if len(names) == self.action_dim else [str(n) for n in range(self.action_dim)]
-        return self.trial_pictures() | held_out.pictures(self, model, self.val, steps_of(self.cfg.policy), names, not self.shared)
+        return self.trial_pictures() | held_out.pictures(
+            self, model, self.val, steps_of(self.cfg.policy), names, not self.shared
+        )
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts

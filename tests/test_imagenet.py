@@ -94,8 +94,8 @@ def test_what_is_no_such_file_is_refused_in_a_line(published, walks, tmp_path):
     torch.save({"state_dict": published["resnet18"][0].state_dict()}, own)
     (tmp_path / "cut.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     for words, message in (
-        ([f"{KEY}={NAME}"], rf"name of weights, and a file of them belongs here \({KEY}={NAME}\): give the file: resnet18 is "
-                            r"published as resnet18-f37072fd.pth \(44.7 MB, SHA-256 f37072fd.*nothing is downloaded here"),
+        ([f"{KEY}={NAME}"], rf"name of weights, and a file of them belongs here \({KEY}={NAME}\): give the file: "
+            r"resnet18 is published as resnet18-f37072fd.pth \(44.7 MB, SHA-256 f37072fd.*nothing is downloaded here"),
         ([f"{KEY}=DEFAULT", "policy.vision_backbone=resnet34"], "resnet34-b627a593.pth"),
         ([f"{KEY}={tmp_path / 'gone.pth'}"], "cannot read the weights: no such file .*resnet18-f37072fd.pth"),
         ([f"{KEY}={own}"], "'state_dict' in it is no tensor"),

@@ -81,7 +81,7 @@ def test_off_is_what_it_was(double):
 
 def test_the_loss_is_a_mean_over_the_steps_that_carry_it(own_recordings, double):  # noqa: F811
     """However the batch is cut: two sums; the quotient is the mean over all steps and dimensions that are not given."""
-    task, train, val = task_of(*DISCS, "policy.rtc_max_delay=3")
+    task, train, _ = task_of(*DISCS, "policy.rtc_max_delay=3")
     policy = task.model().double()
     for parameter in policy.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -126,8 +126,8 @@ def test_sampling_keeps_what_is_given_and_reaches_the_rest(double, given):
 
 @pytest.mark.slow
 def test_one_of_two_ways_is_kept_to():
-    """A chunk goes left or right, by chance. Given its beginning, a policy goes on the same way; ignorant of it, it takes
-    either, which is a jump for a robot that executes the beginning."""
+    """A chunk goes left or right, by chance. Given its beginning, a policy goes on the same way; ignorant of it, it
+    takes either, which is a jump for a robot that executes the beginning."""
     torch.manual_seed(0)
     small = VLASettings("test", width=32, depth=1, expert_width=32, expert_depth=2, head_width=16, vocabulary=8)
     net = VLA(replace(small, chunk_size=4, num_words=1, rtc_max_delay=2), 0, 0, 1, ())
@@ -152,7 +152,7 @@ def test_one_of_two_ways_is_kept_to():
 
 @pytest.mark.parametrize(("steps", "delay"), [(3, 1), (3, 3), (4, 2), (3, 0)])
 def test_a_late_rollout_executes_what_a_robot_would(monkeypatch, steps, delay):
-    """Against a robot with a queue: a look is answered `delay` steps later, and what the answer has for these is lost."""
+    """Against a robot with a queue: a look is answered `delay` steps later, what the answer has for these is lost."""
     told, given = [], []
     monkeypatch.setattr("envs.discs.Discs.step", lambda self, actions: told.append(actions.copy()))
 

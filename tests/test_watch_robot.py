@@ -39,11 +39,15 @@ def test_the_interval_is_wilsons():
 def test_the_rate_is_told_as_people_write_it():
     from engine.contract import Sums
 
-    sums = Sums({name: torch.tensor(value) for name, value in {"successes": 18.0, "trials": 20.0, "rewards": 19}.items()})
+    sums = Sums(
+        {name: torch.tensor(value) for name, value in {"successes": 18.0, "trials": 20.0, "rewards": 19}.items()}
+    )
     found = trials.metrics(sums)
     assert found["success_rate"] == 0.9 and found["avg_max_reward"] == 0.95 and found["trials"] == 20
     assert of_trials(found) == "18 of 20 (70-97 %)" and _shown(found) == {"Success": "18 of 20 (70-97 %)"}
-    assert _shown({"success_rate": 0.5, "loss": 1}) == {"Loss": "1.0000", "Success": "50.00%"}, "a rate of another's task"
+    assert _shown({"success_rate": 0.5, "loss": 1}) == {"Loss": "1.0000", "Success": "50.00%"}, (
+        "a rate of another's task"
+    )
     assert trials.metrics(Sums()) == {} == trials.metrics(Sums(trials=torch.tensor(0.0)))
 
 
@@ -52,10 +56,10 @@ def test_of_equal_rates_the_earlier_step_is_the_best(launch, tmp_path):
     run = tmp_path / "run"
     words = ["train.py", str(ROOT / "tests" / "tasks" / "ties.py"), f"save_dir={run}", "keep_checkpoints=0"]
     succeed(launch.python(*words, "epochs=3"))
-    best = json.loads((run / "run.lock").read_text())["best"]
+    best = json.loads((run / "manifest.json").read_text())["best"]
     assert best == "best_model_epoch1.pt", "0.25, 0.5, 0.5"
     done = succeed(launch.python(*words, "epochs=6"))
-    assert json.loads((run / "run.lock").read_text())["best"] == best and (run / best).exists()
+    assert json.loads((run / "manifest.json").read_text())["best"] == best and (run / best).exists()
     assert [line["success_rate"] for line in records(run, "eval")] == [0.25, *[0.5] * 5]
     assert f"best success_rate 0.5000 ({run / best})" in done.out and "Saved best" not in done.out
 
@@ -210,7 +214,9 @@ def images(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "logs"), size_guidance={"images": 0}).Reload()
-    return {(tag, each.step): each.encoded_image_string for tag in events.Tags()["images"] for each in events.Images(tag)}
+    return {
+        (tag, each.step): each.encoded_image_string for tag in events.Tags()["images"] for each in events.Images(tag)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +224,15 @@ def trained(tmp_path_factory):
     """The same training on one and on two processes, and what each printed."""
     folder = tmp_path_factory.mktemp("runs")
     with launching(folder / "launch") as launch:
-        words = [*DISCS[:-1], "eval.n_episodes=12", "steps=4", "eval_every=2", "batch_size=8", "virtual_workers=2", "threads=1"]
+        words = [
+            *DISCS[:-1],
+            "eval.n_episodes=12",
+            "steps=4",
+            "eval_every=2",
+            "batch_size=8",
+            "virtual_workers=2",
+            "threads=1",
+        ]
         start = ["train.py", *words, "device=cpu", "policy.num_steps=2"]
         one = succeed(launch.python(*start, f"save_dir={folder / 'one'}")).out
         two = succeed(launch.torchrun(2, *start, f"save_dir={folder / 'two'}")).out
@@ -247,7 +261,10 @@ def test_the_log_tells_the_interval_and_tools_agree(launch, trained):
     words = f"{line['success_rate'] * 12:.0f} of 12 ({100 * low:.0f}-{100 * high:.0f} %)"
     assert f"Success: {words}, action_l1" in one
     last = str(folder / "one" / "last.pt")
-    assert f"success in {words}: the rate's 95 % interval, by Wilson" in succeed(launch.python("tools/evaluate.py", last)).out
+    assert (
+        f"success in {words}: the rate's 95 % interval, by Wilson"
+        in succeed(launch.python("tools/evaluate.py", last)).out
+    )
     page = folder / "page.html"
     told = json.loads(succeed(launch.python("tools/report.py", last, "--out", str(page), "--json")).out)["runs"][0]
     assert {name: told["metrics"][name] for name in ("success_rate", "success_rate_low", "trials")} == {

@@ -40,8 +40,8 @@ from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, headline
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
-from engine.survive import command
 from engine.report.log import of_trials
+from engine.survive import command
 from tools import report_figures as figures
 from tools.arguments import whole_number
 from tools.evaluate import TRUST, of_run

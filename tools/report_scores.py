@@ -62,8 +62,8 @@ class Sample:
 
 @dataclass
 class Episode:
-    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; the names of the dims, empty where
-    the data have none; pictures (frames, H, W, 3)."""
+    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures (frames, H, W, 3); the
+    names of the dims, empty where the data have none."""
 
     source: str
     loss: float

@@ -280,7 +280,9 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
 
 def of_trials(metrics: dict[str, float]) -> str:
     """Return the rate of success as people write it: 18 of 20 (70-97 %)."""
-    rate, count, low, high = (metrics[name] for name in ("success_rate", "trials", "success_rate_low", "success_rate_high"))
+    rate, count, low, high = (
+        metrics[name] for name in ("success_rate", "trials", "success_rate_low", "success_rate_high")
+    )
     return f"{rate * count:.0f} of {count:.0f} ({100 * low:.0f}-{100 * high:.0f} %)"
 
 

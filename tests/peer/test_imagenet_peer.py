@@ -46,7 +46,7 @@ def test_timm_saves_the_same_names(walks, tmp_path):
 
 @torch.no_grad()
 def test_lerobot_starts_from_the_same_eyes(walks, tmp_path, monkeypatch):
-    """Its default name finds the file where torch keeps it; ours is told the same file. The same tensors, and features."""
+    """Its default name finds the file where torch keeps it; ours is told the same file: equal tensors and features."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     kept = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
     kept.parent.mkdir(parents=True)

@@ -5,8 +5,7 @@ from tests.tasks import toy
 
 class Task(toy.Task):
     monitor, higher_is_better = "success_rate", True
-    reports = 0
 
     def report(self, sums):
-        self.reports += 1
-        return super().report(sums) | {"success_rate": 0.25 if self.reports == 1 and not self.resuming else 0.5}
+        metrics = super().report(sums)
+        return metrics | {"success_rate": 0.25 if metrics["loss"] > 0.4 else 0.5}  # 0.4566, 0.3495, 0.2926, ...
