@@ -46,7 +46,8 @@ def make(task: Any, model: Policy, which: range, stopped: Callable[[], bool]) ->
     def policy(
         observations: dict[str, np.ndarray], commands: list[str], committed: np.ndarray | None = None
     ) -> np.ndarray:
-        batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
+        named = {task.names.get(name, name): value for name, value in observations.items()}
+        batch = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
         batch |= {name: _shrunk(batch[name], task.sizes[name]) for name in task.cameras}
         if task.encode:
             # A policy trained on one task knows its wording only, whatever the simulation calls it.

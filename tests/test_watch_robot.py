@@ -169,7 +169,7 @@ def test_each_number_has_a_plot_under_its_name(tmp_path, monkeypatch):
     task, _, val = task_of(*words)
     real = held_out.plots
     monkeypatch.setattr(held_out, "plots", lambda *given: asked.append(given) or real(*given))
-    shown = task.pictures(task.model().eval(), None, None)
+    shown = task.pictures(task.model().eval(), None, {})
     source = str(val.sources[0])
     assert list(shown) == ["episode_0"], "no simulation, one held-out episode"
     (title, given), picture = asked[0], shown["episode_0"]
@@ -180,7 +180,7 @@ def test_each_number_has_a_plot_under_its_name(tmp_path, monkeypatch):
     assert float(errors[1]) == pytest.approx(np.abs(lines[2] - lines[3]).mean(), rel=2e-3)
     assert picture.dtype == np.uint8 and picture.ndim == 3
     shared, *_ = task_of(*words, "dataset.eval_split=0")
-    shared.pictures(shared.model().eval(), None, None)
+    shared.pictures(shared.model().eval(), None, {})
     assert "trained on" in asked[-1][0], "there is none to hold out"
 
 
