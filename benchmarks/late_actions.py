@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """What an action prefix in training is worth to a robot whose predictions are late: success, and jumps between chunks.
 
-python train.py robot policy.rtc_max_delay=4 save_dir=runs/with         a quarter of an hour each on one core
-python train.py robot save_dir=runs/without
-python benchmarks/late_actions.py runs/with runs/without > benchmarks/results/late_actions.md
+python train.py robot save_dir=runs/without                        a quarter of an hour on one core, as runs/with
+python tools/save_pretrained.py runs/without
+python train.py robot policy.path=runs/without policy.rtc_max_delay=4 steps=300 lr=5e-4 save_dir=runs/tuned
+python train.py robot policy.rtc_max_delay=4 save_dir=runs/with
+python benchmarks/late_actions.py runs/without runs/tuned runs/with > benchmarks/results/late_actions.md
 
 In trials on the coloured discs a prediction takes some steps, in which the last chunk is executed on. A jump is the
 distance from the last action of the old chunk to the first of the new one, beside that between two actions of one
