@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contract import Batch, LockstepError, uniform
+from engine.contract import Batch, LockstepError, mix, sample_seeds, uniform
 from formats.lerobot import Demonstrations, value_at
 from formats.lerobot_mix import Joined
 
@@ -55,7 +55,9 @@ class Hearing:
             raise AttributeError(name)
         return getattr(self.chunks, name)
 
-    def __getitems__(self, indices: Sequence[int], seeds: Tensor) -> Batch:
+    def __getitems__(self, indices: Sequence[int], seeds: Tensor | None = None) -> Batch:
+        if seeds is None:  # those that an evaluation gives
+            seeds = mix(sample_seeds(0, 0, torch.as_tensor(indices))) & ((1 << 63) - 1)
         batch: Batch = self.chunks.__getitems__(indices)
         return batch | {"text_index": self.said.draw(self.chunks.rows[torch.as_tensor(indices)], seeds)}
 

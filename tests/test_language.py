@@ -13,6 +13,7 @@ from test_lerobot import change_info, refused
 from test_robot import record, task_of
 
 from engine.contract import sample_seeds
+from engine.data.samples import Fetcher
 from formats.lerobot import read
 
 pa = pytest.importorskip("pyarrow")
@@ -107,6 +108,7 @@ def test_wordings_are_drawn_by_the_seed_of_the_sample(told):
     whole = train.__getitems__(range(12), seeds)["text_index"]
     parts = [train.__getitems__([i], seeds[i : i + 1])["text_index"] for i in range(12)]
     assert torch.equal(whole, torch.cat(parts)) and len(task.texts) == 5
+    assert torch.equal(train.__getitems__(range(12))["text_index"], Fetcher(train).fetch([*range(12)])["text_index"])
     assert "5 texts with dataset.command=task_aug" in task.summary()
 
 
@@ -141,6 +143,7 @@ def test_one_and_two_processes_hear_the_same(launch, tmp_path, told):
         folder = tmp_path / name
         succeed(launch.torchrun(processes, "train.py", *words, *more, f"save_dir={folder}"))
         ends[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]["loss"]
+    assert "action_l1" in succeed(launch.python("tools/evaluate.py", str(tmp_path / "one"))).out
     assert ends["one"] == pytest.approx(ends["two"], rel=1e-6)
     assert min(abs(ends["one"] / ends[name] - 1) for name in ("task", "subtask")) > 1e-5, ends
 

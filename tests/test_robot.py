@@ -359,7 +359,7 @@ def test_trials_start_where_no_demonstration_did(own_recordings):
     model, demos = task.model(), task.demos
     known = {picture.tobytes() for picture in Frames(demos, {}, "none", "").get(task.cameras[0], demos.start)}
     task.trials(model, range(1), lambda: True)
-    assert len(known) == len(demos.episodes) > 4 and task.film[0].tobytes() not in known
+    assert len(known) == len(demos.episodes) > 4 and task.films[0].film[0].tobytes() not in known
 
 
 def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
@@ -663,7 +663,7 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
 
     succeed(launch.python("train.py", *DISCS, "steps=2", f"save_dir={tmp_path / 'run'}"))
     events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
-    assert {"val/trial", "val/trial_strip"} <= set(events.Tags()["images"])
+    assert {"val/trials", "val/trial_strip", "val/episode_0"} <= set(events.Tags()["images"])
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
 
 
@@ -739,6 +739,7 @@ def test_every_normalisation_brings_the_data_to_its_range(walks):
 def test_act_says_what_its_eyes_start_from(walks, tmp_path):
     """LeRobot's begin with ImageNet's weights; with weights of its own, or no picture, there is nothing to say."""
     act = ["robot", "policy.type=act", f"dataset.root={walks}", "dataset.cache=none"]
+    (tmp_path / "config.json").write_text('{"type": "act", "vision_backbone": "resnet34"}')
     said = "The resnet34 that sees starts at random, its norms frozen as they are; LeRobot's starts from ImageNet's"
     for words, is_said in (
         ([*act, "policy.vision_backbone=resnet34"], True),
