@@ -40,6 +40,9 @@ class DatasetSettings:
     tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
     use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
     cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
+    command: Literal["task", "task_aug", "subtask"] = option(
+        "task", "what a policy hears: the task, one of its wordings at random, or the subtask of the moment"
+    )
     resize: list[int] = option(
         [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
     )
@@ -323,6 +326,9 @@ def check(cfg: Any) -> None:
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
                 raise LockstepError(what, f"policy.{name}", todo)
+    if policy.type == "act" and cfg.dataset.command != "task":
+        todo = "drop it, or choose policy.type=vla or one of LeRobot's that hears"
+        raise LockstepError("ACT hears no command", f"dataset.command={cfg.dataset.command}", todo)
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
         todo = "give policy.n_action_steps=1: blending needs a look at every step"
         raise LockstepError(f"{steps_of(policy)} actions a look", "policy.temporal_ensemble_coeff", todo)
@@ -330,3 +336,11 @@ def check(cfg: Any) -> None:
         settings_of(policy)
     except ValueError as error:
         raise LockstepError(str(error), "policy", "change one of them") from None
+
+
+def no_depths(demos: Demonstrations, cameras: list[str]) -> None:
+    """Raise LockstepError if a depth camera is to be trained on: the networks see colours, 8 bits of each."""
+    if depths := [camera for camera in cameras if demos.features[camera].depth]:
+        rest = ",".join(camera for camera in cameras if camera not in depths) or "none"
+        what = f"{depths[0]} is a depth camera, and the policies see colours"
+        raise LockstepError(what, str(demos.root), f"leave it out: dataset.cameras={rest}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
-from formats import lerobot, lerobot_mix, pretrained
+from formats import language, lerobot, lerobot_mix, pretrained
 from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
@@ -29,7 +29,7 @@ from tasks import _imagenet as imagenet
 from tasks import _lerobot, _lerobot_keys
 from tasks import _simulation as simulation
 from tasks import _trials as trials
-from tasks._robot import POLICIES, Augment, Settings, check, renamed, settings_of, start_from, steps_of
+from tasks._robot import POLICIES, Augment, Settings, check, no_depths, renamed, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 NEVER = 10**9  # steps: an evaluation at the end alone
@@ -90,6 +90,9 @@ class Task(contract.Task):
         demos = lerobot_mix.only(lerobot_mix.joined(read, cameras), self.used)
         root = demos.root
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
+        no_depths(demos, self.cameras)
+        said = language.spoken(demos, cfg.command)
+        self.texts = said.texts
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
@@ -118,6 +121,7 @@ class Task(contract.Task):
             lerobot_mix.chunks(demos, val, deltas, frames),
         )
         self.of_each = lerobot_mix.told(demos, *both)
+        both = language.hearing(both, said)
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
@@ -178,7 +182,7 @@ class Task(contract.Task):
                 raise LockstepError(what, "policy.normalization_mapping", "choose another mode")
         policy = self._policy(stats, modes)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
-        self.words = self.encode(demos.tasks) if self.encode else None
+        self.words = self.encode(self.texts) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
 
@@ -269,7 +273,7 @@ class Task(contract.Task):
         if self.words is None:
             return batch
         self.words = self.words.to(batch["task_index"].device)  # copied once: a copy is a sync point
-        return batch | {"words": self.words[batch["task_index"]]}
+        return batch | {"words": self.words[batch.get("text_index", batch["task_index"])]}
 
     # ---- evaluation ----
 
@@ -355,6 +359,7 @@ class Task(contract.Task):
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        command = self.cfg.dataset.command
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
@@ -369,7 +374,9 @@ class Task(contract.Task):
             + f" ({demos.version})",
             *self.of_each,
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
-            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
+            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}"
+            + f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
+            * (command != "task"),
             f"Train episodes: {train}, Val episodes: {val}"
             + (
                 " (the same: there is no other to validate on)"

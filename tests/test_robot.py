@@ -630,9 +630,11 @@ def test_what_a_replica_has_is_enough(walks):
 
 
 def test_leftovers_of_a_killed_recording_go(own_recordings, tmp_path):
-    (tmp_path / f".discs_v{simulation.RECIPE}_8x16_seed0_noise0.1.partial-host-1/data").mkdir(parents=True)
+    left = tmp_path / f".discs_v{simulation.RECIPE}_8x16_seed0_noise0.1.recording/000000"
+    left.mkdir(parents=True)
+    (left / "episode.json").write_text(json.dumps({"length": 3, "task": "dance"}))
     task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16")
-    assert not list(tmp_path.glob(".*partial*"))
+    assert not list(tmp_path.glob(".*recording")) and "dance" not in task.demos.tasks
     assert "(the successes of 8 tried)" in task.summary() and "20 in the simulation discs" in task.summary()
 
 
