@@ -431,7 +431,7 @@ class VLA(nn.Module):
         steps and dimensions. With rtc_max_delay, over those that are not given; their number is "steps" (B,) int64.
 
         A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn: its first d actions
-        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964, algorithm 1).
+        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964).
         """
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
