@@ -428,7 +428,7 @@ class VLA(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
         """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over unpadded
-        steps and dimensions. With rtc_max_delay, over those that are not given; their number is "steps" (B,) int64.
+        steps and dimensions. With rtc_max_delay, over those that are not given; "weight" (B,) is their number.
 
         A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn: its first d actions
         enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964).
@@ -442,7 +442,7 @@ class VLA(nn.Module):
             delay = wanted.minimum((~silent).sum(1) - 1)
             given = torch.arange(self.shape[0], device=delay.device) < delay[:, None]
             time, silent = time[:, None].masked_fill(given, 0.0), silent | given
-            sums["steps"] = (~silent).sum(1)
+            sums["weight"] = (~silent).sum(1) * self.shape[1]
         mixed = torch.lerp(action, noise, time.view(len(time), -1, 1))
         velocity = self.expert(mixed, time, self.prefix(inputs))
         errors = (velocity - (noise - action)).square()

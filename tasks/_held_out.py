@@ -57,9 +57,9 @@ def beside(
         batch = dataset.__getitems__(looks[first : first + AT_ONCE].tolist())
         batch = {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}
         chunk = model.act(task._with_words(batch)).float().cpu().numpy()
-        for truth, padded, guess in zip(
-            batch["action"].cpu().numpy(), batch["action_is_pad"].cpu(), chunk, strict=True
-        ):
+        window = slice(task.windows.first, task.windows.first + chunk.shape[1])  # from the present on
+        truths, pads = batch["action"][:, window].cpu().numpy(), batch["action_is_pad"][:, window].cpu()
+        for truth, padded, guess in zip(truths, pads, chunk, strict=True):
             kept = min(every, int((~padded).sum()))
             left = np.full((min(every, len(members) - len(recorded)) - kept, truth.shape[1]), np.nan)
             recorded += [*truth[:kept], *left]

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.contract import LockstepError
 from formats import pretrained
+from tasks._lerobot import LeRobotSettings, texts
 
 ALIASES = {
     "policy.path": "policy.pretrained_path",
@@ -165,11 +166,15 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
     there = pretrained.read_json(folder / pretrained.CONFIG)
     kind, where = str(there.get("type")), str(folder / pretrained.CONFIG)
     found = {"policy.type": kind}
-    if (cls := classes.get(kind)) and given.get("policy.type", kind) == kind:
+    if given.get("policy.type", kind) == kind and kind in classes:
+        cls: Any = classes[kind]
         names = {field.name for field in fields(cls)} - {"pretrained_path", "pretrained_strict", "push_to_hub"}
-        found |= {f"policy.{key}": text for key, text in flat(there) if key in names}
-        rates = {f"policy.{key}": text for key, text in flat(there) if key.startswith("optimizer_")}
-        found |= {ALIASES[key]: text for key, text in rates.items() if key in ALIASES}
+        if issubclass(cls, LeRobotSettings):
+            found |= texts(cls, there)
+        else:
+            found |= {f"policy.{key}": text for key, text in flat(there) if key in names}
+            rates = {f"policy.{key}": text for key, text in flat(there) if key.startswith("optimizer_")}
+            found |= {ALIASES[key]: text for key, text in rates.items() if key in ALIASES}
         if there.get("normalization_mapping"):
             modes = {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ENV": "IDENTITY", "ACTION": "IDENTITY"}
             modes |= there["normalization_mapping"]

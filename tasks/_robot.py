@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,23 +10,29 @@ from engine import contract
 from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
-from formats import pretrained
+from formats import lerobot, pretrained
 from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
 from tasks import _imagenet as imagenet
+from tasks import _lerobot
 
-Kind = Literal["act", "vla", "smolvla"]
+Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
 @dataclass
 class DatasetSettings:
-    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
-    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
+    root: str | list[str] = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0), or [a,b] of several")
+    repo_id: str | list[str] = option(
+        "", "its id, or [a,b], looked for below root and in the local caches; both empty: simulated discs"
+    )
     revision: str = option("", "branch, tag or commit of repo_id on the hub; empty = main")
-    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
-    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
+    weights: list[float] = option([], "of several datasets, their shares of an epoch; empty = each frame once", above=0)
+    episodes: list[int | str] = option(
+        [], "numbers of the episodes to use, such as 1,2,4, of several datasets NAME:1; empty = all", low=0
+    )
+    exclude_episodes: list[int | str] = option([], "numbers of the episodes to leave out, or NAME:1", low=0)
     eval_split: float = option(
         0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
     )
@@ -59,7 +64,7 @@ class VisualRange(Modes):
 class PolicySettings:
     """Settings of every policy."""
 
-    type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
+    type: Kind = option("vla", "act, vla, or any policy of the lerobot package, where it is installed")
     pretrained_path: str = option(
         "",
         "weights to start from: a pretrained_model folder, a run's folder, or an id on the hub; its config.json has "
@@ -83,7 +88,7 @@ class ActSettings(PolicySettings):
         "optim.grad_clip": 10.0,
         "schedule.kind": "constant",
     }
-    type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
+    type: Kind = option("act", "act, vla, or any policy of the lerobot package, where it is installed")
     vision_backbone: Literal["resnet18", "resnet34"] = option("resnet18", "network that pictures go through")
     pretrained_backbone_weights: str = option(
         "", "local file of its ImageNet weights, torchvision's or timm's; nothing is downloaded; empty = random"
@@ -134,35 +139,6 @@ class VlaSettings(PolicySettings):
 
 
 @dataclass
-class AsPictured(Modes):
-    VISUAL: Mode = option("IDENTITY", "normalisation of pictures; IDENTITY is from 0 to 1")
-
-
-@dataclass
-class SmolVlaSettings(PolicySettings):
-    """LeRobot's names and defaults; the network's size is that of `pretrained_path`."""
-
-    defaults: ClassVar[dict[str, Any]] = {
-        "batch_size": 8,
-        "epochs": 0,
-        "steps": 100_000,
-        "optim.lr": 1e-4,
-        "optim.weight_decay": 1e-10,
-        "optim.beta2": 0.95,
-        "optim.grad_clip": 10.0,
-        "schedule.warmup_steps": 1000,
-        "schedule.horizon": 30_000,
-        "schedule.final_share": 0.025,
-    }
-    type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
-    chunk_size: int = option(50, "actions predicted at once", low=1)
-    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
-    freeze_vision_encoder: bool = option(True, "train everything but the picture encoder")
-    train_expert_only: bool = option(True, "train the action expert alone")
-    normalization_mapping: Modes = section(AsPictured)
-
-
-@dataclass
 class EnvSettings:
     type: Literal["auto", "none", "discs", "pusht"] = option(
         "auto", "simulation to try the policy in, and to record when no dataset is given; auto: discs where none is"
@@ -196,7 +172,7 @@ class Augment:
     saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
 
 
-POLICIES: dict[str, type] = {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings}
+POLICIES = _lerobot.Kinds({"act": ActSettings, "vla": VlaSettings}, PolicySettings, Modes)
 
 
 @dataclass
@@ -222,6 +198,8 @@ def settings_of(policy: Any) -> Any:
 
 def steps_of(policy: Any) -> int:
     """Return how many actions of a chunk are executed."""
+    if _lerobot.is_lerobots(policy):
+        return _lerobot.steps_of(policy)
     return int(policy.n_action_steps or policy.chunk_size)
 
 
@@ -293,11 +271,25 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
     return names
 
 
+def renamed(pairs: list[str], sets: dict[str, Demonstrations]) -> tuple[dict[str, Demonstrations], dict[str, str]]:
+    """Return the datasets with other names of observations, and {old: new}. Of several datasets each is renamed by
+    itself, so that what one calls front and another top can be one camera; each pair must fit one of them."""
+    found, all_names = dict[str, Demonstrations](), dict[str, str]()
+    for name, demos in sets.items():
+        others = {feature for each in sets.values() if each is not demos for feature in each.features}
+        names = renaming(
+            [p for p in pairs if (old := p.partition(":")[0].strip()) in demos.features or old not in others],
+            demos,
+            demos.root,
+        )
+        found[name] = lerobot.renamed(demos, names)
+        all_names |= names
+    return found, all_names
+
+
 def check(cfg: Any) -> None:
     """Raise LockstepError for settings that do not fit together."""
     policy = cfg.policy
-    if policy.type == "smolvla":
-        _check_smolvla(policy)
     if policy.type == "act":
         imagenet.check(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
@@ -313,6 +305,12 @@ def check(cfg: Any) -> None:
     if len(cfg.dataset.resize) not in (0, 2):
         what = f"{amount(len(cfg.dataset.resize), 'number')} where two belong"
         raise LockstepError(what, "dataset.resize", "give height,width")
+    if policy.push_to_hub:
+        raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
+    if _lerobot.is_lerobots(policy):
+        if cfg.eval.delay:
+            raise LockstepError("late predictions are for act and vla", f"eval.delay={cfg.eval.delay}", "drop it")
+        return  # its own class checks the rest
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
@@ -327,24 +325,10 @@ def check(cfg: Any) -> None:
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
                 raise LockstepError(what, f"policy.{name}", todo)
-    if policy.push_to_hub:
-        raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
         todo = "give policy.n_action_steps=1: blending needs a look at every step"
         raise LockstepError(f"{steps_of(policy)} actions a look", "policy.temporal_ensemble_coeff", todo)
     try:
-        settings_of(policy) if policy.type != "smolvla" else None
+        settings_of(policy)
     except ValueError as error:
         raise LockstepError(str(error), "policy", "change one of them") from None
-
-
-def _check_smolvla(policy: Any) -> None:
-    if not find_spec("lerobot"):
-        raise LockstepError(
-            "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
-            "policy.type=smolvla",
-            "pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
-        )
-    if not policy.pretrained_path:
-        todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
-        raise LockstepError("SmolVLA starts from pretrained weights", "policy.type=smolvla", todo)

@@ -17,6 +17,7 @@ from engine.contract import Sums
 from envs.trials import roll_out
 from models import act
 from models.policy import Policy
+from tasks import _lerobot
 from tasks import _simulation as simulation
 from tasks._pictures import caption, captioned
 from tasks._robot import steps_of
@@ -65,7 +66,8 @@ def make(task: Any, model: Policy, which: range, stopped: Callable[[], bool]) ->
         recorded = [task.demos.features[name].shape[1] for name in task.cameras]  # as large as in the data
         worlds = simulation.worlds(cfg.env, task.simulation, seeds, max(recorded, default=0), bool(recorded))
         filmed = len(which) if 0 in which else 0  # the first batch, which is rank 0's on any number of processes
-        success, films = roll_out(policy, worlds, steps_of(cfg.policy), stopped, delay, filmed)
+        asked, steps = _lerobot.with_history(policy, task.windows.history, steps_of(cfg.policy))
+        success, films = roll_out(asked, worlds, steps, stopped, delay, filmed)
         about = zip(which, worlds.commands, success.tolist(), films, strict=False)
         trials = [Trial(*each) for each in about]
         totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}

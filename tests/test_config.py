@@ -1,6 +1,7 @@
 """One schema: what a person can get wrong is found before anything starts, all of it at once, in one line each that
 tells what, where and what to do."""
 
+import importlib.util
 import re
 
 import pytest
@@ -423,6 +424,8 @@ def test_the_resolved_tree_is_a_config_again(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_parse(path):
+    if path.name == "smolvla.yaml" and importlib.util.find_spec("lerobot") is None:
+        pytest.skip("it is LeRobot's own class: tests/peer/test_policies_lerobot.py")
     assert parse("--config", str(path)).task in tasks.names()
 
 

@@ -23,7 +23,7 @@ from engine import config
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform
 from engine.data.batches import map_tensors
 from envs import discs
-from formats import lerobot, pretrained
+from formats import lerobot
 from formats.frames import Frames
 from formats.lerobot_writer import Recorder
 from models.policy import Policy
@@ -100,7 +100,7 @@ def test_the_type_of_policy_brings_its_own_keys_and_defaults():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("policy.type=akt", "policy.type=akt (command line): did you mean act?"),
+        ("policy.type=akt", "there is no policy 'akt' (policy.type): did you mean act? choose one of act, vla, "),
         ("policy.kl_weight=1", "unknown key 'policy.kl_weight' (command line)"),
         (
             "policy.type=act policy.dim_modle=8",
@@ -183,7 +183,7 @@ def test_what_is_written_is_read_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "policy", "env"),
-    [("act", "act", "auto"), ("vla", "vla", "auto"), ("smolvla", "smolvla", "auto"), ("pusht", "vla", "pusht")],
+    [("act", "act", "auto"), ("vla", "vla", "auto"), ("pusht", "vla", "pusht")],
 )
 def test_the_shipped_configs_parse(name, policy, env):
     cfg = parse("--config", str(ROOT / f"configs/policy/{name}.yaml"))
@@ -591,33 +591,6 @@ def test_saved_statistics_are_those_of_the_training(walks, tmp_path):
     saved = load_file(next((tmp_path / "first").glob("policy_post*.safetensors")))
     assert torch.allclose(saved["action.std"], before["std"].float())
     assert torch.allclose(saved["action.mean"], before["mean"].float())
-
-
-def test_smolvlas_folder_is_written_by_its_own_class_with_pipelines_of_the_training(walks, tmp_path):
-    """What the pipelines hold: tests/test_pretrained.py."""
-    task, _, _ = task_of("robot", "policy.preset=test", f"dataset.root={walks}", "dataset.cache=none")
-    words = {"tokenizer_name": "some/model", "max_length": 48}
-    told = {}
-
-    def write(folder, by_type):  # LeRobot's class would
-        told.update(by_type)
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_text("{}")
-
-    normalizer = task.model().normalizer
-    task.cfg = config.changed(task.cfg, {"policy.type": "smolvla"})
-    net = SimpleNamespace(save=write, tokenizer=words)
-    task.save_pretrained(SimpleNamespace(net=net, normalizer=normalizer), tmp_path / "out")
-    assert told == {"STATE": "MEAN_STD", "ACTION": "MEAN_STD", "VISUAL": "MIN_MAX"}
-    steps = json.loads((tmp_path / "out/policy_preprocessor.json").read_text())["steps"]
-    assert [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"] == [words]
-    files = list((tmp_path / "out").glob("*processor.safetensors"))
-    assert len(files) == 2
-    for file in files:
-        found = pretrained._read_tensors(file)
-        for name in ("mean", "std"):
-            wanted = torch.tensor(task.demos.stats["action"][name], dtype=torch.float32)
-            torch.testing.assert_close(found[f"action.{name}"], wanted)
 
 
 def test_each_camera_keeps_its_proportions(tmp_path):
