@@ -131,6 +131,12 @@ class Task:
         return {}
 
     @classmethod
+    def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
+        """Return settings that the given ones imply, such as the sizes of the weights that one of them names:
+        {key: (value as text, where it is from)}. What is given goes before them; `config` is the last file given."""
+        return {}
+
+    @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
         """Return more `defaults`, of keys that are not given, which depend on keys that are, such as a chosen model."""
         return {}
@@ -233,6 +239,8 @@ class Task:
 
     num_trials: int = 0
     """Number of trials that an evaluation makes in addition to scoring the split."""
+    trials_every: int = 0
+    """Of a training's evaluations, the first after each so many optimizer steps makes them, and the last; 0 = all."""
 
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """Run those of `range(num_trials)` that are in `which`, in simulation for example; return totals for `report`.

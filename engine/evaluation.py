@@ -72,8 +72,9 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
                     collected.collect(check("collect", task.collect(model, batch), samples), samples)
             phase("loading validation data")
         phase("validation")
-        tried = _trials(run, model)
-        if task.num_trials and run.stop.reason:  # they may be only some of the trials
+        num_trials = _num_trials(run)
+        tried = _trials(run, model, num_trials)
+        if num_trials and run.stop.reason:  # they may be only some of the trials
             incomplete = True
         vote = torch.tensor(float(incomplete))
         world.sum(vote)
@@ -82,7 +83,7 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
             return None
         sums = scored.summed(world)
         check_count(sums, len(run.loaders.val.dataset))
-        if task.num_trials:
+        if num_trials:
             sums = Sums(sums | tried.summed(world))
         if collects(task):
             sums.collected = collected.joined(world)
@@ -92,11 +93,19 @@ def evaluate_split(run: Run, batches: Any) -> tuple[dict[str, float], Sums] | No
         return metrics | {"count": int(sums["count"])}, sums
 
 
-def _trials(run: Run, model: nn.Module) -> Gathered:
+def _num_trials(run: Run) -> int:
+    """Return the number of trials of this evaluation, which is one of a training if an evaluation is due."""
+    step, every = run.progress.step, run.task.trials_every
+    before = step - (run.cfg.eval_every or run.plan.steps_per_epoch)  # the step of the evaluation before
+    skip = every and run.progress.evaluation_due and not run.finished and step // every == before // every
+    return 0 if skip else run.task.num_trials
+
+
+def _trials(run: Run, model: nn.Module, num_trials: int) -> Gathered:
     """Make this rank's share of the task's trials, or only some of them if the run is to stop."""
     tried, task = Gathered("trials"), run.task
-    for first in range(run.world.rank * TRIALS_AT_ONCE, task.num_trials, run.world.size * TRIALS_AT_ONCE):
-        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
+    for first in range(run.world.rank * TRIALS_AT_ONCE, num_trials, run.world.size * TRIALS_AT_ONCE):
+        which = range(first, min(first + TRIALS_AT_ONCE, num_trials))
         if run.stop.reason:
             break
         seed_generators(run.world.device, "trials", run.cfg.seed, first)

@@ -151,7 +151,8 @@ class Frames:
             # Looked up each time, so that it stays the most recently used. It counts as 1 MiB to bound the open files.
             table = self._tables.get(place.path, lambda: (_Table(place.path), 2**20))
             group, n = table.find(place.first_row + int(frame))
-            column = self._tables.get((place.path, camera, group), partial(table.read, group, camera))
+            name = place.column
+            column = self._tables.get((place.path, name, group), partial(table.read, group, name))
             yield _open_png(column[n].as_py(), self.demos, int(row), place.path)
 
     def close(self) -> None:

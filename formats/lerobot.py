@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ OLD_FILES = {  # before version 3
 }
 UNFINISHED = "the recording did not finish, or files are missing: record or copy it again"
 
+T = TypeVar("T")
 Stats = dict[str, dict[str, np.ndarray]]
 
 
@@ -64,11 +65,12 @@ class Feature:
 
 @dataclass(frozen=True)
 class Place:
-    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table."""
+    """The pictures of one episode begin `start_s` seconds into a video, or at `first_row` of a table's `column`."""
 
     path: Path
     start_s: float = 0.0
     first_row: int = 0
+    column: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,26 +125,33 @@ def need(module: str, where: str = "dataset") -> Any:
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
 
 
-def find(root: str, repo_id: str) -> Path:
+def find(root: str, repo_id: str, revision: str = "", download: bool = False) -> Path:
     """Find a dataset's folder: dataset.root, root/repo_id, then LeRobot's and the hub's caches on this machine.
 
-    Nothing is downloaded. Raises LockstepError with every place that was tried.
+    With `download` a `repo_id` that is in none of them is fetched first. Raises LockstepError with every place that was
+    tried.
     """
     tried = [Path(root).expanduser() / inside for inside in dict.fromkeys(["", repo_id])] if root else []
     if repo_id:
         homes = (os.environ.get("HF_LEROBOT_HOME"), hub.home() / "lerobot")
         tried += [Path(home).expanduser() / repo_id for home in homes if home]
         cached = hub.repository("datasets", repo_id)
-        main = hub.commit(cached)  # first, then the newest
-        found = sorted(cached.glob("snapshots/*"), key=lambda it: (it.name == main, it.stat().st_mtime), reverse=True)
-        tried += found or [cached / "snapshots" / "*"]
+        wanted = hub.commit(cached, revision)  # first; then, unless a revision is asked for, the newest
+        found = [cached / "snapshots" / wanted] if revision else [*cached.glob("snapshots/*")]
+        found = [folder for folder in found if folder.is_dir()]
+        tried += sorted(found, key=lambda it: (it.name == wanted, it.stat().st_mtime), reverse=True)
+        tried += [] if found else [cached / "snapshots" / (wanted if revision else "*")]
     for place in tried:
         if (place / "meta" / "info.json").is_file():
             return place
+    if download and repo_id:
+        hub.download("datasets", repo_id, revision)
+        return find(root, repo_id, revision)
     raise LockstepError(
         "no dataset: " + (f"no meta/info.json in {', '.join(map(str, tried))}" if tried else "no place is named"),
         f"dataset.root={root or '(empty)'}, dataset.repo_id={repo_id or '(empty)'}",
-        "nothing is downloaded: copy the dataset to one of these places, or give dataset.root=FOLDER",
+        "copy the dataset to one of these places, or give dataset.root=FOLDER"
+        + (", or --download, which fetches it from the hub" if repo_id else ""),
     )
 
 
@@ -179,7 +188,7 @@ def read(
     places: dict[str, list[Place | None]] = {}
     for name, feature in features.items():
         if feature.dtype == "image":
-            places[name] = [Place(episode.data, first_row=first_rows[e]) for e, episode in chosen.items()]
+            places[name] = [Place(episode.data, first_row=first_rows[e], column=name) for e, episode in chosen.items()]
         elif feature.is_picture:
             places[name] = [episode.videos.get(name) for episode in chosen.values()]
     demos = Demonstrations(
@@ -233,17 +242,21 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
         what = f"{name[:120]!r} cannot be a camera's name"
         raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
     names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
-    kind = STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
+    kind = VISUAL if is_picture else _kind(name)
     if is_picture:
-        kind = VISUAL
         channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
         if len(names) == 3:
             channels_last = names[2] in ("channel", "channels")
         if channels_last:
             size = (size[2], size[0], size[1])
-    elif name == "observation.environment_state":
-        kind = ENV
     return Feature(dtype, size, names, kind, is_picture)
+
+
+def _kind(name: str) -> str | None:
+    """Return what a policy takes numbers of this name for."""
+    if name == "observation.environment_state":
+        return ENV
+    return STATE if name.startswith("observation") else ACTION if name.startswith("action") else None
 
 
 def _flat_names(names: Any) -> list[str]:
@@ -418,6 +431,20 @@ def _read_tasks(path: Path) -> list[str]:
             raise LockstepError("a task without its text", where, UNFINISHED)
         texts[_whole(row, "task_index", where)] = words[0]
     return [texts.get(index, "") for index in range(max(texts, default=-1) + 1)]
+
+
+def renamed(demos: Demonstrations, names: Mapping[str, str]) -> Demonstrations:
+    """Return the demonstrations with other names of observations, {old: new}."""
+
+    def new(of: Mapping[str, T]) -> dict[str, T]:
+        return {names.get(name, name): value for name, value in of.items()}
+
+    features = {
+        name: feature if feature.is_picture or name not in names.values() else replace(feature, kind=_kind(name))
+        for name, feature in new(demos.features).items()
+    }
+    stats, places = new(demos.stats), new(demos.places)
+    return replace(demos, features=features, columns=new(demos.columns), stats=stats, places=places)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

@@ -54,31 +54,37 @@ class Pretrained(NamedTuple):
 # ---- find -----------------------------------------------------------------------------------------------------------
 
 
-def find(path_or_id: str) -> Path:
+def find(path_or_id: str, revision: str = "", download: bool = False) -> Path:
     """Find the folder with config.json, given a `pretrained_model` folder or a file in it, the folder of the checkpoint
-    or the run (its last checkpoint) around it, or a `user/name` in the hub's local cache.
+    or the run (its last checkpoint) around it, or a `user/name` in the hub's local cache, with `download` fetched first
+    if it is not there.
 
     Raises LockstepError with every place that was tried.
     """
     tried: list[Path] = []
     try:
-        for folder in _candidates(path_or_id):
+        if download and not any((folder / CONFIG).is_file() for folder in _candidates(path_or_id, revision)):
+            if not _ID.fullmatch(path_or_id):
+                what, todo = f"{_plain(path_or_id)!r} is no id on the hub", "give user/name, or a folder that is there"
+                raise LockstepError(what, "policy.pretrained_path", todo)
+            hub.download("models", path_or_id, revision)
+        for folder in _candidates(path_or_id, revision):
             tried.append(folder)
             if (folder / CONFIG).is_file():
                 return folder
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown `~user`
         why = getattr(error, "strerror", None) or error
         raise LockstepError(f"cannot look there: {why}", f"policy.pretrained_path={_plain(path_or_id)}") from None
-    todo = f"give a folder with {CONFIG} and {WEIGHTS}; nothing is downloaded here"
+    todo = f"give a folder with {CONFIG} and {WEIGHTS}"
     if Path(path_or_id, "config.yaml").is_file():
         todo = f"`python tools/save_pretrained.py {path_or_id}` makes one of this run"
     if _ID.fullmatch(path_or_id):
-        todo += f", but `hf download {path_or_id}` does it"
+        todo += ", or --download, which fetches it from the hub"
     what = f"no pretrained policy: there is no {CONFIG} in {'; '.join(map(str, tried)) or 'such a name'}"
     raise LockstepError(what, f"policy.pretrained_path={_plain(path_or_id)}", todo)
 
 
-def _candidates(path_or_id: str) -> Iterable[Path]:
+def _candidates(path_or_id: str, revision: str = "") -> Iterable[Path]:
     if not path_or_id or not path_or_id.isprintable():
         return
     path = Path(path_or_id).expanduser()
@@ -88,7 +94,7 @@ def _candidates(path_or_id: str) -> Iterable[Path]:
     yield from (path / inside / "pretrained_model" for inside in ("", "last", "checkpoints/last"))
     if _ID.fullmatch(path_or_id):
         model = hub.repository("models", path_or_id)
-        yield model / "snapshots" / hub.commit(model)
+        yield model / "snapshots" / hub.commit(model, revision)
 
 
 # ---- read -----------------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def _candidates(path_or_id: str) -> Iterable[Path]:
 
 def load(folder: Path) -> Pretrained:
     """Read a `pretrained_model` folder, on the CPU. Raises LockstepError, naming the file, if one is missing or bad."""
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     weights = _read_tensors(folder / WEIGHTS)
     stats: Stats = {}
     for path in sorted(folder.glob(f"{PREPROCESSOR}*.safetensors")):
@@ -133,7 +139,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping that a file of the folder holds. Raises LockstepError if there is none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -222,13 +229,15 @@ def save(
     stats: Mapping[str, Mapping[str, Any]],
     features: Mapping[str, Mapping[str, Any]],
     modes: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a `pretrained_model` folder as LeRobot 0.4.4 does, complete or not at all; an existing one is replaced.
+    """Write a `pretrained_model` folder as LeRobot does, complete or not at all; an existing one is replaced.
 
     config    hyper-parameters: names and values that LeRobot's own config of that type knows
     stats     {feature: {"mean": ..., ...}} in recorded units
     features  {feature: {"type": "STATE" | "VISUAL" | "ENV" | "ACTION", "shape": [...]}}, channels first
     modes     {feature: mode} as for `Normalizer`; a missing one is IDENTITY
+    names     {an observation's name on the robot: its name in `features`}, where the two differ
 
     Raises LockstepError if it cannot be written, if the features of one type have several modes, which the layout
     cannot express, or if `folder` exists and holds something else.
@@ -238,7 +247,7 @@ def save(
         _write_json(new / CONFIG, _config(policy_type, config, features, by_type))
         _write_tensors(new / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
 
-    save_with(write, folder, stats, features, modes)
+    save_with(write, folder, stats, features, modes, names=names)
 
 
 def save_with(
@@ -248,6 +257,7 @@ def save_with(
     features: Mapping[str, Mapping[str, Any]],
     modes: Mapping[str, str],
     tokenizer: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Like `save`, with config.json and model.safetensors written by a function.
 
@@ -269,7 +279,7 @@ def save_with(
             raise LockstepError("the folder holds something else than a policy", str(folder), "choose a new folder")
         partial.begin()
         write(new, by_type)
-        for name, steps in _processors(features, by_type, tokenizer).items():
+        for name, steps in _processors(features, by_type, tokenizer, names or {}).items():
             _write_json(new / f"{name}.json", {"name": name, "steps": steps})
             for file in (step["state_file"] for step in steps if "state_file" in step):
                 _write_tensors(new / file, flat)
@@ -341,11 +351,14 @@ def _config(
 
 
 def _processors(
-    features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str], tokenizer: Mapping[str, Any] | None
+    features: Mapping[str, Mapping[str, Any]],
+    by_type: Mapping[str, str],
+    tokenizer: Mapping[str, Any] | None,
+    names: Mapping[str, str],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return {pipeline: its steps}, as LeRobot's own writer describes them."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
-    rename = _step("rename_observations_processor", rename_map={})
+    rename = _step("rename_observations_processor", rename_map=dict(names))
     words = [_step("smolvla_new_line_processor"), _step("tokenizer_processor", **tokenizer)] if tokenizer else []
     to_cpu = _step("device_processor", device="cpu", float_dtype=None)
     scale: dict[str, Any] = {"eps": 1e-8, "norm_map": by_type}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from engine import contract
@@ -11,6 +12,7 @@ from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
 from formats import pretrained
+from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
 
@@ -22,6 +24,7 @@ Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 class DatasetSettings:
     root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
     repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
+    revision: str = option("", "branch, tag or commit of repo_id on the hub; empty = main")
     episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
     exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
     eval_split: float = option(
@@ -57,8 +60,11 @@ class PolicySettings:
 
     type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
     pretrained_path: str = option(
-        "", "weights to start from: a pretrained_model folder, a run's folder, or an id in the local hub cache"
+        "",
+        "weights to start from: a pretrained_model folder, a run's folder, or an id on the hub; its config.json has "
+        "the policy's type, sizes and normalisation",
     )
+    pretrained_revision: str = option("", "branch, tag or commit of that id; empty = main")
     pretrained_strict: bool = option(True, "refuse weights whose names or shapes are not all the policy's")
     push_to_hub: bool = option(False, "only false: nothing is uploaded")
 
@@ -166,6 +172,12 @@ class EnvSettings:
 @dataclass
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+    loss_every: int = option(
+        -1, "optimizer steps between evaluations, as eval_every; 0 = at the end; -1 = not set", low=-1
+    )
+    trials_every: int = option(
+        -1, "optimizer steps between evaluations with trials; 0 = no trials; -1 = at each evaluation", low=-1
+    )
 
 
 @dataclass
@@ -176,13 +188,20 @@ class Augment:
     saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
 
 
+POLICIES: dict[str, type] = {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings}
+
+
 @dataclass
 class Settings(contract.Settings):
     dataset: DatasetSettings = section(DatasetSettings)
-    policy: PolicySettings = choice("vla", {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings})
+    policy: PolicySettings = choice("vla", POLICIES)
     env: EnvSettings = section(EnvSettings)
     eval: EvalSettings = section(EvalSettings)
     augment: Augment = section(Augment)
+    rename_map: list[str] = option(
+        [], "other names of observations in the policy, such as observation.image:observation.images.top"
+    )
+    download: bool = option(False, "fetch dataset.repo_id and policy.pretrained_path from the hub if they are not here")
 
 
 def settings_of(policy: Any) -> Any:
@@ -207,14 +226,15 @@ NOT_THE_NETWORK = frozenset(
 def start_from(cfg: Any, policy: Policy) -> str:
     """Load the weights of `cfg.pretrained_path` into `policy` and return a description of them; the normalisation stays
     that of the data. Raises LockstepError for weights of another network, even if all shapes match."""
-    found = pretrained.load(pretrained.find(cfg.pretrained_path))
+    found = pretrained.load(pretrained.find(cfg.pretrained_path, cfg.pretrained_revision))
     where, there = "policy.pretrained_path", found.config
     if there.get("type") != cfg.type:
         todo = f"its config.json says policy.type={there.get('type')}"
         raise LockstepError(f"the pretrained weights are not of {cfg.type}", where, todo)
     differing = _differing(cfg, there, policy.cameras)
     settings = " ".join(f"{key}={value}" for key, value in differing.items())
-    if differing and cfg.pretrained_strict:
+    refused = {key: value for key, value in differing.items() if not key.startswith("policy.normalization_mapping.")}
+    if refused and cfg.pretrained_strict:
         what = "the pretrained weights are of another network"
         raise LockstepError(what, where, f"its config.json says {settings}")
     misfits = pretrained.fit(policy.net, found.weights, cfg.pretrained_strict)
@@ -239,6 +259,29 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
     if theirs != cameras and set(theirs) == set(cameras):
         differing["dataset.cameras"] = ",".join(theirs)
     return differing
+
+
+def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, str]:
+    """Return {a feature's name in the dataset: its name in the policy}. Raises LockstepError for one that is not there
+    or not an observation, and for two of one name."""
+    names = dict[str, str]()
+    for pair in pairs:
+        old, _, new = (part.strip() for part in pair.partition(":"))
+        if not (old.startswith("observation.") and new.startswith("observation.")):
+            what, todo = (
+                f"{pair} renames no observation",
+                "give observation.OLD:observation.NEW; actions keep their name",
+            )
+        elif old not in demos.features:
+            there = ", ".join(name for name in demos.features if name.startswith("observation."))
+            what, todo = f"no feature {old}", f"{root} has {there}"
+        elif old in names or new in {*names.values(), *(demos.features.keys() - {p.partition(":")[0] for p in pairs})}:
+            what, todo = f"{new if old not in names else old} would be there twice", "give each its own name"
+        else:
+            names[old] = new
+            continue
+        raise LockstepError(what, "rename_map", todo)
+    return names
 
 
 def check(cfg: Any) -> None:

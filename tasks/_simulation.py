@@ -69,11 +69,18 @@ def record(folder: Path, env: Any, kind: str) -> None:
             shown.update(len(some))
 
 
-def check_fits(env: Any, kind: str, demos: Demonstrations, names: list[str], given: bool) -> None:
-    """Raise LockstepError unless the worlds have the features `names` in the dataset's shapes and, where a dataset is
-    given, it has the commands that the trials will use."""
-    there = worlds(env, kind, np.arange(0)).features
-    for name in names:
+def features(env: Any, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return {name: (dtype, shape)} of the observations and the action of a world."""
+    return worlds(env, kind, np.arange(0)).features
+
+
+def check_fits(
+    env: Any, kind: str, demos: Demonstrations, wanted: list[str], names: dict[str, str], given: bool
+) -> None:
+    """Raise LockstepError unless the worlds have the `wanted` features in the dataset's shapes and, where a dataset is
+    given, it has the commands that the trials will use. names: {a world's name: the policy's}."""
+    there = {names[name]: feature for name, feature in features(env, kind).items()}
+    for name in wanted:
         feature = demos.features[name]
         if name not in there or (not feature.is_picture and tuple(feature.shape) != there[name][1]):
             what = f"the dataset is not of this simulation: it has {name} of shape {tuple(feature.shape)}"

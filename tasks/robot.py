@@ -28,11 +28,13 @@ from formats.frames import Frames
 from models import act, smolvla, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
+from tasks import _lerobot_keys
 from tasks import _simulation as simulation
 from tasks._pictures import captioned
-from tasks._robot import Augment, Settings, check, settings_of, start_from, steps_of
+from tasks._robot import POLICIES, Augment, Settings, check, renaming, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
+NEVER = 10**9  # steps: an evaluation at the end alone
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
@@ -42,82 +44,54 @@ class Task(contract.Task):
     Settings = Settings
     monitor = "action_l1"
     resumable_keys = tuple(
-        "dataset.root dataset.repo_id dataset.cache dataset.cache_dir eval. policy.pretrained_path "
-        "policy.n_action_steps policy.num_steps policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
+        "dataset.root dataset.repo_id dataset.revision dataset.cache dataset.cache_dir download eval. "
+        "policy.pretrained_path policy.pretrained_revision policy.n_action_steps policy.num_steps "
+        "policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
     )
-    compat_aliases = {
-        "policy.path": "policy.pretrained_path",
-        "policy.use_amp": "amp",
-        "policy.device": "device",
-        "policy.optimizer_lr": "optim.lr",
-        "policy.optimizer_weight_decay": "optim.weight_decay",
-        "policy.optimizer_grad_clip_norm": "optim.grad_clip",
-        "optimizer.lr": "optim.lr",
-        "optimizer.weight_decay": "optim.weight_decay",
-        "optimizer.grad_clip_norm": "optim.grad_clip",
-        "accelerator.mixed_precision": "amp",
-        "accelerator.gradient_accumulation.steps": "gradient_accumulation_steps",
-        "output_dir": "save_dir",
-        "job_name": "wandb.name",
-        "log_freq": "log_every",
-        "save_freq": "save_every",
-        "eval_freq": "eval_every",
-        "env_eval_freq": "eval_every",
-        "eval_steps": "eval_every",
-        "eval_freq=0": "eval.n_episodes=0",  # never, where 0 is once an epoch here
-        "env_eval_freq=0": "eval.n_episodes=0",
-        "eval_steps=0": "eval_every=1_000_000_000",
-        "tolerance_s": "dataset.tolerance_s",
-        "cudnn_deterministic": "deterministic",
-        "dataset.image_transforms.enable": "augment.enabled",
-        "chunk_size": "policy.chunk_size",
-    }
+    compat_aliases = _lerobot_keys.ALIASES
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
 
     @classmethod
+    def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
+        """What the config.json of the weights says that a policy starts from."""
+        if given["config"].endswith("train_config.json"):
+            raise _lerobot_keys.cannot_resume(given["config"])
+        return _lerobot_keys.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
+
+    @classmethod
+    def defaults_for(cls, cfg: Any) -> dict[str, Any]:
+        """The two cadences of LeRobot, of which either may be 0 for never, as one of ours."""
+        asked = [every for every in (cfg.eval.loss_every, cfg.eval.trials_every) if every >= 0]
+        return {"eval_every": next(filter(None, asked), NEVER)} if asked else {}
+
+    @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
-        """LeRobot's keys that change nothing here."""
-        return {
-            "policy.repo_id": (None, "nothing is uploaded; tools/save_pretrained.py writes the folder that you can"),
-            "policy.n_obs_steps": (1, "the policies see the present alone"),
-            "policy.optimizer_lr_backbone": (
-                cfg.optim.lr,
-                "here optim.lr_scale=*backbone:FACTOR gives it another rate",
-            ),
-            "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
-            "use_policy_training_preset": (
-                True,
-                "optim.* and schedule.* begin with the policy's: set what shall differ",
-            ),
-            "dataset.video_backend": (None, "videos are decoded by PyAV"),
-            "rename_map": ("{}", "features keep the names that the dataset gives them"),
-            "prefetch_factor": (None, "a loader process is two batches ahead"),
-            "save_checkpoint": (True, "a run is saved at its end at least; save_every says how often before"),
-            "wandb.disable_artifact": (True, "no checkpoint is uploaded"),
-            "eval.batch_size": (None, "all trials of an evaluation are made side by side"),
-            "env.task": ("PushT-v0" if cfg.env.type == "pusht" else "", "env.type is discs, or pusht with PushT-v0"),
-        }
+        return _lerobot_keys.without_effect(cfg)
 
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
         cfg, policy = self.cfg.dataset, self.cfg.policy
         check(self.cfg)
         given = bool(cfg.root or cfg.repo_id)
         self.simulation = simulation.which(self.cfg.env, given)
-        self.num_trials = self.cfg.eval.n_episodes if self.simulation else 0
+        self.trials_every = max(0, self.cfg.eval.trials_every)
+        self.num_trials = self.cfg.eval.n_episodes if self.simulation and self.cfg.eval.trials_every else 0
         if given:
-            root = lerobot.find(cfg.root, cfg.repo_id)
+            root = lerobot.find(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
         else:
             root = simulation.recorded(self.cfg.env, self.simulation)
         demos = lerobot.read(root, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         self.cameras = _chosen_cameras(cfg.cameras, demos.cameras, root)
-        self.demos = demos = _for_imitation(demos, self.cameras)
+        self.names = renaming(self.cfg.rename_map, demos, root)
+        self.cameras = [self.names.get(name, name) for name in self.cameras]
+        self.demos = demos = _for_imitation(lerobot.renamed(demos, self.names), self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         if policy.type == "smolvla" and STATES[0] not in self.dims:
             raise LockstepError("SmolVLA needs observation.state", str(root), "choose policy.type=vla")
         if self.simulation:
-            names = [*self.dims, *self.cameras, "action"]
-            simulation.check_fits(self.cfg.env, self.simulation, demos, names, given)
+            names = {name: self.names.get(name, name) for name in simulation.features(self.cfg.env, self.simulation)}
+            wanted = [*self.dims, *self.cameras, "action"]
+            simulation.check_fits(self.cfg.env, self.simulation, demos, wanted, names, given)
         train, val = lerobot.split(demos.episodes, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
         if self.shared:
@@ -191,7 +165,7 @@ class Task(contract.Task):
         if cfg.type == "vla":
             return vla.VLA(settings_of(cfg), state_dim, env_dim, self.action_dim, self.cameras)
         options = {name: vars(cfg)[name] for name in ("chunk_size", "freeze_vision_encoder", "train_expert_only")}
-        folder = pretrained.find(cfg.pretrained_path)
+        folder = pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
         shapes: dict[str, tuple[int, ...]] = {camera: (3, *size) for camera, size in self.sizes.items()}
         return smolvla.SmolVLA(folder, self.dims, self.action_dim, shapes, n_action_steps=steps_of(cfg), **options)
 
@@ -204,12 +178,12 @@ class Task(contract.Task):
         # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         if self.cfg.policy.type == "smolvla":
-            pretrained.save_with(policy.net.save, folder, stats, features, modes, policy.net.tokenizer)
+            pretrained.save_with(policy.net.save, folder, stats, features, modes, policy.net.tokenizer, self.names)
             return
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes)
+        pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes, self.names)
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
@@ -308,7 +282,8 @@ class Task(contract.Task):
         looks = itertools.count()
 
         def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
-            batch = {name: torch.from_numpy(value).to(device) for name, value in observations.items()}
+            named = {self.names.get(name, name): value for name, value in observations.items()}
+            batch = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
             batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
             if self.encode:
                 # A policy trained on one task knows its wording only, whatever the simulation calls it.
@@ -332,7 +307,7 @@ class Task(contract.Task):
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
         """A film of one trial, and ten of its frames as a strip, under its command and outcome."""
-        if not self.num_trials:
+        if "trials" not in sums:
             return {}
         times = max(1, 288 // self.film.shape[-1])
         film = self.film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)  # (T, H, W, 3), larger

@@ -78,7 +78,6 @@ def test_every_spelling_of_the_guides(argv, key, value):
         ("--policy.pretrained_backbone_weights=null", "ResNet18_Weights.IMAGENET1K_V1"),
         ("--use_policy_training_preset=true", "false"),
         ("--dataset.video_backend=torchcodec", ""),
-        ("--rename_map={}", '{"observation.image": "observation.images.top"}'),
         ("--prefetch_factor=4", ""),
         ("--save_checkpoint=True", "no"),
         ("--wandb.disable_artifact=true", "false"),
@@ -99,10 +98,50 @@ def test_keys_of_lerobot_that_set_nothing(word, refused):
         assert line.startswith(f"{name}={refused[:70]}") and line.endswith(f": {why}"), line
 
 
-def test_a_map_of_names_in_a_yaml_is_refused_as_a_whole(tmp_path):
+def test_mappings_in_json_and_in_yaml(tmp_path):
+    """As LeRobot's documentation types them: for a section, and for a list of pairs."""
+    names = "observation.image:observation.images.top"
     (tmp_path / "c.yaml").write_text("rename_map:\n  observation.image: observation.images.top\n")
-    (line,) = problems("robot", "--config", str(tmp_path / "c.yaml"))
-    assert "c.yaml:2): only {}: features keep the names" in line
+    for words in (
+        ["--config", str(tmp_path / "c.yaml")],
+        ['--rename_map={"observation.image": "observation.images.top"}'],
+        ["--rename_map", '{"observation.image": "observation.images.top"}'],
+        [f"rename_map={names}"],
+    ):
+        assert parse("robot", *words).rename_map == [names]
+    assert parse("robot", "--rename_map={}").rename_map == []
+    modes = '--policy.normalization_mapping={"ACTION": "MIN_MAX", "STATE": "QUANTILES"}'
+    mapping = parse("robot", "policy.type=act", modes).policy.normalization_mapping
+    assert (mapping.ACTION, mapping.STATE, mapping.VISUAL) == ("MIN_MAX", "QUANTILES", "MEAN_STD")
+    (line,) = problems("robot", "policy.type=act", modes.replace("MIN_MAX", "MINMAX"))
+    assert "policy.normalization_mapping.ACTION=MINMAX (command line): did you mean MIN_MAX" in line
+    (line,) = problems("robot", '--policy.normalization_mapping={"ACTION": "MEAN_STD"')
+    assert line.startswith("policy.normalization_mapping=") and "no mapping: write" in line
+    (line,) = problems("robot", "--policy.chunk_size={a: 1}")
+    assert "unknown key 'policy.chunk_size.a' (command line)" in line
+
+
+def test_a_run_stands_for_its_config_and_lerobots_file_for_the_run(tmp_path):
+    """`--config RUN` goes on with a run, and so does the file that LeRobot's documentation names for it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task: har\nepochs: 7\nsave_dir: elsewhere\n")
+    inside = f"{run}/checkpoints/last/pretrained_model/train_config.json"
+    for name in (str(run), inside):
+        cfg = parse(f"--config_path={name}", "--resume=true", "batch_size=3")
+        assert (cfg.epochs, cfg.save_dir, cfg.resume, cfg.batch_size) == (7, str(run), "auto", 3)
+    (tmp_path / "pretrained_model").mkdir()
+    theirs = tmp_path / "pretrained_model/train_config.json"
+    theirs.write_text('{"dataset": {"repo_id": "me/x", "root": null}, "batch_size": 8, "steps": 20, "seed": 1000}')
+    (line,) = problems("robot", f"--config_path={theirs}", "--resume=true")
+    folder = theirs.parent
+    typed = f"policy.path={folder} dataset.repo_id=me/x batch_size=8 steps=20 seed=1000"
+    assert line == (
+        "this is LeRobot's own config, and its optimizer and its place in the data cannot be taken over "
+        f"({theirs}): start a new run from its weights: `python train.py robot {typed}`"
+    )
+    (line,) = problems("--config_path=nowhere/train_config.json")
+    assert line.startswith("no config file 'nowhere/train_config.json'")
 
 
 def test_keys_of_another_task_name_it():

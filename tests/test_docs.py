@@ -15,6 +15,11 @@ def test_links_lead_to_the_lines_that_have_their_words():
     assert done.returncode == 0, f"{done.stderr}\nfixed by: python dev/links.py"
 
 
+def test_the_table_of_lerobots_keys_is_that_of_the_code():
+    done = subprocess.run([sys.executable, "dev/lerobot_keys.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_six_places_lead_to_code():
     text = (ROOT / "docs/what-ddp-adds.md").read_text()
     parts = re.split(r"^## (\d)\. ", text, flags=re.M)[1:]

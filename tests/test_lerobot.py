@@ -620,7 +620,11 @@ def test_find(tmp_path, monkeypatch):
     home = tmp_path / "home/.cache/huggingface"
     here = tmp_path / "here"
     places = (here, here / "someone/reach", home / "lerobot/someone/reach", home / "hub/datasets--someone--reach/snap")
-    says = ["nothing is downloaded", "dataset.root=FOLDER", *map(str, places)]
+    says = [
+        "copy the dataset to one of these",
+        "dataset.root=FOLDER, or --download, which fetches it",
+        *map(str, places),
+    ]
     refused(says, lambda: find(str(here), "someone/reach"))
     refused("no place is named", lambda: find("", ""))
     hub = home / "hub/datasets--someone--reach"
@@ -630,6 +634,9 @@ def test_find(tmp_path, monkeypatch):
     (hub / "refs").mkdir()
     (hub / "refs/main").write_text("aaa\n")
     assert find("", "someone/reach") == old, "what refs/main names"
+    (hub / "refs/v3.0").write_text("bbb")
+    assert find("", "someone/reach", "v3.0") == find("", "someone/reach", "bbb") == new
+    refused("snapshots/<refs/v2.0>", lambda: find("", "someone/reach", "v2.0"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     refused([str(tmp_path / "elsewhere")], lambda: find("", "someone/reach"))
     for name, below in (("HF_HOME", "lerobot"), ("HF_LEROBOT_HOME", "")):

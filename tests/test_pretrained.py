@@ -92,7 +92,7 @@ def test_an_id_is_found_in_the_hubs_cache(variable, below, folder, tmp_path, mon
 
 def test_what_is_not_found_names_every_place(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    said = fails(lambda: pretrained.find("lab/act_cubes"), "nothing is downloaded", "hf download lab/act_cubes")
+    said = fails(lambda: pretrained.find("lab/act_cubes"), "give a folder with", "or --download, which fetches")
     for place in (
         "lab/act_cubes",
         "lab/act_cubes/pretrained_model",

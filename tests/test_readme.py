@@ -128,6 +128,11 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_the_guides_commands_train",
     "python tools/evaluate.py RUN eval.n_episodes=100":
         "test_evaluate_gives_the_same_numbers_on_any_number_of_processes",
+    "python train.py robot --policy.path=lerobot/smolvla_base --dataset.repo_id=me/cubes --download":
+        "test_what_is_not_here_is_downloaded_where_that_is_asked_for",
+    "python train.py robot --policy.path=FOLDER dataset.root=DIR "
+    "--rename_map='{\"observation.images.front\": \"observation.images.camera1\"}'":
+        "test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_on_the_robot",
     "python tools/save_pretrained.py RUN": "test_a_run_becomes_a_pretrained_policy_for_the_next",
 }  # fmt: skip
 

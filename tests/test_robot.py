@@ -3,11 +3,13 @@
 import json
 import operator
 import os
+import re
 import shutil
 import signal
 import sys
 from types import SimpleNamespace
 
+import hub_server
 import numpy as np
 import pytest
 import torch
@@ -41,10 +43,10 @@ def seeded(count):
     return BatchInfo(index, index, sample_seeds(0, 0, index))
 
 
-def record(root, episodes=4, frames=9, dim=3, cameras=1, env=0):
+def record(root, episodes=4, frames=9, dim=3, cameras=1, env=0, name="cam"):
     """A dataset of random walks; returns its folder."""
     rng = np.random.default_rng(0)
-    pictures = {f"observation.images.cam{n}": ("image", (3, 32, 40)) for n in range(cameras)}
+    pictures = {f"observation.images.{name}{n}": ("image", (3, 32, 40)) for n in range(cameras)}
     features = {"observation.state": ("float32", (dim,)), "action": ("float32", (dim,)), **pictures}
     features |= {"observation.environment_state": ("float32", (env,))} if env else {}
     with Recorder(root, 10, features) as recorder:
@@ -105,7 +107,10 @@ def test_the_type_of_policy_brings_its_own_keys_and_defaults():
             "unknown key 'policy.dim_modle' (command line): did you mean 'policy.dim_model'",
         ),
         ("policy.type=act policy.preset=tiny", "unknown key 'policy.preset'"),
-        ("--eval_steps=1000 --env_eval_freq=20000", "'eval_every' is given twice, as eval_steps and env_eval_freq"),
+        (
+            "--eval_freq=1000 --env_eval_freq=20000",
+            "'eval.trials_every' is given twice, as eval_freq and env_eval_freq",
+        ),
     ],
 )
 def test_a_key_of_a_different_policy_or_two_spellings_of_one_are_refused(words, message):
@@ -134,20 +139,24 @@ def test_lerobots_spellings():
 
 
 @pytest.mark.parametrize(
-    ("words", "every", "trials"),
+    ("words", "every", "trials_every"),
     [
-        ("--env_eval_freq=0", 0, 0),  # the validation loss stays
-        ("--eval_freq=0", 0, 0),
-        ("--eval_steps=0", 10**9, 20),  # at the end alone
+        ("--env_eval_freq=0", 10**9, 0),  # no trials, and its eval_steps is 0 unless it is given
+        ("--eval_freq=0", 10**9, 0),
+        ("--eval_steps=0", 10**9, -1),  # at the end alone
         ("--eval_steps=0 --env_eval_freq=0", 10**9, 0),
         ("--eval_steps=7 --env_eval_freq 0", 7, 0),
-        ("--env_eval_freq=7", 7, 20),
-        ("eval_every=0", 0, 20),  # our own spelling: once an epoch
+        ("--env_eval_freq=7", 7, 7),
+        ("--env_eval_freq=20 --eval_steps=0", 20, 20),
+        ("--eval_steps=5 --env_eval_freq=20", 5, 20),
+        ("--eval_steps=5 eval_every=3", 3, -1),  # our own spelling goes first
+        ("eval_every=0", 0, -1),  # once an epoch
+        ("", 0, -1),
     ],
 )
-def test_never_in_lerobots_spelling_is_never(words, every, trials):
+def test_the_two_cadences_of_lerobot(words, every, trials_every):
     cfg = parse("robot", "policy.type=act", *words.split())
-    assert (cfg.eval_every, cfg.eval.n_episodes) == (every, trials)
+    assert (cfg.eval_every, cfg.eval.trials_every, cfg.eval.n_episodes) == (every, trials_every, 20)
 
 
 def test_the_split_of_the_demonstrations_is_told_and_a_task_without_any_is_named(walks):
@@ -397,30 +406,43 @@ def test_a_stop_in_the_trials_is_no_evaluation(launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "otherwise", "refused"),
     [
-        ({"n_heads": 4}, "policy.n_heads=4"),
-        ({"feedforward_activation": "gelu"}, "policy.feedforward_activation=gelu"),
-        ({"replace_final_stride_with_dilation": True}, "policy.replace_final_stride_with_dilation=True"),
-        ({"normalization_mapping": {"ACTION": "MIN_MAX"}}, "policy.normalization_mapping.ACTION=MIN_MAX"),
-        ({"n_action_steps": 2, "dropout": 0.3, "kl_weight": 3.0}, ""),
+        ({"n_heads": 4}, "n_heads=2", True),
+        ({"feedforward_activation": "gelu"}, "feedforward_activation=relu", True),
+        ({"replace_final_stride_with_dilation": True}, "replace_final_stride_with_dilation=false", True),
+        ({"normalization_mapping": {"ACTION": "MIN_MAX"}}, "normalization_mapping.ACTION=MEAN_STD", False),
+        ({"n_action_steps": 2, "dropout": 0.3, "kl_weight": 3.0}, "", False),
     ],
 )
-def test_weights_that_fit_but_mean_a_different_network_are_refused(walks, tmp_path, change, says):
-    words = ["robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT]
-    task, *_ = task_of(*words)
+def test_weights_bring_their_type_and_sizes_and_another_network_is_refused(walks, tmp_path, change, otherwise, refused):
+    """As LeRobot's policy.path: config.json first, the command line over it. A network of the same shapes that computes
+    another function is refused; another normalisation is told."""
+    words = ["robot", f"dataset.root={walks}"]
+    task, *_ = task_of(*words, "policy.type=act", *TINY_ACT)
     task.save_pretrained(task.model(), tmp_path / "first")
     change_json(tmp_path / "first/config.json", lambda there: {
         name: there[name] | value if isinstance(value, dict) else value for name, value in change.items()
     })  # fmt: skip
-    task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
-    if not says:
-        task.model()
-        assert task.started_from == f"{tmp_path}/first"
+    words.append(f"--policy.path={tmp_path}/first")
+    task, *_ = task_of(*words)
+    task.model()
+    policy = task.cfg.policy
+    assert task.started_from == f"{tmp_path}/first"
+    assert (policy.type, policy.dim_model, policy.chunk_size) == ("act", 16, 6)
+    for name, value in change.items():
+        found = getattr(policy, name)
+        assert vars(found) | value == vars(found) if isinstance(value, dict) else found == value
+    if not otherwise:
         return
-    with pytest.raises(LockstepError, match=f"of another network .*: its config.json says {says}$"):
-        task.model()
-    task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first", "policy.pretrained_strict=false")
+    name, mode = next(iter(change.items()))
+    says = "policy." + (f"{name}.ACTION=MIN_MAX" if isinstance(mode, dict) else f"{name}={mode}")
+    words.append(f"policy.{otherwise}")
+    task, *_ = task_of(*words)
+    if refused:
+        with pytest.raises(LockstepError, match=f"of another network .*: its config.json says {says}$"):
+            task.model()
+        task, *_ = task_of(*words, "policy.pretrained_strict=false")
     task.model()
     assert task.started_from.endswith(f"; trained with {says}")
     task.resuming, task.started_from = True, ""
@@ -441,10 +463,10 @@ def test_weights_whose_config_names_no_mode_of_a_feature_see_it_as_recorded(tmp_
     assert there["normalization_mapping"].pop("ENV") == "MEAN_STD"
     for mapping in (there["normalization_mapping"], None):  # without any mapping, the policy's own defaults hold
         change_json(tmp_path / "first/config.json", lambda _, mapping=mapping: {"normalization_mapping": mapping})
-        task, *_ = task_of(*words, f"policy.pretrained_path={tmp_path}/first")
-        with pytest.raises(LockstepError, match=r"config.json says policy.normalization_mapping.ENV=IDENTITY$"):
-            task.model()
-        asked = [*words, f"policy.pretrained_path={tmp_path}/first", "policy.normalization_mapping.ENV=IDENTITY"]
+        asked = [*words, f"policy.pretrained_path={tmp_path}/first"]
+        task, *_ = task_of(*asked, "policy.normalization_mapping.ENV=MEAN_STD")
+        task.model()
+        assert task.started_from.endswith("; trained with policy.normalization_mapping.ENV=IDENTITY")
         task, data, _ = task_of(*asked)
         policy = task.model()
         batch = data.__getitems__(list(range(8)))
@@ -463,6 +485,87 @@ def test_weights_whose_config_names_no_mode_of_a_feature_see_it_as_recorded(tmp_
         theirs = first.net(inputs, draws)["error"]
         assert torch.allclose(policy(batch, draws)["error"], theirs, rtol=1e-5)
         assert not torch.allclose(first(batch, draws)["error"], theirs, rtol=1e-3), "as it was: other inputs"
+
+
+def test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_on_the_robot(tmp_path):
+    """The weights' bits are those of a dataset recorded under the new names; the folder tells LeRobot the old ones."""
+    words = ["robot", "env.type=none", *TINY_ACT, "policy.type=act"]
+    camera, state = "observation.images.cam0", "observation.state"
+    first, second = record(tmp_path / "first"), record(tmp_path / "second", name="camera")
+    asked = f'--rename_map={{"{camera}": "observation.images.camera0"}}'
+    task, data, _ = task_of(*words, f"dataset.root={first}", asked)
+    other, theirs, _ = task_of(*words, f"dataset.root={second}")
+    assert task.cameras == other.cameras == ["observation.images.camera0"]
+    mine, its = (each.__getitems__([0, 5, 9]) for each in (data, theirs))
+    assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+    torch.manual_seed(0)
+    policy = task.model()
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.model().parameters(), strict=True))
+    task.save_pretrained(policy, tmp_path / "out")
+    steps = json.loads((tmp_path / "out/policy_preprocessor.json").read_text())["steps"]
+    assert steps[0] == {
+        "registry_name": "rename_observations_processor",
+        "config": {"rename_map": {camera: "observation.images.camera0"}},
+    }
+    assert "observation.images.camera0" in json.loads((tmp_path / "out/config.json").read_text())["input_features"]
+    for pairs, says in (
+        ("observation.images.front:observation.images.camera0", "no feature observation.images.front"),
+        (f"{camera}:{state}", f"{state} would be there twice"),
+        ("action:observation.action", "renames no observation"),
+        (f"{camera}:observation.a,{camera}:observation.b", f"{camera} would be there twice"),
+    ):
+        with pytest.raises(LockstepError, match=re.escape(says)):
+            task_of(*words, f"dataset.root={first}", f"rename_map={pairs}")
+
+
+@pytest.mark.slow
+def test_trials_of_a_renamed_simulation(launch, tmp_path):
+    """The world says observation.images.top, the policy observation.image."""
+    words = [*DISCS, "steps=2", "rename_map=observation.images.top:observation.image", f"save_dir={tmp_path / 'run'}"]
+    succeed(launch.python("train.py", *words))
+    assert "success_rate" in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "steps_with_trials"), [("eval.trials_every=4", [4, 6]), ("--env_eval_freq=0", []), ("", [2, 4, 6])]
+)
+def test_trials_have_a_cadence_of_their_own(launch, tmp_path, every, steps_with_trials):
+    words = [*DISCS, "steps=6", "eval_every=2", f"save_dir={tmp_path / 'run'}", *every.split()]
+    succeed(launch.python("train.py", *words))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "action_l1" in json.dumps(line)]
+    assert [line["step"] for line in evaluations] == [2, 4, 6]
+    assert [line["step"] for line in evaluations if "success_rate" in json.dumps(line)] == steps_with_trials
+    if steps_with_trials:  # whatever its step, a checkpoint that is scored is tried
+        said = succeed(launch.python("tools/evaluate.py", str(tmp_path / "run/last.pt"))).out
+        assert "success_rate" in said
+
+
+@pytest.mark.slow
+def test_what_is_not_here_is_downloaded_where_that_is_asked_for(launch, tmp_path, walks):
+    """Two processes, a dataset and weights from a server: each file is fetched once, and nothing without --download."""
+    pytest.importorskip("huggingface_hub")
+    task, *_ = task_of("robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT)
+    task.save_pretrained(task.model(), tmp_path / "first")
+    with hub_server.served({"datasets/lab/walks": walks, "models/lab/act": tmp_path / "first"}) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        words = ["robot", "--policy.path=lab/act", "--dataset.repo_id=lab/walks", "steps=1", "batch_size=2"]
+        done = launch.python("train.py", *words, **env)
+        assert done.code == 2 and "--download, which fetches" in done.err and not hub.asked
+        again = [*words, "--download", f"save_dir={tmp_path / 'run'}"]
+        out = succeed(launch.torchrun(2, "train.py", *again, **env)).out
+        assert "Weights from lab/act" in out and "4 episodes" in out.replace("Found ", ""), out
+        fetched = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
+        assert len(fetched) == len(set(fetched)) == 10
+        hub.asked.clear()
+        succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'second'}", **env))
+        assert not hub.asked, "it lies in the cache"
+        words[2] = "--dataset.repo_id=lab/nothing"
+        done = launch.python("train.py", *words, "--download", **env)
+        assert done.code == 2 and "cannot download lab/nothing: " in done.err and len(done.err.splitlines()) == 1
 
 
 def test_two_cameras_of_the_other_order_are_told(tmp_path):
@@ -612,7 +715,10 @@ def test_a_run_becomes_a_pretrained_policy_for_the_next(launch, tmp_path, walks)
     assert (
         f"Weights from {run}, the rest at random: 12 missing: encoder.layers.1." in succeed(launch.python(*deeper)).out
     )
-    done = launch.python("train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}")
+    words = ["train.py", "robot", f"dataset.root={walks}", f"policy.pretrained_path={run}", "batch_size=4", "steps=1"]
+    done = succeed(launch.python(*words, f"save_dir={tmp_path / 'fifth'}"))
+    assert f"Weights from {run}\n" in done.out and load(tmp_path / "fifth")["config"]["policy"]["type"] == "act"
+    done = launch.python(*words, "policy.type=vla")
     assert done.code == 2 and "not of vla" in done.err and "policy.type=act" in done.err
 
 

@@ -16,6 +16,7 @@ import typing
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -76,7 +77,11 @@ def parse(
         task = load_task(_task_of(settings))
     except LockstepError as error:
         raise LockstepError("\n".join([*(s.problem for s in settings if s.problem), str(error)])) from error
-    tree, aliases = _tree_of(task, settings), _aliases(task)
+    aliases = _aliases(task)
+    texts = {aliases.get(s.key, s.key): s.value or "true" for s in settings if not isinstance(s.value, list)}
+    implied = task.implied(texts | {"config": files[-1] if files else ""})
+    layers.insert(0, [Setting(key, *one) for key, one in implied.items()])
+    tree = _tree_of(task, layers[0] + settings)
     fields = _fields(tree)
     values: dict[str, Any] = {}
     unknown = [setting for layer in layers for setting in _set(values, layer, fields, aliases)]
@@ -217,7 +222,7 @@ def _takes_a_value(name: str, word: str) -> bool:
     if name == "force":  # a dotted key, or a common one, is no task
         common, keys = {*fields, *ALIASES, *FORCED}, word.replace("-", "_").split(",")
         return not word.endswith(".py") and all(k in common or ("." in k and not {"=", "/"} & {*k}) for k in keys)
-    if name == "use_amp" or fields.get(ALIASES.get(name, name), (None,))[0] is bool:
+    if name in ("use_amp", "download") or fields.get(ALIASES.get(name, name), (None,))[0] is bool:
         return word.lower() in _BOOLS
     return name not in SWITCHES
 
@@ -246,6 +251,8 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
             problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif flag and name in FILES:
             files.append(str(value))
+        elif value and value.startswith("{"):  # a mapping as in YAML, of which JSON is a part
+            settings += _mapping(name, value)
         elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK holds the same
             settings.append(Setting(name, value, "command line"))
         if problem:
@@ -288,9 +295,12 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 
 
 def _read_yaml(path: str) -> list[Setting]:
-    """Return the leaves of a YAML file, as text, each with its file and line."""
+    """Return the leaves of a YAML file, as text, each with its file and line. A run's folder stands for its config."""
+    if folder := _run_of(path := _at_home(path)):
+        own = [setting for setting in _read_yaml(f"{folder}/config.yaml") if setting.key != "save_dir"]
+        return [*own, Setting("save_dir", str(folder), path)]
     try:
-        with open(_at_home(path), "rb") as file:
+        with open(path, "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
@@ -311,6 +321,12 @@ def _read_yaml(path: str) -> list[Setting]:
     return _leaves(root, path)
 
 
+def _run_of(path: str) -> Path | None:
+    """Return the run's folder that is named, or that a file would be in which LeRobot names to resume a run."""
+    within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
+    return next((folder for folder in (Path(path), *within) if os.path.isfile(folder / "config.yaml")), None)
+
+
 def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepError:
     """Return the error for a file that PyYAML refuses or, without `error`, that holds no mapping."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -328,6 +344,16 @@ def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepEr
     return LockstepError(f"not valid YAML: {_shown(what)}", path, "fix that line")
 
 
+def _mapping(name: str, text: str) -> list[Setting]:
+    """Return the settings of a mapping given for a section on the command line."""
+    try:
+        root = yaml.compose(f"{name}: {text}", Loader=yaml.BaseLoader)
+        return _leaves(root, "command line") if isinstance(root, yaml.MappingNode) else []
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
+        problem = f"{name}={_shown(text)} (command line): no mapping: write '{{\"KEY\": VALUE, ...}}' in quotes"
+        return [Setting(name, None, "command line", problem)]
+
+
 def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
     """Return the leaves below a node. A loop, no recursion: an alias may contain itself."""
     settings: list[Setting] = []
@@ -335,7 +361,8 @@ def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
     visited = 0
     while nodes:
         section, name, node = nodes.pop()
-        setting = Setting(section + _text(name).replace("-", "_"), _text(node), f"{path}:{name.start_mark.line + 1}")
+        where = path if path == "command line" else f"{path}:{name.start_mark.line + 1}"
+        setting = Setting(section + _text(name).replace("-", "_"), _text(node), where)
         items = node.value if isinstance(node, yaml.SequenceNode) else []
         visited += 1 + len(items)
         if visited > _MAX_VALUES:
@@ -459,6 +486,7 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
     parameters = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
+        items = [] if items == ["null"] else items
         return [_coerce(item, parameters[0], field) for item in items]
     if isinstance(raw, list):
         raise ValueError("give one value, not a list")

@@ -96,6 +96,8 @@ class Wandb:
     project: str = option("lockstep", "the project's name")
     name: str = option("", "the run's name; empty = the run folder's")
     entity: str = option("", "the account or team that the run belongs to; empty = your own")
+    notes: str = option("", "text about the run")
+    run_id: str = option("", "the id of a run to go on with; empty = a new one, or that of the checkpoint")
     mode: Literal["auto", "online", "offline"] = option(
         "auto", "offline writes to the run folder, `wandb sync` sends it later; auto: as WANDB_MODE says, or online"
     )
@@ -244,7 +246,7 @@ EVERYDAY = (
 ).split()
 """Keys that --help lists, in this order; --print-config shows the rest."""
 
-MAPPINGS = ("optim.lr_scale",)
+MAPPINGS = ("optim.lr_scale", "rename_map")
 """Lists of NAME:VALUE that a YAML may also write as a mapping."""
 
 SWITCHES = ("help", "print_config", "dry_run", "debug", "force", "profile")

@@ -49,8 +49,9 @@ class Wandb:
         import wandb
 
         about = {"project": cfg.wandb.project, "name": cfg.wandb.name or folder.name, "dir": str(folder)}
-        about |= {"id": earlier, "resume": "allow"} if earlier else {}
-        self.run = wandb.init(**about, entity=cfg.wandb.entity or None, config=config.to_dict(cfg))
+        about |= {"id": known, "resume": "allow"} if (known := earlier or cfg.wandb.run_id) else {}
+        about |= {"entity": cfg.wandb.entity or None, "notes": cfg.wandb.notes or None}
+        self.run = wandb.init(**about, config=config.to_dict(cfg))
         self.id = str(self.run.id)
 
     def scalars(self, step: int, numbers: dict[str, float]) -> None:
