@@ -23,8 +23,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-for folder in ("tests/peer", "tests", "."):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / folder))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "peer"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import noting
 import torch
@@ -50,7 +51,7 @@ class Way(NamedTuple):
 
 def trained(who: str, processes: int, words: list[str], scratch: Path) -> Way:
     folder = scratch / f"{who}{processes}"
-    own = [*noting.OURS, f"save_dir={folder}/run", *noting.retyped(use_vae=False)]
+    own = [*noting.OURS, f"save_dir={folder}/run"]
     if who == "lerobot":
         own = [*noting.THEIRS, f"output_dir={folder}/run", "dataset.repo_id=someone/walks"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

@@ -85,12 +85,6 @@ def start(folder: Path, root: Path, **options: Any) -> Path:
     return folder
 
 
-def retyped(**options: Any) -> list[str]:
-    return ["policy.type=act", "policy.normalization_mapping.ENV=IDENTITY"] + [
-        f"policy.{name}={value}" for name, value in (TINY | options).items()
-    ]
-
-
 THEIRS = "policy.push_to_hub=false policy.device=cpu num_workers=0 save_checkpoint=false log_freq=1".split()
 OURS = "policy.use_amp=false device=cpu log_every=1 dataset.eval_split=0 dataset.cache=none".split()
 """Words behind those that both take: nothing uploaded, float32 on CPUs, all episodes, each step in the log."""

@@ -1,9 +1,9 @@
 """Fifty steps of ACT from a folder that LeRobot wrote, on the same samples: its own training script and ours.
 
 Its policy, pipelines, optimizer and presets; the order of the samples and the VAE's noise are ours (noting.py). In
-float32 a network with pictures is no fixed point: LeRobot's own losses are 1e-3 apart after fifty steps, if its weights
-are changed by 1e-7 at the start. Without pictures, or with a backbone that learns a thousand times more slowly, they
-stay within 1e-6.
+float32 a network with pictures is no fixed point: LeRobot's own losses are up to 1e-3 apart after fifty steps, if its
+weights are changed by 1e-7 at the start. Without pictures, or with a backbone that learns a thousand times more slowly,
+they stay within 1e-6.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def test_fifty_steps_are_lerobots(launch, tmp_path, case):
     folder = noting.start(tmp_path / "start", root, **options)
     words = [f"dataset.root={root}", f"policy.path={folder}", "batch_size=16", "steps=50"]
     run, seen = tmp_path / "run", tmp_path / "seen.csv"
-    own = [*own, *noting.OURS, *noting.retyped(**options), f"save_dir={run}"]
+    own = [*own, *noting.OURS, f"save_dir={run}"]
     succeed(launch.python("train.py", "robot", *words, *own))
     succeed(launch.python("tools/provenance.py", str(run / "last.pt"), "--no-contents", "--list", str(seen)))
     theirs = [*theirs, *noting.THEIRS, "dataset.repo_id=someone/walks", f"output_dir={tmp_path / 'out'}"]
