@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -58,6 +59,13 @@ def has_lerobot() -> bool:
     return importlib.util.find_spec("lerobot") is not None
 
 
+def load_lerobot() -> None:
+    """Where it is, but beside a torch without CUDA its torchvision does not load by itself."""
+    if has_lerobot():
+        sys.path.append(str(ROOT / "tests" / "peer"))
+        importlib.import_module("torchvision_shim").load()
+
+
 def typed(line: str) -> list[str]:
     """The words behind the name of the script, and behind what launches it."""
     return shlex.split(re.sub(r"^.*?(lerobot[-_]train|train\.py)\)? ", "", line))
@@ -84,7 +92,7 @@ def record(root: Path) -> Path:
 @contextmanager
 def world(folder: Path) -> Iterator[Path]:
     """The working folder in which all that the lines name exists: datasets, weights and runs."""
-    text, before = FILE.read_text(), dict(os.environ)
+    text, before = "\n".join(entry["line"] for entry in lines()), dict(os.environ)
     os.environ |= {"HF_HOME": f"{folder}/hf", "HF_LEROBOT_HOME": f"{folder}/hf/lerobot", "HOME": f"{folder}/home"}
     os.environ |= {"LOCKSTEP_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
     os.environ.pop("HF_HUB_CACHE", None)
@@ -92,14 +100,10 @@ def world(folder: Path) -> Iterator[Path]:
     os.chdir(folder)
     try:
         dataset = record(folder / "set")
-        ids = {
-            each
-            for found in re.findall(r"dataset\.repo_id=(\S+)", text)
-            for each in re.findall(r"[\w./-]+/[\w.-]+", found)
-        }
+        named = " ".join(re.findall(r"dataset\.repo_id=(\S+)", text))
+        ids = set(re.findall(r"[\w./-]+/[\w.-]+", named))  # of a list, too
         for place in [*(folder / "hf/lerobot" / each for each in ids), *homes(text, "dataset.root", folder)]:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(dataset)
+            shutil.copytree(dataset, place)
         policies = re.findall(r"policy\.(?:pretrained_)?path=\"?([\w-]+/[\w.-]+)", text)
         hub = [folder / f"hf/hub/models--{each.replace('/', '--')}" for each in policies]
         for model in dict.fromkeys(hub):
@@ -185,6 +189,7 @@ def table(entries: list[dict[str, str]]) -> str:
 
 def main(argv: list[str]) -> int:
     entries = lines()
+    load_lerobot()
     with tempfile.TemporaryDirectory() as name, world(Path(name).resolve()) as folder:
         for entry in entries:
             found = answer(entry["line"], folder)

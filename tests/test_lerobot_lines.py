@@ -13,6 +13,7 @@ LINES = lerobot_lines.lines()
 def folder(tmp_path_factory):
     """A working folder with their datasets, weights and runs."""
     folder = tmp_path_factory.mktemp("lines")
+    lerobot_lines.load_lerobot()
     with lerobot_lines.world(folder):
         answers = {entry["line"]: lerobot_lines.answer(entry["line"], folder) for entry in LINES}
     return folder, answers
