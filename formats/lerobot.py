@@ -32,6 +32,8 @@ from formats.arrays import is_file_name, stays_below
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+TEXTS = ("string", "language")
+"""Types of columns that are not read."""
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 FILES = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -330,7 +332,7 @@ def _read_columns(
     wanted = {
         name: features[name] for name in ("episode_index", "frame_index")
     }  # first: errors of the others name them
-    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in ("string", "language")}
+    wanted |= {n: f for n, f in features.items() if not f.is_picture and f.dtype not in TEXTS}
     members: dict[Path, list[int]] = {}
     for e, episode in chosen.items():
         members.setdefault(episode.data, []).append(e)
@@ -535,6 +537,7 @@ class Chunks:
     episodes  (e,) episode_index of the chosen ones; each of their frames is a sample
     deltas    {feature: frames relative to the sample's}, e.g. {"action": [0, 1, ..., 49], "observation.state": [-1, 0]}
     pictures  `formats.frames.Frames` with the cameras' pictures; None: batches have none
+    skipped   frames at the end of each episode that are no samples
     labels    (len,) int64: each sample's task_index
     sources   (len,) str: each sample's episode_index
     weights   (len,) float64: number of a sample's action steps inside its episode (1 if `deltas` has no "action")
@@ -546,6 +549,7 @@ class Chunks:
         episodes: Iterable[int],
         deltas: Mapping[str, Sequence[int]],
         pictures: Any = None,
+        skipped: int = 0,
     ):
         chosen = np.array(list(episodes), dtype=np.int64)
         if unknown := sorted(set(chosen.tolist()) - set(demos.episodes.tolist())):
@@ -558,10 +562,11 @@ class Chunks:
                 raise LockstepError(what, str(demos.root), f"there are {', '.join(known)}")
         e = np.searchsorted(demos.episodes, chosen)
         first, end = demos.start[e], demos.end[e]
-        rows = [np.arange(a, b) for a, b in zip(first, end, strict=True)]
+        counts = np.maximum(end - first - skipped, 0)
+        rows = [np.arange(a, a + count) for a, count in zip(first, counts, strict=True)]
         self.rows = torch.from_numpy(np.concatenate([np.arange(0), *rows]))  # (len,) of `demos.columns`
-        self.first = torch.from_numpy(np.repeat(first, end - first))  # (len,) its episode's first row
-        self.last = torch.from_numpy(np.repeat(end - 1, end - first))
+        self.first = torch.from_numpy(np.repeat(first, counts))  # (len,) its episode's first row
+        self.last = torch.from_numpy(np.repeat(end - 1, counts))
         self.deltas = {name: torch.tensor(list(steps), dtype=torch.int64) for name, steps in deltas.items()}
         self.pictures = pictures
         self.cameras = demos.cameras if pictures else []

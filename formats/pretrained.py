@@ -243,34 +243,28 @@ def save(
     cannot express, or if `folder` exists and holds something else.
     """
 
-    def write(new: Path, by_type: dict[str, str]) -> None:
-        _write_json(new / CONFIG, _config(policy_type, config, features, by_type))
-        _write_tensors(new / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
-
-    save_with(write, folder, stats, features, modes, names=names)
-
-
-def save_with(
-    write: Callable[[Path, dict[str, str]], None],
-    folder: Path,
-    stats: Mapping[str, Mapping[str, Any]],
-    features: Mapping[str, Mapping[str, Any]],
-    modes: Mapping[str, str],
-    tokenizer: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Like `save`, with config.json and model.safetensors written by a function.
-
-    write      that function: it takes the folder to write into, and {type of features: mode}
-    tokenizer  settings of LeRobot's tokenizer_processor, for a policy that takes commands
-    """
-    folder = Path(folder).resolve()  # a link's target is replaced, not the link
     by_type = _modes_by_type(features, modes)
     flat = {
         f"{feature}.{name}": torch.as_tensor(value, dtype=torch.float32)
         for feature in features
         for name, value in stats.get(feature, {}).items()
     }
+
+    def write(new: Path) -> None:
+        _write_json(new / CONFIG, _config(policy_type, config, features, by_type))
+        _write_tensors(new / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
+        for name, steps in _processors(features, by_type, names or {}).items():
+            _write_json(new / f"{name}.json", {"name": name, "steps": steps})
+            for file in (step["state_file"] for step in steps if "state_file" in step):
+                _write_tensors(new / file, flat)
+
+    write_folder(folder, write)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make a `pretrained_model` folder by a function that fills an empty one, complete or not at all; an existing one
+    is replaced. Raises LockstepError if it cannot be written or if `folder` exists and holds something else."""
+    folder = Path(folder).resolve()  # a link's target is replaced, not the link
     need("safetensors.torch", "policy.pretrained_path")
     partial = Partial(folder)
     new = partial.path
@@ -278,11 +272,7 @@ def save_with(
         if folder.exists() and not (folder / CONFIG).is_file() and (not folder.is_dir() or any(folder.iterdir())):
             raise LockstepError("the folder holds something else than a policy", str(folder), "choose a new folder")
         partial.begin()
-        write(new, by_type)
-        for name, steps in _processors(features, by_type, tokenizer, names or {}).items():
-            _write_json(new / f"{name}.json", {"name": name, "steps": steps})
-            for file in (step["state_file"] for step in steps if "state_file" in step):
-                _write_tensors(new / file, flat)
+        write(new)
         for path in new.iterdir():
             with open(path, "rb") as opened:
                 os.fsync(opened.fileno())  # a rename may reach the disk before the contents do
@@ -351,22 +341,17 @@ def _config(
 
 
 def _processors(
-    features: Mapping[str, Mapping[str, Any]],
-    by_type: Mapping[str, str],
-    tokenizer: Mapping[str, Any] | None,
-    names: Mapping[str, str],
+    features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str], names: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return {pipeline: its steps}, as LeRobot's own writer describes them."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
     rename = _step("rename_observations_processor", rename_map=dict(names))
-    words = [_step("smolvla_new_line_processor"), _step("tokenizer_processor", **tokenizer)] if tokenizer else []
     to_cpu = _step("device_processor", device="cpu", float_dtype=None)
     scale: dict[str, Any] = {"eps": 1e-8, "norm_map": by_type}
     steps = {
         PREPROCESSOR: [
             rename,
             _step("to_batch_processor"),
-            *words,
             to_cpu,
             _step("normalizer_processor", features=features, **scale),
         ],

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.contract import LockstepError
 from formats import pretrained
+from tasks._lerobot import LeRobotSettings, texts
 
 ALIASES = {
     "policy.path": "policy.pretrained_path",
@@ -81,7 +82,6 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
         "policy.compile_model": (False, "compile=auto does it"),
         "policy.compile_mode": ("", "compile= takes the mode"),
         "policy.dtype": ("float32", "amp=bf16 computes in bfloat16, and the weights stay float32"),
-        "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
         "policy.empty_cameras": (0, "this policy takes the cameras that there are"),
         "use_policy_training_preset": (True, "optim.* and schedule.* begin with the policy's: set what shall differ"),
         "reward_model": ("", "LeRobot's reward models are not here: a task of your own is docs/your-own-data.md"),
@@ -166,11 +166,15 @@ def of_weights(given: Mapping[str, str], classes: Mapping[str, type]) -> dict[st
     there = pretrained.read_json(folder / pretrained.CONFIG)
     kind, where = str(there.get("type")), str(folder / pretrained.CONFIG)
     found = {"policy.type": kind}
-    if (cls := classes.get(kind)) and given.get("policy.type", kind) == kind:
+    if given.get("policy.type", kind) == kind and kind in classes:
+        cls: Any = classes[kind]
         names = {field.name for field in fields(cls)} - {"pretrained_path", "pretrained_strict", "push_to_hub"}
-        found |= {f"policy.{key}": text for key, text in flat(there) if key in names}
-        rates = {f"policy.{key}": text for key, text in flat(there) if key.startswith("optimizer_")}
-        found |= {ALIASES[key]: text for key, text in rates.items() if key in ALIASES}
+        if issubclass(cls, LeRobotSettings):
+            found |= texts(cls, there)
+        else:
+            found |= {f"policy.{key}": text for key, text in flat(there) if key in names}
+            rates = {f"policy.{key}": text for key, text in flat(there) if key.startswith("optimizer_")}
+            found |= {ALIASES[key]: text for key, text in rates.items() if key in ALIASES}
         if there.get("normalization_mapping"):
             modes = {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ENV": "IDENTITY", "ACTION": "IDENTITY"}
             modes |= there["normalization_mapping"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,22 +10,29 @@ from engine import contract
 from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
-from formats import pretrained
+from formats import lerobot, pretrained
 from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
+from tasks import _imagenet as imagenet
+from tasks import _lerobot
 
-Kind = Literal["act", "vla", "smolvla"]
+Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
 @dataclass
 class DatasetSettings:
-    root: str = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0)")
-    repo_id: str = option("", "its id, looked for below root and in the local caches; both empty: simulated discs")
+    root: str | list[str] = option("", "folder of a LeRobot dataset (v2.0, v2.1 or v3.0), or [a,b] of several")
+    repo_id: str | list[str] = option(
+        "", "its id, or [a,b], looked for below root and in the local caches; both empty: simulated discs"
+    )
     revision: str = option("", "branch, tag or commit of repo_id on the hub; empty = main")
-    episodes: list[int] = option([], "numbers of the episodes to use, such as 1,2,4; empty = all", low=0)
-    exclude_episodes: list[int] = option([], "numbers of the episodes to leave out", low=0)
+    weights: list[float] = option([], "of several datasets, their shares of an epoch; empty = each frame once", above=0)
+    episodes: list[int | str] = option(
+        [], "numbers of the episodes to use, such as 1,2,4, of several datasets NAME:1; empty = all", low=0
+    )
+    exclude_episodes: list[int | str] = option([], "numbers of the episodes to leave out, or NAME:1", low=0)
     eval_split: float = option(
         0.1, "share of the episodes to validate on; 0 = validate on the training data", low=0, high=0.9
     )
@@ -58,7 +64,7 @@ class VisualRange(Modes):
 class PolicySettings:
     """Settings of every policy."""
 
-    type: Kind = option("vla", "act, vla, or smolvla through the lerobot package")
+    type: Kind = option("vla", "act, vla, or any policy of the lerobot package, where it is installed")
     pretrained_path: str = option(
         "",
         "weights to start from: a pretrained_model folder, a run's folder, or an id on the hub; its config.json has "
@@ -82,8 +88,11 @@ class ActSettings(PolicySettings):
         "optim.grad_clip": 10.0,
         "schedule.kind": "constant",
     }
-    type: Kind = option("act", "act, vla, or smolvla through the lerobot package")
+    type: Kind = option("act", "act, vla, or any policy of the lerobot package, where it is installed")
     vision_backbone: Literal["resnet18", "resnet34"] = option("resnet18", "network that pictures go through")
+    pretrained_backbone_weights: str = option(
+        "", "local file of its ImageNet weights, torchvision's or timm's; nothing is downloaded; empty = random"
+    )
     replace_final_stride_with_dilation: bool = option(False, "its last stage keeps twice the resolution")
     chunk_size: int = option(100, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
@@ -120,39 +129,13 @@ class VlaSettings(PolicySettings):
     chunk_size: int = option(8, "actions predicted at once", low=1)
     n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
     num_steps: int = option(10, "Euler steps from noise to actions", low=1)
+    rtc_max_delay: int = option(
+        0, "real-time chunking: train with up to so many first actions given, by each sample's own draw", low=0
+    )
     freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
     train_expert_only: bool = option(False, "train the action expert alone")
     gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
     normalization_mapping: Modes = section(VisualRange)
-
-
-@dataclass
-class AsPictured(Modes):
-    VISUAL: Mode = option("IDENTITY", "normalisation of pictures; IDENTITY is from 0 to 1")
-
-
-@dataclass
-class SmolVlaSettings(PolicySettings):
-    """LeRobot's names and defaults; the network's size is that of `pretrained_path`."""
-
-    defaults: ClassVar[dict[str, Any]] = {
-        "batch_size": 8,
-        "epochs": 0,
-        "steps": 100_000,
-        "optim.lr": 1e-4,
-        "optim.weight_decay": 1e-10,
-        "optim.beta2": 0.95,
-        "optim.grad_clip": 10.0,
-        "schedule.warmup_steps": 1000,
-        "schedule.horizon": 30_000,
-        "schedule.final_share": 0.025,
-    }
-    type: Kind = option("smolvla", "act, vla, or smolvla through the lerobot package")
-    chunk_size: int = option(50, "actions predicted at once", low=1)
-    n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
-    freeze_vision_encoder: bool = option(True, "train everything but the picture encoder")
-    train_expert_only: bool = option(True, "train the action expert alone")
-    normalization_mapping: Modes = section(AsPictured)
 
 
 @dataclass
@@ -172,6 +155,7 @@ class EnvSettings:
 @dataclass
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+    delay: int = option(0, "steps that a prediction takes in them: the last chunk is executed on meanwhile", low=0)
     loss_every: int = option(
         -1, "optimizer steps between evaluations, as eval_every; 0 = at the end; -1 = not set", low=-1
     )
@@ -188,7 +172,7 @@ class Augment:
     saturation: float = option(0.5, "largest change of saturation, as a share", low=0, high=1)
 
 
-POLICIES: dict[str, type] = {"act": ActSettings, "vla": VlaSettings, "smolvla": SmolVlaSettings}
+POLICIES = _lerobot.Kinds({"act": ActSettings, "vla": VlaSettings}, PolicySettings, Modes)
 
 
 @dataclass
@@ -214,11 +198,14 @@ def settings_of(policy: Any) -> Any:
 
 def steps_of(policy: Any) -> int:
     """Return how many actions of a chunk are executed."""
+    if _lerobot.is_lerobots(policy):
+        return _lerobot.steps_of(policy)
     return int(policy.n_action_steps or policy.chunk_size)
 
 
 NOT_THE_NETWORK = frozenset(
-    "n_action_steps kl_weight dropout num_steps gradient_checkpointing freeze_vision_encoder train_expert_only".split()
+    "n_action_steps kl_weight dropout num_steps rtc_max_delay gradient_checkpointing freeze_vision_encoder "
+    "train_expert_only".split()
 )
 """Hyper-parameters that may differ from those of pretrained weights."""
 
@@ -284,11 +271,27 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
     return names
 
 
+def renamed(pairs: list[str], sets: dict[str, Demonstrations]) -> tuple[dict[str, Demonstrations], dict[str, str]]:
+    """Return the datasets with other names of observations, and {old: new}. Of several datasets each is renamed by
+    itself, so that what one calls front and another top can be one camera; each pair must fit one of them."""
+    found, all_names = dict[str, Demonstrations](), dict[str, str]()
+    for name, demos in sets.items():
+        others = {feature for each in sets.values() if each is not demos for feature in each.features}
+        names = renaming(
+            [p for p in pairs if (old := p.partition(":")[0].strip()) in demos.features or old not in others],
+            demos,
+            demos.root,
+        )
+        found[name] = lerobot.renamed(demos, names)
+        all_names |= names
+    return found, all_names
+
+
 def check(cfg: Any) -> None:
     """Raise LockstepError for settings that do not fit together."""
     policy = cfg.policy
-    if policy.type == "smolvla":
-        _check_smolvla(policy)
+    if policy.type == "act":
+        imagenet.check(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
         raise LockstepError(f"no command {cfg.env.command!r}", "env.command", todo)
@@ -302,32 +305,28 @@ def check(cfg: Any) -> None:
     if len(cfg.dataset.resize) not in (0, 2):
         what = f"{amount(len(cfg.dataset.resize), 'number')} where two belong"
         raise LockstepError(what, "dataset.resize", "give height,width")
+    if policy.push_to_hub:
+        raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
+    if _lerobot.is_lerobots(policy):
+        return  # its own class checks the rest
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
+    if (delay := cfg.eval.delay) > min(steps_of(policy), policy.chunk_size - steps_of(policy)):
+        what = f"{steps_of(policy)} of {policy.chunk_size} predicted actions are executed, and {delay} more would be"
+        todo = "give at most n_action_steps, and chunk_size at least their sum"
+        raise LockstepError(what, f"eval.delay={delay}", todo)
+    if delay and getattr(policy, "temporal_ensemble_coeff", 0.0):
+        raise LockstepError("blended chunks are computed at each step", f"eval.delay={delay}", "drop one of the two")
     if policy.type == "vla" and not policy.pretrained_path:
         for name in ("train_expert_only", "freeze_vision_encoder"):
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
                 raise LockstepError(what, f"policy.{name}", todo)
-    if policy.push_to_hub:
-        raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
         todo = "give policy.n_action_steps=1: blending needs a look at every step"
         raise LockstepError(f"{steps_of(policy)} actions a look", "policy.temporal_ensemble_coeff", todo)
     try:
-        settings_of(policy) if policy.type != "smolvla" else None
+        settings_of(policy)
     except ValueError as error:
         raise LockstepError(str(error), "policy", "change one of them") from None
-
-
-def _check_smolvla(policy: Any) -> None:
-    if not find_spec("lerobot"):
-        raise LockstepError(
-            "SmolVLA is LeRobot's own class, and the lerobot package is not installed",
-            "policy.type=smolvla",
-            "pip install 'lerobot[smolvla]', or choose policy.type=vla, which is native and another model",
-        )
-    if not policy.pretrained_path:
-        todo = "give policy.pretrained_path=lerobot/smolvla_base, downloaded before"
-        raise LockstepError("SmolVLA starts from pretrained weights", "policy.type=smolvla", todo)

@@ -1,6 +1,7 @@
 """One schema: what a person can get wrong is found before anything starts, all of it at once, in one line each that
 tells what, where and what to do."""
 
+import importlib.util
 import re
 
 import pytest
@@ -75,7 +76,6 @@ def test_every_spelling_of_the_guides(argv, key, value):
         ("--policy.repo_id=me/act", ""),
         ("--policy.n_obs_steps=1", "2"),
         ("--policy.optimizer_lr_backbone=1e-5", "1e-4"),
-        ("--policy.pretrained_backbone_weights=null", "ResNet18_Weights.IMAGENET1K_V1"),
         ("--use_policy_training_preset=true", "false"),
         ("--dataset.video_backend=torchcodec", ""),
         ("--prefetch_factor=4", ""),
@@ -424,6 +424,8 @@ def test_the_resolved_tree_is_a_config_again(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_parse(path):
+    if path.name == "smolvla.yaml" and importlib.util.find_spec("lerobot") is None:
+        pytest.skip("it is LeRobot's own class: tests/peer/test_policies_lerobot.py")
     assert parse("--config", str(path)).task in tasks.names()
 
 

@@ -133,37 +133,27 @@ def test_what_is_saved_is_loaded(net, folder):
     Normalizer(stats, MODES)
 
 
-@pytest.mark.parametrize("tokenizer", [None, {"tokenizer_name": "some/model", "max_length": 48}])
-def test_the_layout_is_lerobots(net, folder, tmp_path, tokenizer):
+def test_the_layout_is_lerobots(net, folder):
     """File by file as LeRobot 0.4.4 writes them; tests/peer compares with LeRobot itself where it is installed."""
-    if tokenizer:
-
-        def write(out, by_type):
-            for name in ("config.json", "model.safetensors"):
-                shutil.copy(folder / name, out)
-
-        pretrained.save_with(write, tmp_path / "words", STATS, FEATURES, MODES, tokenizer)
-    out = tmp_path / "words" if tokenizer else folder
     scale = {"eps": 1e-8, "norm_map": {"STATE": "MEAN_STD", "ENV": "IDENTITY", "ACTION": "MIN_MAX"}}
     to_cpu = ("device_processor", {"device": "cpu", "float_dtype": None})
-    words = [("smolvla_new_line_processor", {}), ("tokenizer_processor", tokenizer)] if tokenizer else []
-    before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), *words, to_cpu]
+    before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), to_cpu]
     pipelines = {
         "policy_preprocessor": [*before, ("normalizer_processor", {"features": FEATURES} | scale)],
         "policy_postprocessor": [("unnormalizer_processor", {"features": {ACTION: FEATURES[ACTION]}} | scale), to_cpu],
     }
     names = {"config.json", "model.safetensors"}
     for name, steps in pipelines.items():
-        found = json.loads((out / f"{name}.json").read_text())
+        found = json.loads((folder / f"{name}.json").read_text())
         assert found["name"] == name
         assert [(step["registry_name"], step["config"]) for step in found["steps"]] == steps
         at = len(before) if name == "policy_preprocessor" else 0
         file = f"{name}_step_{at}_{steps[at][0]}.safetensors"
         assert {n: step["state_file"] for n, step in enumerate(found["steps"]) if "state_file" in step} == {at: file}
-        assert sorted(safetensors.load_file(out / file)) == sorted(f"{n}.{s}" for n in STATS for s in STATS[n])
+        assert sorted(safetensors.load_file(folder / file)) == sorted(f"{n}.{s}" for n in STATS for s in STATS[n])
         names |= {f"{name}.json", file}
-    assert {path.name for path in out.iterdir()} == names
-    assert all(name.startswith("model.") for name in safetensors.load_file(out / "model.safetensors"))
+    assert {path.name for path in folder.iterdir()} == names
+    assert all(name.startswith("model.") for name in safetensors.load_file(folder / "model.safetensors"))
 
 
 def test_statistics_among_the_weights(net, tmp_path):

@@ -64,6 +64,9 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/runs.py": "test_real_runs_in_their_states",
     "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
     "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",
+    "python train.py robot 'dataset.root=[data/pick,data/place,data/push]' 'dataset.weights=[.5,.3,.2]' "
+    "steps=60 eval_every=20":
+        "test_killed_on_four_and_resumed_on_three_is_the_straight_run_on_one",
     "python tools/predict.py RUN data/pen --out actions.npz": "test_what_a_robot_would_do_at_each_frame",
     "python tools/prove.py mine.py": "test_a_task_without_a_mistake_passes",
     "python tools/compare.py A B": "test_other_cuts_are_told_apart_rounding_from_batch_norm",
@@ -130,6 +133,8 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
         "test_evaluate_gives_the_same_numbers_on_any_number_of_processes",
     "python train.py robot --policy.path=lerobot/smolvla_base --dataset.repo_id=me/cubes --download":
         "test_what_is_not_here_is_downloaded_where_that_is_asked_for",
+    "python train.py robot --policy.type=diffusion --dataset.repo_id=me/cubes --policy.use_group_norm=true":
+        "test_it_trains_on_one_and_two_processes_makes_trials_and_is_saved",
     "python train.py robot --policy.path=FOLDER dataset.root=DIR "
     "--rename_map='{\"observation.images.front\": \"observation.images.camera1\"}'":
         "test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_on_the_robot",

@@ -1,0 +1,1 @@
+from lerobot.policies import two_layers  # noqa: F401
