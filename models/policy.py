@@ -20,7 +20,7 @@ class Policy(nn.Module):
          num_draws   uniform draws that a training sample needs
          penalty     weight of `kl` in the loss
          net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the sample's steps and
-                     dimensions that are not padding, never means; "steps" (B,): how many those are, where draws decide
+                     dimensions that are not padding, never means; "weight" (B,): of how many, where draws decide
          num_noise   uniform draws that an action needs
          net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from their mean
          max_committed  (may be missing: 0) the most first actions that `sample` takes as given, as its third argument

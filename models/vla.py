@@ -428,10 +428,10 @@ class VLA(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
         """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over unpadded
-        steps and dimensions. With rtc_max_delay, over those that are not given, and "weight" (B,) int64 is how many.
+        steps and dimensions. With rtc_max_delay, over those that are not given; "weight" (B,) is their number.
 
         A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn: its first d actions
-        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964, algorithm 1).
+        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964).
         """
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.contract import sample_seeds
+from formats.language import Hearing
 from models.policy import Policy
 from tasks._pictures import Line, plots
 
@@ -54,7 +56,9 @@ def beside(
     device = next(model.parameters()).device
     recorded, predicted = list[np.ndarray](), list[np.ndarray]()
     for first in range(0, len(looks), AT_ONCE):
-        batch = dataset.__getitems__(looks[first : first + AT_ONCE].tolist())
+        some = looks[first : first + AT_ONCE].tolist()
+        seeds = (sample_seeds(0, 0, torch.tensor(some)),) if isinstance(dataset, Hearing) else ()
+        batch = dataset.__getitems__(some, *seeds)
         batch = {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}
         chunk = model.act(task._with_words(batch)).float().cpu().numpy()
         window = slice(task.windows.first, task.windows.first + chunk.shape[1])  # from the present on

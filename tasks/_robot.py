@@ -311,6 +311,8 @@ def check(cfg: Any) -> None:
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if _lerobot.is_lerobots(policy):
+        if cfg.eval.delay:
+            raise LockstepError("late predictions are for act and vla", f"eval.delay={cfg.eval.delay}", "drop it")
         return  # its own class checks the rest
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"

@@ -94,7 +94,7 @@ def interval(rate: float, count: float, z: float = 1.959963984540054) -> tuple[f
 
 
 def pictures(trials: list[Trial]) -> dict[str, np.ndarray]:
-    """Return `trials`, a film of SHOWN of them side by side, those that failed first, and `trial_strip`, ten frames of
+    """Return `trial`, a film of SHOWN of them side by side, those that failed first, and `trial_strip`, ten frames of
     the first one."""
     chosen = sorted(trials, key=lambda trial: trial.success)[:SHOWN]
     if not chosen:
@@ -107,7 +107,7 @@ def pictures(trials: list[Trial]) -> dict[str, np.ndarray]:
     film = _enlarged(chosen[0].film)
     ten = film[np.linspace(0, len(film) - 1, 10).astype(int)]
     strip = np.concatenate(list(np.pad(ten, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)), 1)
-    return {"trials": np.concatenate(rows, 1), "trial_strip": captioned(strip[None], _words(chosen[0]))[0]}
+    return {"trial": np.concatenate(rows, 1), "trial_strip": captioned(strip[None], _words(chosen[0]))[0]}
 
 
 def _words(trial: Trial) -> str:

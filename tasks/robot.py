@@ -53,7 +53,7 @@ class Task(contract.Task):
     @classmethod
     def implied(cls, given: dict[str, str]) -> dict[str, tuple[str, str]]:
         """What the config.json of the weights says that a policy starts from."""
-        if given["config"].endswith("train_config.json"):
+        if given["config"].endswith("train_config.json") and os.path.isfile(given["config"]):
             raise _lerobot_keys.cannot_resume(given["config"])
         return _lerobot_keys.of_weights(given, POLICIES) if given.get("policy.pretrained_path") else {}
 

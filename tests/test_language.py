@@ -127,6 +127,8 @@ def test_several_datasets_are_told_each_by_itself(told, tmp_path):
             assert task.texts[at] == heard_of_each[k].get((e, f), f"walk {e % 2}"), (k, e, f)
     order = train.epoch_order(3, 1)
     assert len(order) == len(train) and len(train.sources) == len(train)
+    drawn = task.pictures(task.model(), {}, {})
+    assert set(drawn) == {"episode_0", "episode_1"}, "a held-out episode hears what it is scored with"
 
 
 @pytest.mark.slow

@@ -663,7 +663,7 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
 
     succeed(launch.python("train.py", *DISCS, "steps=2", f"save_dir={tmp_path / 'run'}"))
     events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
-    assert {"val/trials", "val/trial_strip", "val/episode_0"} <= set(events.Tags()["images"])
+    assert {"val/trial", "val/trial_strip", "val/episode_0"} <= set(events.Tags()["images"])
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
 
 

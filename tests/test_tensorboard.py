@@ -50,9 +50,9 @@ def test_scalars_are_grouped_by_name(address):
 def test_matrix_clips_and_rollouts_are_there(address):
     tags = {run: set(found) for run, found in ask(address, "images").items()}
     of_video = {"val/confusion_matrix", "val/clips", "val/reliability"}
-    assert tags == {"video/logs": of_video, "robot/logs": {"val/trials", "val/trial_strip", "val/episode_0"}}
+    assert tags == {"video/logs": of_video, "robot/logs": {"val/trial", "val/trial_strip", "val/episode_0"}}
     assert picture(address, "video/logs", "val/clips").n_frames == 5, "it moves"
-    assert picture(address, "robot/logs", "val/trials").n_frames > 5
+    assert picture(address, "robot/logs", "val/trial").n_frames > 5
     for run, tag in (("video/logs", "val/confusion_matrix"), ("robot/logs", "val/trial_strip")):
         assert len(picture(address, run, tag).convert("RGB").getcolors(1 << 24)) > 10, tag
 

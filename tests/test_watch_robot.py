@@ -70,7 +70,7 @@ def test_of_equal_rates_the_earlier_step_is_the_best(launch, tmp_path):
 def test_a_film_shows_those_that_failed_first():
     made = [film(10 * n, 4 + n, n, success=n not in (3, 5)) for n in range(6)]
     shown = trials.pictures(made)
-    moving = shown["trials"]
+    moving = shown["trial"]
     side, head = 288 + 4, 36 + 6 + 288 + 4
     assert moving.shape == (9, 2 * head, 2 * side, 3), "as long as the longest, two rows of two"
     for place, number in enumerate((3, 5, 0, 1)):
@@ -84,8 +84,8 @@ def test_a_film_shows_those_that_failed_first():
         assert (tile[:, 2:38, 2:-2] > 128).any(), "words above"
     assert shown["trial_strip"].shape == (18 + 292, 10 * 292, 3)
     assert trials.pictures([]) == {}
-    assert trials.pictures(made[:1])["trials"].shape[1:] == (head, side, 3), "alone"
-    assert trials.pictures(made[:3])["trials"].shape[1:] == (2 * head, 2 * side, 3)
+    assert trials.pictures(made[:1])["trial"].shape[1:] == (head, side, 3), "alone"
+    assert trials.pictures(made[:3])["trial"].shape[1:] == (2 * head, 2 * side, 3)
 
 
 def test_each_world_is_filmed_to_its_own_end():
@@ -245,11 +245,11 @@ def test_the_pictures_are_the_same_on_two_processes(trained):
 
     folder, *_ = trained
     found = images(folder / "one")
-    tags = {"val/trials", "val/trial_strip", "val/episode_0"}
+    tags = {"val/trial", "val/trial_strip", "val/episode_0"}
     assert {tag for tag, _ in found} == tags and {step for _, step in found} == {2, 4}
     assert found == images(folder / "two")
     assert found["val/episode_0", 2] != found["val/episode_0", 4], "another policy"
-    assert Image.open(io.BytesIO(found["val/trials", 4])).n_frames > 5
+    assert Image.open(io.BytesIO(found["val/trial", 4])).n_frames > 5
 
 
 @pytest.mark.slow

@@ -251,7 +251,10 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
         elif flag and name in FILES and value is None:
             problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif flag and name in FILES:
-            files.append(str(value))
+            inside = "/train_config.json" * (
+                Path(str(value)).name == "pretrained_model"
+            )  # LeRobot takes its folder, too
+            files.append(str(value).rstrip("/") + inside)
         elif value and value.startswith("{"):  # a mapping as in YAML, of which JSON is a part
             settings += _mapping(name, value)
         elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK holds the same
