@@ -114,12 +114,8 @@ RULES: dict[str, tuple[Any, ...]] = {
     ),
     "epoch_order": (
         "return (N,) indices of the N samples, some perhaps twice and others not; the same on every rank",
-        ("{}", lambda order, n: order.dtype.kind not in "iu" and kind(order)),
-        ("{}", lambda order, n: order.shape != (n,) and kind(order)),
-        (
-            "the sample {}, which is not there",
-            lambda order, n: "".join(map(str, order[order != order.clip(0, n - 1)][:1])),
-        ),
+        ("{}", lambda order, n: (order.dtype.kind not in "iu" or order.shape != (n,)) and kind(order)),
+        ("the sample {}, which is not there", lambda order, n: str(order[order != order.clip(0, n - 1)][:1])[1:-1]),
     ),
     "model": ("return the nn.Module", ("{}", no(nn.Module))),
     "loss": (

@@ -257,13 +257,10 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
     names = dict[str, str]()
     for pair in pairs:
         old, _, new = (part.strip() for part in pair.partition(":"))
-        if not (old.startswith("observation.") and new.startswith("observation.")):
-            what, todo = (
-                f"{pair} renames no observation",
-                "give observation.OLD:observation.NEW; actions keep their name",
-            )
+        if not new.startswith("observation.") or old.startswith("action") or old in lerobot.BOOKKEEPING:
+            what, todo = f"{pair} renames no observation", "give OLD:observation.NEW; actions keep their name"
         elif old not in demos.features:
-            there = ", ".join(name for name in demos.features if name.startswith("observation."))
+            there = ", ".join(name for name in demos.features if name not in lerobot.BOOKKEEPING)
             what, todo = f"no feature {old}", f"{root} has {there}"
         elif old in names or new in {*names.values(), *(demos.features.keys() - {p.partition(":")[0] for p in pairs})}:
             what, todo = f"{new if old not in names else old} would be there twice", "give each its own name"

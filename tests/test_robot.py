@@ -519,6 +519,19 @@ def test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_
             task_of(*words, f"dataset.root={first}", f"rename_map={pairs}")
 
 
+def test_what_a_config_of_weights_says_is_checked_like_any_setting(tmp_path):
+    (tmp_path / "config.json").write_text('{"type": "act", "chunk_size": -1, "vision_backbone": "resnet50"}')
+    with pytest.raises(LockstepError) as caught:
+        parse("robot", f"policy.path={tmp_path}")
+    there = tmp_path / "config.json"
+    chunk, backbone = sorted(str(caught.value).splitlines())
+    assert chunk == f"policy.chunk_size=-1 ({there}): must be at least 1"
+    assert backbone.startswith(f"policy.vision_backbone=resnet50 ({there}): did you mean resnet")
+    (tmp_path / "config.json").write_text('{"type": "actt"}')
+    with pytest.raises(LockstepError, match=r"actt.* choose one of act, vla"):
+        parse("robot", f"policy.path={tmp_path}")
+
+
 @pytest.mark.slow
 def test_trials_of_a_renamed_simulation(launch, tmp_path):
     """The world says observation.images.top, the policy observation.image."""

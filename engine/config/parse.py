@@ -89,7 +89,7 @@ def parse(
     cfg = changed(tree, values)
     cfg = changed(cfg, {key: value for key, value in task.defaults_for(cfg).items() if key not in values})
     notes = _explain(unknown, cfg, task, settings, load_task, others)
-    problems = [setting.problem for setting in settings if setting.problem] + _contradictions(cfg)
+    problems = [setting.problem for layer in layers for setting in layer if setting.problem] + _contradictions(cfg)
     if isinstance(named := switches.get("force"), tuple):
         switches["force"] = tuple(aliases.get(key, key) for key in named)
         todo = "name keys of --print-config, or data, with commas between"
@@ -251,12 +251,8 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
         elif flag and name in FILES and value is None:
             problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif flag and name in FILES:
-            inside = "/train_config.json" * (
-                Path(str(value)).name == "pretrained_model"
-            )  # LeRobot takes its folder, too
-            files.append(str(value).rstrip("/") + inside)
-        elif value and value.startswith("{"):  # a mapping as in YAML, of which JSON is a part
-            settings += _mapping(name, value)
+            is_lerobots = Path(str(value)).name == "pretrained_model"  # that folder stands for the file in it
+            files.append(f"{value}/train_config.json" if is_lerobots else str(value))
         elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK holds the same
             settings.append(Setting(name, value, "command line"))
         if problem:
@@ -299,10 +295,14 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 
 
 def _read_yaml(path: str) -> list[Setting]:
-    """Return the leaves of a YAML file, as text, each with its file and line. A run's folder stands for its config."""
-    if folder := _run_of(path := _at_home(path)):
-        own = [setting for setting in _read_yaml(f"{folder}/config.yaml") if setting.key != "save_dir"]
-        return [*own, Setting("save_dir", str(folder), path)]
+    """Return the leaves of a YAML file, as text, each with its file and line. A run's folder stands for its config, and
+    so does the file in it by which LeRobot resumes."""
+    path = _at_home(path)
+    within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
+    for folder in (path, *within):
+        if os.path.isfile(f"{folder}/config.yaml"):
+            own = [setting for setting in _read_yaml(f"{folder}/config.yaml") if setting.key != "save_dir"]
+            return [*own, Setting("save_dir", str(folder), path)]
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -314,6 +314,11 @@ def _read_yaml(path: str) -> list[Setting]:
     except (OSError, ValueError) as error:
         what = f"cannot read the config file: {error}"
         raise LockstepError(what, _shown(path), "give a text file in UTF-8 with one setting a line") from None
+    return _parsed(text, path)
+
+
+def _parsed(text: str, path: str) -> list[Setting]:
+    """Return the leaves of a mapping in YAML, of which JSON is a part."""
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
@@ -323,12 +328,6 @@ def _read_yaml(path: str) -> list[Setting]:
     if not isinstance(root, yaml.MappingNode) or root.tag not in _PLAIN:
         raise _no_yaml(path, text)
     return _leaves(root, path)
-
-
-def _run_of(path: str) -> Path | None:
-    """Return the run's folder that is named, or that a file would be in which LeRobot names to resume a run."""
-    within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
-    return next((folder for folder in (Path(path), *within) if os.path.isfile(folder / "config.yaml")), None)
 
 
 def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepError:
@@ -346,16 +345,6 @@ def _no_yaml(path: str, text: str, error: Exception | None = None) -> LockstepEr
     elif isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
         path = f"{path}:{text[: error.position].count(chr(10)) + 1}"
     return LockstepError(f"not valid YAML: {_shown(what)}", path, "fix that line")
-
-
-def _mapping(name: str, text: str) -> list[Setting]:
-    """Return the settings of a mapping given for a section on the command line."""
-    try:
-        root = yaml.compose(f"{name}: {text}", Loader=yaml.BaseLoader)
-        return _leaves(root, "command line") if isinstance(root, yaml.MappingNode) else []
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
-        problem = f"{name}={_shown(text)} (command line): no mapping: write '{{\"KEY\": VALUE, ...}}' in quotes"
-        return [Setting(name, None, "command line", problem)]
 
 
 def _leaves(root: yaml.MappingNode, path: str) -> list[Setting]:
@@ -410,7 +399,9 @@ def _set(values: dict[str, Any], layer: list[Setting], fields: Fields, aliases: 
         key = setting.key if setting.key in fields else aliases.get(setting.key, setting.key)
         if setting.problem:
             continue
-        if key not in fields:
+        if (key not in fields or key in MAPPINGS) and str(setting.value).startswith("{"):
+            layer += _parsed(f"{key}: {setting.value}", setting.where)  # those come later in this loop
+        elif key not in fields:
             unknown.append(setting)
         elif before := first.get(key):
             both = f", as {before.key} and {setting.key}" if setting.key != before.key else ""

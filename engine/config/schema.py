@@ -135,9 +135,7 @@ class Config:
     random_samples: Literal["stop", "warn"] = option(
         "stop", "a dataset that gives another sample each time: refuse it, or train all the same, no two runs alike"
     )
-    num_workers: int = option(
-        0, "loader processes per training process; 0 = none, right for data one gather away", low=0
-    )
+    num_workers: int = option(0, "loader processes per process; 0 = none, right for data one gather away", low=0)
     cache: Literal["auto", "device", "host", "none"] = option(
         "auto",
         "hold the samples on the device, or in each process's memory; auto: on a GPU with room, if num_workers=0",
@@ -145,13 +143,9 @@ class Config:
     eval_batch_size: int = option(0, "samples per forward pass in evaluation; 0 = twice batch_size", low=0)
     save_dir: str = option("", "the run's folder; empty = a new checkpoints/<task>_<time>")
     resume: str = option("auto", "auto = resume where save_dir stands; never; or the path of a checkpoint")
-    init_from: str = option(
-        "", "weights that a new run starts from, by name and shape: a run's folder, a checkpoint, .safetensors or .pt"
-    )
+    init_from: str = option("", "weights of a new run, by name and shape: of a run, a checkpoint, .safetensors or .pt")
     threads: int = option(
-        0,
-        "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model",
-        low=0,
+        0, "threads a process computes in, on a CPU; 0 = what OMP_NUM_THREADS says, or one for a small model", low=0
     )
     amp: Literal["auto", "bf16", "fp16", "off"] = option(
         "auto", "mixed precision: auto takes what the device is fast at"
@@ -186,24 +180,16 @@ class Config:
     gpu_ids: list[int] = option([], "the GPUs that --multi-gpu uses, such as 0,1,3; empty = all", low=0)
     digest_every: int = option(50, "steps between digests of the weights in the log, to compare runs; 0 = none", low=0)
     record: int = option(0, "a step whose tensors are noted, in a small file for tools/compare.py; 0 = none", low=0)
-    log_every: int = option(
-        0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs, where the host waits for each", low=0
-    )
+    log_every: int = option(0, "optimizer steps between log lines; 0 = 10, and 50 on GPUs", low=0)
     eval_every: int = option(0, "optimizer steps between evaluations; 0 = once an epoch", low=0)
-    save_every: int = option(
-        0, "optimizer steps between checkpoints; 0 = once an epoch, less often if epochs take seconds", low=0
-    )
+    save_every: int = option(0, "optimizer steps between checkpoints; 0 = once an epoch, or less often", low=0)
     save_minutes: float = option(
-        10.0, "without save_every: minutes between checkpoints within an epoch, or longer; 0 = only at its end", low=0
+        10.0, "without it, minutes between checkpoints in an epoch, or longer; 0 = none", low=0
     )
     patience: int = option(0, "evaluations without a better one before the run ends; 0 = never", low=0)
     max_time_s: float = option(0.0, "seconds after which the run stops with a checkpoint; 0 = never", low=0)
-    max_skipped_steps: int = option(
-        20, "steps in a row without a finite gradient before the run ends (exit code 4); 0 = never", low=0
-    )
-    check_every: int = option(
-        500, "optimizer steps between checks that all ranks hold the same weights; 0 = never", low=0
-    )
+    max_skipped_steps: int = option(20, "steps in a row without a finite gradient that end the run; 0 = never", low=0)
+    check_every: int = option(500, "optimizer steps between checks that ranks hold the same weights; 0 = never", low=0)
     check_resume: bool = option(True, "after the first step, compare what a resumed run would restore with what runs")
     check_sums: bool = option(
         True, "before the first step, compute some samples together and in two parts: loss and score must add up"

@@ -280,10 +280,8 @@ def _shown(metrics: dict[str, float]) -> dict[str, str]:
 
 def of_trials(metrics: dict[str, float]) -> str:
     """Return the rate of success as people write it: 18 of 20 (70-97 %)."""
-    rate, count, low, high = (
-        metrics[name] for name in ("success_rate", "trials", "success_rate_low", "success_rate_high")
-    )
-    return f"{rate * count:.0f} of {count:.0f} ({100 * low:.0f}-{100 * high:.0f} %)"
+    low, high = (100 * metrics[f"success_rate_{end}"] for end in ("low", "high"))
+    return f"{metrics['success_rate'] * metrics['trials']:.0f} of {metrics['trials']:.0f} ({low:.0f}-{high:.0f} %)"
 
 
 def _memory_mb(device: torch.device) -> float:

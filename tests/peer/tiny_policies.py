@@ -144,7 +144,7 @@ def xvla(folder, patch):
     heads += ", dropout: 0.0"
     florence = f"{{vision_config: {vision}, projection_dim: 16}}, text_config: {text}, {heads}}}}}"
     return [
-        f"policy.florence_config= {florence}".replace(" ", "\0"),
+        f"policy.florence_config={florence}".replace(" ", "\0"),
         f"policy.tokenizer_name={folder} policy.tokenizer_max_length=8 policy.hidden_size=16 policy.depth=1",
         "policy.num_heads=2 policy.len_soft_prompts=2 policy.dim_time=8 policy.action_mode=auto policy.chunk_size=6",
         "policy.n_action_steps=6 policy.max_action_dim=8 policy.max_state_dim=8 policy.num_domains=2",
