@@ -27,6 +27,14 @@ soak: $(VENV)/installed-dev
 grammar: $(VENV)/installed-dev
 	MINUTES=$(MINUTES) SEED=$(SEED) $(PYTHON) tests/grammar.py
 
+# LeRobot itself, in a folder of its own: see tests/peer/README.md.
+peer: $(VENV)/installed-dev .peer/installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/.peer $(PYTHON) -m pytest $(WORKERS) tests/peer $(ARGS)
+
+.peer/installed: tests/peer/install.py
+	$(PYTHON) tests/peer/install.py .peer
+	touch $@
+
 lint: $(VENV)/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -43,4 +51,4 @@ $(VENV)/installed-dev: requirements-dev.txt requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@ $(VENV)/installed
 
-.PHONY: train test quick test-real soak grammar lint
+.PHONY: train test quick test-real soak grammar peer lint

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from engine.checks import check_datasets, check_scored, test_set
+from engine.checks import check, check_datasets, check_scored, test_set
 from engine.comm.digests import same_bits
 from engine.comm.scratch import own_scratch
 from engine.comm.tree import block
@@ -94,7 +94,11 @@ class TrainSampler(DistributedSampler[Any]):
         if self.drawn is None or self.drawn[0] != self.epoch:
             rng = np.random.default_rng((self.seed, self.epoch))
             labels, count = self.labels, self.plan.num_samples
-            self.drawn = self.epoch, rng.permutation(count) if labels is None else balanced_order(labels, rng)
+            if own := getattr(self.dataset, "epoch_order", None):
+                order = check("epoch_order", np.asarray(own(self.seed, self.epoch)), count)
+            else:
+                order = rng.permutation(count) if labels is None else balanced_order(labels, rng)
+            self.drawn = self.epoch, order
         return self.drawn[1]
 
     def arranged(self) -> tuple[np.ndarray, np.ndarray]:
@@ -441,6 +445,10 @@ def create_data_loaders(
     if cfg.sampler == "balanced" and labels is None:
         what = f"sampler=balanced, but the data of task {cfg.task} have no labels"
         raise LockstepError(what, "sampler", "give the dataset an attribute `labels` (N,), or use sampler=shuffle")
+    if cfg.sampler == "balanced" and getattr(train_set, "epoch_order", None):
+        raise LockstepError(
+            "sampler=balanced, but the data have an order of their own", "sampler", "use sampler=shuffle"
+        )
     if val_set is None and cfg.patience:
         what = f"patience={cfg.patience} without validation data"
         raise LockstepError(what, "patience", "drop it: nothing is evaluated")

@@ -112,6 +112,15 @@ RULES: dict[str, tuple[Any, ...]] = {
         ("{}, not a pair", no(tuple, list)),
         ("{} datasets, not a pair", lambda found: len(found) != 2 and str(len(found))),
     ),
+    "epoch_order": (
+        "return (N,) indices of the N samples, some perhaps twice and others not; the same on every rank",
+        ("{}", lambda order, n: order.dtype.kind not in "iu" and kind(order)),
+        ("{}", lambda order, n: order.shape != (n,) and kind(order)),
+        (
+            "the sample {}, which is not there",
+            lambda order, n: "".join(map(str, order[order != order.clip(0, n - 1)][:1])),
+        ),
+    ),
     "model": ("return the nn.Module", ("{}", no(nn.Module))),
     "loss": (
         "return Loss(total, weight): a scalar with a graph, the sum over the batch, and a number to divide it by; "

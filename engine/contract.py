@@ -148,8 +148,9 @@ class Task:
         A dataset has `__len__`, and `__getitem__(i)`, which returns a sample, or `__getitems__(indices)`, which returns
         a batch (fast: one gather) or a list of samples. To draw at random it takes seeds: `__getitem__(i, seed)`,
         `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample
-        is from, such as a person, a video, an episode: the names that `exclude` takes) and `prefetch(indices)`: see
-        "Samples and batches of any form" in docs/your-own-data.md.
+        is from, such as a person, a video, an episode: the names that `exclude` takes), `epoch_order(seed, epoch)`
+        ((N,) indices to take in place of a shuffle) and `prefetch(indices)`: see "Samples and batches of any form" in
+        docs/your-own-data.md.
         """
         raise NotImplementedError
 

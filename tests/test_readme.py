@@ -64,6 +64,9 @@ ELSEWHERE = {  # a command, or its like with files that are there and a port tha
     "python tools/runs.py": "test_real_runs_in_their_states",
     "python tools/predict.py RUN NEW": "test_windows_of_new_recordings_without_labels",
     "python tools/predict.py RUN --split val": "test_the_labels_of_a_split_are_those_of_its_evaluation",
+    "python train.py robot 'dataset.root=[data/pick,data/place,data/push]' 'dataset.weights=[.5,.3,.2]' "
+    "steps=60 eval_every=20":
+        "test_killed_on_four_and_resumed_on_three_is_the_straight_run_on_one",
     "python tools/predict.py RUN data/pen --out actions.npz": "test_what_a_robot_would_do_at_each_frame",
     "python tools/prove.py mine.py": "test_a_task_without_a_mistake_passes",
     "python tools/compare.py A B": "test_other_cuts_are_told_apart_rounding_from_batch_norm",

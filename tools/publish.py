@@ -311,6 +311,8 @@ def _proof(args: config.Args, asked: argparse.Namespace, saved: Saved, state: di
     task = f" {name}/{Path(args.cfg.task).name}" if own else ""
     root = config.flatten(saved.config).get("dataset.root")
     data = f" dataset.root={model_card.DATA}" if isinstance(root, str) and without_paths(root) != root else ""
+    if isinstance(root, list) and any(without_paths(str(each)) != each for each in root):
+        data = f" 'dataset.root=[{', '.join([model_card.DATA] * len(root))}]'"
     device = str(args.cfg.device)
     found: dict[str, Any] = {
         "command": f"{script}{task} --config {name}/config.yaml{data}",
@@ -358,7 +360,8 @@ def _texts(
     classes = [str(name) for name in known["classes"]] if isinstance(known.get("classes"), list) else []
     proof = _proof(args, asked, saved, state)
     pipeline, tags = next(((tag, tags) for kind, tag, tags in KINDS if issubclass(task, kind)), ("", list[str]()))
-    root = without_paths(str(config.flatten(cfg).get("dataset.root") or "")).strip("/")
+    roots = config.flatten(cfg).get("dataset.root") or []
+    root = ", ".join(without_paths(str(each)).strip("/") for each in (roots if isinstance(roots, list) else [roots]))
     # Values are cut to names by now; `init_from` is a key of every config.
     began = [str(value) for key, value in config.flatten(cfg).items() if BEGAN.search(key) and value]
     card = model_card.Card(

@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf, isfinite
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -250,7 +251,10 @@ def _tokens(argv: list[str]) -> tuple[dict[str, Any], list[str], list[Setting]]:
         elif flag and name in FILES and value is None:
             problem = f"{word} without a file (command line): write --config configs/har.yaml"
         elif flag and name in FILES:
-            files.append(str(value))
+            inside = "/train_config.json" * (
+                Path(str(value)).name == "pretrained_model"
+            )  # LeRobot takes its folder, too
+            files.append(str(value).rstrip("/") + inside)
         elif value and value.startswith("{"):  # a mapping as in YAML, of which JSON is a part
             settings += _mapping(name, value)
         elif not flag or name != "local_rank":  # torch.distributed.launch passes it; LOCAL_RANK holds the same
@@ -485,9 +489,16 @@ def _coerce(raw: str | list[str] | None, kind: Any, field: Any = None) -> Any:
     """Convert text to the declared type and check its range. Raises ValueError with the rest of the message."""
     parameters = typing.get_args(kind)
     if typing.get_origin(kind) is list:
-        items = raw if isinstance(raw, list) else [part for part in (raw or "").strip("[] ").split(",") if part.strip()]
-        items = [] if items == ["null"] else items
-        return [_coerce(item, parameters[0], field) for item in items]
+        if not isinstance(raw, list):
+            raw = [item for part in (raw or "").strip("[] ").split(",") if (item := part.strip(" '\""))]
+        return [_coerce(item, parameters[0], field) for item in raw if raw != ["null"]]
+    if typing.get_origin(kind) is UnionType:  # the first that fits, a list where there are brackets
+        is_list = isinstance(raw, list) or (raw or "").lstrip().startswith("[")
+        *others, last = [each for each in parameters if (typing.get_origin(each) is list) is is_list] or [str]
+        for each in others:
+            with contextlib.suppress(ValueError):
+                return _coerce(raw, each, field)
+        return _coerce(raw, last, field)
     if isinstance(raw, list):
         raise ValueError("give one value, not a list")
     if raw is None and kind is not bool and "auto" not in parameters:

@@ -53,6 +53,7 @@ def compare_ranks(run: Run) -> None:
             "python": sys.version.split()[0],
             "number of training samples": str(run.plan.num_samples),
             "data": run.record.fingerprint,
+            "order of the samples": digests.digest([torch.from_numpy(run.loaders.train.sampler.order())]),
             "order of convolutions": run.plan.memory_format,
         }
         _compare(world, facts, ALIKE)
