@@ -314,12 +314,14 @@ class Rule(NamedTuple):
     why     what is not exact, and why; empty where all is
     spread  see `models.lerobot_policy.Drawn`
     unused  it has weights without gradients
+    buffers  `ddp.buffers`: it learns some
     """
 
     counts: str = "samples"
     why: str = ""
     spread: bool = False
     unused: bool = True
+    buffers: str = "same"
 
 
 RULES = {
@@ -333,7 +335,7 @@ RULES = {
     "pi05": Rule(),
     "pi0_fast": Rule("action.token_mask"),
     "smolvla": Rule("steps", unused=False),
-    "vqbet": Rule(why="while its codes are learned, their averages run over each process's own samples"),
+    "vqbet": Rule(why="its codes are learned from the samples of process 0 alone", buffers="rank0"),
     "xvla": Rule(spread=True),
 }
 
@@ -405,6 +407,8 @@ def presets(cfg: Any) -> tuple[dict[str, Any], list[str]]:
     with _theirs(f"has no optimizer of {cfg.policy.type}", "policy"):
         optimizer, schedule = config.get_optimizer_preset(), config.get_scheduler_preset()
     found, notes = _optimizer(optimizer, config)
+    if not cfg.virtual_workers:  # they average buffers by themselves
+        found["ddp.buffers"] = rule_of(cfg.policy.type).buffers
     if schedule is None:
         return found | {"schedule.kind": "constant"}, notes
     warmup, steps = int(getattr(schedule, "num_warmup_steps", 0) or 0), cfg.steps
