@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 ACTION = "action"
+MOST_FRAMES = 100  # of a film
 
 
 class Worlds(Protocol):
@@ -79,30 +80,47 @@ def demonstrate(worlds: Worlds, seeds: np.ndarray, noise: float = 0.05) -> Itera
         yield Episode(track, worlds.commands[i])
 
 
-Policy = Callable[[dict[str, np.ndarray], list[str]], np.ndarray]
-"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions."""
+Policy = Callable[..., np.ndarray]
+"""(observations {name: (n, ...)}, n commands) -> (n, chunk, A) actions. Where it is late, a third argument is the first
+of them, (n, delay, A), which are executed while it predicts, or None at the start."""
 
 
 def roll_out(
-    policy: Policy, worlds: Worlds, chunk_steps: int, stopped: Callable[[], bool] = lambda: False
-) -> tuple[np.ndarray, np.ndarray]:
+    policy: Policy,
+    worlds: Worlds,
+    chunk_steps: int,
+    stopped: Callable[[], bool] = lambda: False,
+    delay: int = 0,
+    filmed: int = 1,
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Run a policy for a trial, or until `stopped()`; it predicts again after every `chunk_steps` actions.
 
-    Returns (n,) bool, its success within the horizon, and a film (T, 3, H, W) uint8 of the first world, which ends
-    `linger` steps after success. Raises ValueError for chunks that are too short.
+    delay   steps that a prediction takes, at most chunk_steps: meanwhile the next actions of the last chunk are
+            executed. The first chunk is waited for, in a world that stands still.
+    filmed  the first worlds, of which films are made
+
+
+    Returns (n,) bool, its success within the horizon, and films (T, 3, H, W) uint8, each of which ends `linger` steps
+    after success; of a long trial they have some MOST_FRAMES frames. Raises ValueError for chunks that are too short.
     """
-    film: list[np.ndarray] = []
-    last = worlds.horizon
+    films: list[list[np.ndarray]] = [[] for _ in range(filmed)]
+    last = np.full(len(worlds.commands), worlds.horizon)
+    every = -(-worlds.horizon // MOST_FRAMES)
+    chunk: Any = None
     for now in range(worlds.horizon):
         if now % chunk_steps == 0:
-            chunk = policy(worlds.observe(), worlds.commands)
-            if chunk.shape[1] < chunk_steps:
-                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps} to execute")
-        if now < last:
-            film.append(worlds.render(slice(0, 1))[0])
+            committed = chunk[:, chunk_steps : chunk_steps + delay] if now and delay else None
+            chunk = policy(worlds.observe(), worlds.commands, *([committed] if delay else []))
+            if chunk.shape[1] < chunk_steps + delay:
+                raise ValueError(f"a chunk of {chunk.shape[1]} actions has no {chunk_steps + delay} to execute")
+            if committed is not None:
+                chunk = np.concatenate([committed, chunk[:, delay:]], 1)
+        if now % every == 0 and len(running := np.flatnonzero(now < last[:filmed])):
+            shots = worlds.render(slice(0, running[-1] + 1))
+            for n in running:
+                films[n].append(shots[n])
         worlds.step(chunk[:, now % chunk_steps])
-        if worlds.success[0]:
-            last = min(last, now + 1 + worlds.linger)
-        if stopped() or (worlds.success.all() and now + 1 >= last):
+        last = np.where(worlds.success, np.minimum(last, now + 1 + worlds.linger), last)
+        if stopped() or (worlds.success.all() and now + 1 >= last[:filmed].max(initial=0)):
             break
-    return worlds.success, np.stack(film)
+    return worlds.success, [np.stack(film) for film in films]

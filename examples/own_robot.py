@@ -28,6 +28,7 @@ FEATURES = {
     "observation.images.top": ("image", (3, SIZE, SIZE)),  # or "video", smaller on the disk and not exact
     "action": ("float32", (2,)),  # commands to the robot, in their own units
 }
+NAMES = {"observation.state": ["x.pos", "y.pos"], "action": ["x.pos", "y.pos"]}  # LeRobot replays an action by these
 SETTINGS = {"policy.chunk_size": 5, "batch_size": 16, "steps": 300}
 """Settings of the training; arguments of the command line override them."""
 
@@ -62,8 +63,8 @@ def read_episode(path: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def convert(raw: Path, target: Path) -> None:
-    with Recorder(target, FPS, FEATURES, robot_type="mine") as recorder:
-        for path in sorted(raw.glob("*.npz")):
+    with Recorder(target, FPS, FEATURES, robot_type="mine", names=NAMES, resume=True) as recorder:
+        for path in sorted(raw.glob("*.npz"))[recorder.num_episodes :]:  # after a kill: those that are not there
             recorder.add_episode(*read_episode(path))
 
 

@@ -1,7 +1,7 @@
 """Published weights of backbones: where each file is to be had, and how to read one from a local file.
 
-Nothing is downloaded and nothing is unpickled. A file is a state dict that torch.save has written, with names of its
-publisher; weights of the published head are not read.
+Nothing is downloaded and nothing is unpickled. A file is a state dict that torch.save has written, or safetensors, with
+names of its publisher; weights of the published head are not read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import LockstepError
+from formats.lerobot import need
 
 KEY = "model.pretrained"
 HASH = re.compile(r"-([0-9a-f]{8,64})\.\w+$")  # the first digits of the SHA-256 in a file's name
@@ -37,11 +38,14 @@ class Published(NamedTuple):
 
 _TORCHVISION = "https://download.pytorch.org/models/"
 _KINETICS = "torchvision's BSD-3-Clause; trained on Kinetics-400, whose videos have terms of their own"
+_IMAGENET = "torchvision's BSD-3-Clause; trained on ImageNet-1K, whose pictures have terms of their own"
 _OXWEARABLES = "the folder model_check_point of https://github.com/OxWearables/ssl-wearables"
 OXFORD = "Oxford's academic licence: no commercial use, and no redistribution in a product"
 _HEADS = ("classifier", "aot_h", "scale_h", "permute_h", "time_w_h")
 
 PUBLISHED = {
+    "resnet18": Published("resnet18-f37072fd.pth", "44.7 MB", _TORCHVISION, _IMAGENET, ("fc",)),
+    "resnet34": Published("resnet34-b627a593.pth", "83.3 MB", _TORCHVISION, _IMAGENET, ("fc",)),
     "mc3_18": Published("mc3_18-a90a0ba3.pth", "44.7 MB", _TORCHVISION, _KINETICS, ("fc",)),
     "r3d_18": Published("r3d_18-b3b3357e.pth", "127.4 MB", _TORCHVISION, _KINETICS, ("fc",)),
     "r2plus1d_18": Published("r2plus1d_18-91a641e6.pth", "120.3 MB", _TORCHVISION, _KINETICS, ("fc",)),
@@ -60,15 +64,16 @@ def how_to_get(name: str) -> str:
     return f"{name} is published as {file} ({size}, {known}; {licence}) at {at}; nothing is downloaded here"
 
 
-def read(path: Path, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], str]:
+def read(path: Path, name: str, shapes: Mapping[str, tuple[int, ...]], key: str = KEY) -> tuple[dict[str, Tensor], str]:
     """Return the weights of the backbone `name` by the names in `shapes`, and a line on the file they come from.
 
     shapes  {name: shape} of all tensors that the backbone needs
+    key     of the config that names the file
 
     Raises LockstepError if the file is missing, is no whole state dict, has other contents than the hash in its name
     tells, or lacks a tensor of that shape, which the message names.
     """
-    where = f"{KEY}={path}"
+    where = f"{key}={path}"
     try:
         found, digest = _state_dict(path, where), _sha256(path)
     except OSError as error:
@@ -81,6 +86,9 @@ def read(path: Path, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[
         raise LockstepError(what, where, todo)
     head = PUBLISHED[name].head
     weights = {each: value for each, value in _named(found, shapes).items() if each.split(".")[0] not in head}
+    counts = [each for each in weights if each.endswith(".num_batches_tracked") and each not in shapes]
+    for each in counts:  # of norms that are fixed here
+        del weights[each]
     if fault := _fault(weights, shapes):
         todo = f"give weights of {name}, whole; {how_to_get(name)}"
         raise LockstepError(f"these are no weights of {name}: {fault}", where, todo)
@@ -89,10 +97,12 @@ def read(path: Path, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[
 
 
 def _state_dict(path: Path, where: str) -> dict[str, Any]:
-    """Return what torch.save has written. Raises OSError, or LockstepError if it is anything but a dict of tensors."""
+    """Return what torch.save, or safetensors, has written. Raises OSError, or LockstepError if it is anything but a
+    dict of tensors."""
+    load = need("safetensors.torch", where.split("=")[0]).load if path.suffix == ".safetensors" else None
     with open(path, "rb") as file:  # a missing file, or a folder, raises here
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            found = load(file.read()) if load else torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch has no common error for a damaged file
             why = (str(error).splitlines() or [type(error).__name__])[0][:120]
             what = f"the weights cannot be read ({why}): the file is damaged, or no file of weights"

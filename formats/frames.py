@@ -5,7 +5,8 @@
 
 The cache is a folder in `where`, whose name holds a digest of the dataset and the size:
 
-    <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there
+    <camera>.u8     uint8 (frames of the whole dataset, C, H, W), sparse: only the chosen episodes are there; .u16 of a
+                    depth camera
     episodes.jsonl  a line per decoded episode: camera, episode, its file's size and time, CRC-32 of its bytes. It is
                     written after they are on the disk; an episode without a line, or whose file changed, is decoded.
     checked.json    size and time of these files when all checksums were right: if they differ, all are read again
@@ -35,12 +36,14 @@ import numpy as np
 
 from engine.contract import LockstepError
 from formats.arrays import read_ahead, stays_below
+from formats.depth import CODES
 from formats.lerobot import Demonstrations, Place, need
 
 VERSION = 1
 OPEN_VIDEOS = 8  # per process; a decoder of 480p takes about 15 MB
 PNG_BYTES = 256 * 2**20  # per process
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+WIDE = "8-bit pictures are read, and depth cameras, which info.json calls is_depth_map: convert them"
 LEAVE_OUT = "copy the file again, or leave the episode out with dataset.exclude_episodes"
 
 
@@ -52,7 +55,9 @@ class Frames:
     where  the folder of the caches; "none" does not use it
 
     A video gives the frame nearest to the row's time. Both kinds of source and of cache are resized by Pillow's
-    bilinear filter and give the same bytes. Raises LockstepError naming file, episode and frame.
+    bilinear filter and give the same bytes. A depth camera gives whole millimetres, uint16, as LeRobot does with
+    depth_output_unit=mm; it is resized to the nearest, because between two distances there may be nothing, and 0 is
+    often "unknown". Raises LockstepError naming file, episode and frame.
     """
 
     def __init__(self, demos: Demonstrations, sizes: Mapping[str, tuple[int, int]], cache: str, where: str | Path):
@@ -77,6 +82,9 @@ class Frames:
                     what = f"episode {e} frame 0: no pictures of {name}"
                     raise LockstepError(what, str(place.path if place else demos.root), LEAVE_OUT)
                 self.places[name].append(place)
+        self.depths = {name: depth for name in self.shapes if (depth := demos.features[name].depth)}
+        self.dtypes = {name: np.dtype(np.uint16 if name in self.depths else np.uint8) for name in self.shapes}
+        self._millimetres = {name: depth.millimetres() for name, depth in self.depths.items()}
         self._resized = set(sizes)
         self._reset()
         self._cache = _Cache(self, Path(where)) if cache == "memmap" and self.shapes else None
@@ -87,8 +95,8 @@ class Frames:
         self._videos, self._tables = _LRU(OPEN_VIDEOS), _LRU(PNG_BYTES)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8."""
-        out = np.empty((len(rows), *self.shapes[camera]), dtype=np.uint8)
+        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8, depths uint16."""
+        out = np.empty((len(rows), *self.shapes[camera]), dtype=self.dtypes[camera])
         if self._cache:
             # Rows come from an index of this dataset; mode="raise" would copy everything once more.
             return np.take(self._map(camera), self._cache.rows(rows), axis=0, out=out, mode="clip")
@@ -100,7 +108,7 @@ class Frames:
         unique, back = np.unique(rows, return_inverse=True)
         owner = np.searchsorted(self.demos.end, unique, "right")
         firsts = np.flatnonzero(np.diff(owner, prepend=-1))  # where each episode's part begins
-        found = np.empty((len(unique), *self.shapes[camera]), dtype=np.uint8)
+        found = np.empty((len(unique), *self.shapes[camera]), dtype=self.dtypes[camera])
         for a, b in pairwise([*firsts, len(unique)]):
             for n, picture in zip(range(a, b), self.decode(camera, int(owner[a]), unique[a:b]), strict=True):
                 found[n] = picture
@@ -128,23 +136,42 @@ class Frames:
             times = place.start_s + self.demos.columns["timestamp"][rows].astype(np.float64)
             # float32 timestamps are coarser than the usual tolerance after half an hour
             slack = self.demos.tolerance_s + np.spacing(self.demos.columns["timestamp"][rows])
-            pictures = video.nearest(times, slack, names)
+            pictures = video.nearest(times, slack, names, camera in self.depths)
+        fit = self._fit_depth if camera in self.depths else self._fit
         for row, image in zip(rows, pictures, strict=True):
-            yield self._fit(image, camera, int(row), place.path)
+            yield fit(image, camera, int(row), place.path)
+
+    def _fit_depth(self, image: Any, camera: str, row: int, path: Path) -> np.ndarray:
+        """Codes of a video, or a Pillow image of distances in the camera's unit -> (1, H, W) millimetres."""
+        _, height, width = self.shapes[camera]
+        if isinstance(image, np.ndarray):
+            depths = self._millimetres[camera][np.minimum(image, CODES - 1)]
+        elif image.mode.startswith(("I", "F")):
+            depths = np.rint(np.asarray(image, np.float64) * self.depths[camera].factor).clip(0, 65535)
+        else:
+            what = f"{self.demos.name_of(row)}: {camera} is a depth camera with 8 bits per distance"
+            raise LockstepError(what, str(path), "16 bits are read; leave the camera out with dataset.cameras")
+        self._check_size(depths.shape[0], depths.shape[1], camera, row, path)
+        rows, columns = ((np.arange(n) + 0.5) * old // n for n, old in zip((height, width), depths.shape, strict=True))
+        return depths.astype(np.uint16)[None, rows.astype(int)[:, None], columns.astype(int)]
 
     def _fit(self, image: Any, camera: str, row: int, path: Path) -> np.ndarray:
         channels, height, width = self.shapes[camera]
         if image.mode.startswith(("I", "F")):
             what = f"{self.demos.name_of(row)}: {camera} has more than 8 bits per channel"
-            raise LockstepError(what, str(path), "8-bit pictures are read; convert them")
+            raise LockstepError(what, str(path), WIDE)
         if image.size != (width, height):
-            if camera not in self._resized:
-                what = f"{self.demos.name_of(row)}: {camera} has {image.size[1]}x{image.size[0]} pixels, not "
-                todo = f"fix info.json, or give dataset.resize=[{height}, {width}]"
-                raise LockstepError(what + f"{height}x{width} as in info.json", str(path), todo)
+            self._check_size(image.size[1], image.size[0], camera, row, path)
             image = image.resize((width, height), need("PIL.Image").Resampling.BILINEAR)
         pixels = np.asarray(image.convert(MODES[channels]))  # (H, W, C) or (H, W)
         return pixels.reshape(height, width, channels).transpose(2, 0, 1)
+
+    def _check_size(self, height: int, width: int, camera: str, row: int, path: Path) -> None:
+        _, *expected = self.shapes[camera]
+        if [height, width] != expected and camera not in self._resized:
+            what = f"{self.demos.name_of(row)}: {camera} has {height}x{width} pixels, not "
+            todo = f"fix info.json, or give dataset.resize=[{expected[0]}, {expected[1]}]"
+            raise LockstepError(what + f"{expected[0]}x{expected[1]} as in info.json", str(path), todo)
 
     def _pngs(self, camera: str, place: Place, frames: np.ndarray, rows: np.ndarray) -> Iterator[Any]:
         for frame, row in zip(frames, rows, strict=True):
@@ -209,8 +236,9 @@ class _Video:
         self._stream.codec_context.thread_type = "AUTO"
         self._between_keys = 0.0  # longest time from a key frame seen so far, in seconds
 
-    def nearest(self, times: np.ndarray, slack: np.ndarray, names: Sequence[str]) -> Iterator[Any]:
-        """Yield Pillow images at ascending times (n,), at most `slack` (n,) away, in seconds; `names` for messages."""
+    def nearest(self, times: np.ndarray, slack: np.ndarray, names: Sequence[str], depth: bool = False) -> Iterator[Any]:
+        """Yield Pillow images, or (H, W) uint16 codes of `depth`, at ascending times (n,), at most `slack` (n,) away,
+        in seconds; `names` for messages."""
         n, before, key, sought = 0, None, np.inf, 0
         frames = self._from(float(times[0]), names[0])
         while n < len(times):
@@ -225,7 +253,7 @@ class _Video:
                     what += f"the nearest picture is at {near.time:.4f} s" + ("" if frame else ", the last one")
                     todo = f"{LEAVE_OUT}, or raise dataset.tolerance_s"
                     raise LockstepError(what, str(self.path), todo)
-                yield self._picture(near, names[n])
+                yield self._codes(near, names[n]) if depth else self._picture(near, names[n])
                 n += 1
             if frame:
                 key = frame.time if frame.key_frame else key
@@ -239,10 +267,20 @@ class _Video:
         layout = frame.format.name
         if layout.startswith("gray") and layout != "gray":
             what = f"{name}: more than 8 bits per channel ({layout})"
-            raise LockstepError(what, str(self.path), "8-bit pictures are read; convert them")
+            raise LockstepError(what, str(self.path), WIDE)
         if frame.is_corrupt:
             raise LockstepError(f"{name}: a damaged picture", str(self.path), LEAVE_OUT)
         return need("PIL.Image").fromarray(frame.to_ndarray(format="gray" if layout == "gray" else "rgb24"))
+
+    def _codes(self, frame: Any, name: str) -> np.ndarray:
+        if (bits := frame.format.components[0].bits) < 12:
+            what = f"{name}: a depth camera with {bits} bits per distance ({frame.format.name})"
+            raise LockstepError(what, str(self.path), "12 bits are read; leave the camera out with dataset.cameras")
+        if frame.is_corrupt:
+            raise LockstepError(f"{name}: a damaged picture", str(self.path), LEAVE_OUT)
+        gray = frame if frame.format.name == "gray12le" else frame.reformat(format="gray12le")
+        rows = np.frombuffer(gray.planes[0], np.uint16).reshape(gray.height, -1)  # longer than a row of pixels
+        return rows[:, : gray.width].copy()
 
     def _from(self, time: float, name: str) -> Iterator[Any]:
         """Return the frames from the last key frame at or before `time`, in seconds."""
@@ -321,7 +359,8 @@ class _Cache:
 
     def __init__(self, frames: Frames, where: Path):
         demos = frames.demos
-        self._demos, self._shapes, self._places = demos, frames.shapes, frames.places
+        self._demos, self._shapes, self._places, self._dtypes = demos, frames.shapes, frames.places, frames.dtypes
+        self._sizes = {name: frames.dtypes[name].itemsize * math.prod(shape) for name, shape in frames.shapes.items()}
         lengths = np.array(list(demos.lengths.values()))
         end = np.cumsum(lengths)
         self._spans = dict(zip(demos.lengths, zip(end - lengths, end, strict=True), strict=True))  # rows of the maps
@@ -329,6 +368,7 @@ class _Cache:
         self.total = int(lengths.sum())
         identity = [VERSION, str(demos.root.resolve()), demos.version, demos.fps, sorted(demos.lengths.items())]
         identity += [[name, *shape, demos.features[name].dtype] for name, shape in sorted(frames.shapes.items())]
+        identity += [[name, str(depth)] for name, depth in sorted(frames.depths.items())]
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
         self.folder = where / f"{demos.root.resolve().name}-{digest}"
         self.journal, self.checked = self.folder / "episodes.jsonl", self.folder / "checked.json"
@@ -343,11 +383,11 @@ class _Cache:
             raise LockstepError(what, str(self.folder), todo) from None
 
     def path(self, camera: str) -> Path:
-        return self.folder / f"{camera}.u8"
+        return self.folder / f"{camera}.u{8 * self._dtypes[camera].itemsize}"
 
     def open(self, camera: str) -> np.ndarray:
-        """(frames of the whole dataset, C, H, W) uint8, read-only."""
-        return np.memmap(self.path(camera), dtype=np.uint8, mode="r", shape=(self.total, *self._shapes[camera]))
+        """(frames of the whole dataset, C, H, W), read-only."""
+        return np.memmap(self.path(camera), self._dtypes[camera], mode="r", shape=(self.total, *self._shapes[camera]))
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
         """(n,) rows of demos.columns -> rows of the maps."""
@@ -365,7 +405,7 @@ class _Cache:
         ]
         if not missing:
             return
-        sizes = {camera: math.prod(shape) for camera, shape in self._shapes.items()}
+        sizes = self._sizes
         lengths = demos.end - demos.start
         needed, free = sum(int(lengths[e]) * sizes[c] for c, e in missing), shutil.disk_usage(self.folder).free
         if needed > free:
@@ -396,7 +436,7 @@ class _Cache:
     def _write_episode(self, frames: Frames, camera: str, e: int, target: int, bar: Any) -> int:
         """Decode into the file; returns the CRC-32. By pwrite, because on a full disk writing to a map kills."""
         rows = np.arange(self._demos.start[e], self._demos.end[e])
-        at, crc = int(self.begin[e]) * math.prod(self._shapes[camera]), 0
+        at, crc = int(self.begin[e]) * self._sizes[camera], 0
         for picture in frames.decode(camera, e, rows, threads=0):
             content = picture.tobytes()
             crc = zlib.crc32(content, crc)
@@ -426,7 +466,7 @@ class _Cache:
         return good
 
     def _crc(self, camera: str, episode: int) -> int:
-        size = math.prod(self._shapes[camera])
+        size = self._sizes[camera]
         at, end = (int(row) * size for row in self._spans[episode])
         crc = 0
         with contextlib.suppress(FileNotFoundError), open(self.path(camera), "rb") as file:

@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.contract import Batch, LockstepError
 from formats import hub
 from formats.arrays import is_file_name, stays_below
+from formats.depth import Depth, depth_of
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 VISUAL, STATE, ENV, ACTION = "VISUAL", "STATE", "ENV", "ACTION"
@@ -56,6 +57,7 @@ class Feature:
     shape  of one frame; pictures are (C, H, W), whatever the order on disk
     names  of its numbers, flat; may be empty
     kind   VISUAL, STATE, ENV, ACTION, or None: not for a policy
+    depth  of a depth camera: how its distances are coded
     """
 
     dtype: str
@@ -63,6 +65,7 @@ class Feature:
     names: list[str]
     kind: str | None
     is_picture: bool
+    depth: Depth | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Demonstrations:
               own, and measured from the columns where those lack any. Pictures may have none.
     tasks     texts by task_index
     lengths   {episode_index: frames} of the whole dataset, the episodes that were not chosen included
-    places    {camera: Place of each of the E episodes, None where the dataset names no file}
+    places    {camera: Place of each of the E episodes, None where the dataset names no file}; of texts, too
     """
 
     root: Path
@@ -189,7 +192,7 @@ def read(
     end = np.cumsum(lengths)
     places: dict[str, list[Place | None]] = {}
     for name, feature in features.items():
-        if feature.dtype == "image":
+        if feature.dtype in ("image", "language"):
             places[name] = [Place(episode.data, first_row=first_rows[e], column=name) for e, episode in chosen.items()]
         elif feature.is_picture:
             places[name] = [episode.videos.get(name) for episode in chosen.values()]
@@ -244,14 +247,21 @@ def _feature(name: str, raw: Mapping[str, Any], path: Path) -> Feature:
         what = f"{name[:120]!r} cannot be a camera's name"
         raise LockstepError(what, str(path), "rename the feature: a name without /, of at most 200 bytes")
     names, size = _flat_names(raw.get("names")), tuple(shape) or (1,)
-    kind = VISUAL if is_picture else _kind(name)
+    kind, depth = VISUAL if is_picture else _kind(name), None
     if is_picture:
+        try:
+            depth = depth_of(raw)
+        except (TypeError, ValueError) as error:
+            raise LockstepError(f"{name} is a depth camera with {error}", str(path), "fix its info") from None
         channels_last = size[2] in (1, 3, 4) and size[0] not in (1, 3, 4)
         if len(names) == 3:
             channels_last = names[2] in ("channel", "channels")
         if channels_last:
             size = (size[2], size[0], size[1])
-    return Feature(dtype, size, names, kind, is_picture)
+    if depth and size[0] != 1:
+        what = f"{name} is a depth camera of {size[0]} channels"
+        raise LockstepError(what, str(path), "give it one, or drop is_depth_map from its info")
+    return Feature(dtype, size, names, kind, is_picture, depth)
 
 
 def _kind(name: str) -> str | None:
@@ -509,8 +519,9 @@ def _stats(demos: Demonstrations, stored: Stats) -> Stats:
     stats: Stats = {}
     for name, feature in demos.features.items():
         shape = (feature.shape[0], 1, 1) if feature.is_picture else feature.shape
+        scale = feature.depth.factor if feature.depth else 1  # of depths in millimetres
         fits = {
-            key: value.reshape(shape)
+            key: scale * value.reshape(shape)
             for key, value in stored.get(name, {}).items()
             if key in names and value.size == math.prod(shape) and np.isfinite(value).all()
         }
@@ -694,6 +705,21 @@ def _fill(template: Any, path: Path, **names: Any) -> str:
         known = ", ".join(f"{{{name}}}" for name in names)
         what = f"info.json names its files by {repr(template)[:120]}"
         raise LockstepError(what, str(path), f"use {known} in it, and stay in the folder") from None
+
+
+def value_at(place: Place) -> Any:
+    """Return what a table's column holds at the first row of an episode."""
+    pa, pq = need("pyarrow"), need("pyarrow.parquet")
+    try:
+        file, row = pq.ParquetFile(place.path), place.first_row
+        for group in range(file.num_row_groups):
+            if row < (count := file.metadata.row_group(group).num_rows):
+                return file.read_row_group(group, columns=[place.column]).column(place.column)[row].as_py()
+            row -= count
+    except (OSError, pa.ArrowException, KeyError) as error:
+        what = f"no {place.column} can be read: {str(error).splitlines()[0]}"
+        raise LockstepError(what, str(place.path), UNFINISHED) from None
+    return None
 
 
 def _table(path: Path, columns: Sequence[str] = (), prefix: str = "") -> Any:

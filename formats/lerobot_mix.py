@@ -286,8 +286,8 @@ class Pictures:
             yield self.frames[k], here, rows[here] - (self.end[k - 1] if k else 0)
 
     def get(self, camera: str, rows: np.ndarray) -> np.ndarray:
-        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8."""
-        out = np.empty((len(rows), *self.frames[0].shapes[camera]), dtype=np.uint8)
+        """(n,) rows of `demos.columns` -> (n, C, H, W) uint8, depths uint16."""
+        out = np.empty((len(rows), *self.frames[0].shapes[camera]), dtype=self.frames[0].dtypes[camera])
         for frames, here, own in self._parts(rows):
             out[here] = frames.get(camera, own)
         return out

@@ -4,41 +4,31 @@
         "observation.state": ("float32", (2,)),
         "observation.images.top": ("image", (3, 32, 32)),
         "action": ("float32", (2,)),
-    }) as recorder:
+    }, names={"action": ["x", "y"]}) as recorder:
         recorder.add_episode({"observation.state": states, ...}, task="move to the red disc")  # arrays (T, ...)
 
-The dataset gets its name when it is complete: a killed recording leaves only a hidden folder next to it, which the next
-recording of that name removes.
+The dataset gets its name when the block ends. An episode that was finished before is not lost to a kill or an error:
+`resume=True` goes on after it, and adds to a dataset that is complete. See formats/recording.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.contract import LockstepError
+from formats import assembly, encoders, lerobot, recording
+from formats import lerobot_files as files
 from formats.arrays import is_file_name
-from formats.lerobot import BOOKKEEPING, FILES, QUANTILES, Stats, aggregate, measure, need
-from formats.partial import Partial
-
-NUMBERS = ("float32", "float64", "int32", "int64", "bool")
-OWN = {name: ("float32" if name == "timestamp" else "int64", (1,)) for name in BOOKKEEPING}
-FILES_PER_CHUNK = 1000
-# (encoder, its options). g=2: reaching any frame decodes at most two. No B-frames: pictures are encoded in order.
-ENCODERS = (
-    ("libsvtav1", {"g": "2", "crf": "30", "preset": "8"}),
-    ("libx264", {"g": "2", "crf": "20", "bf": "0"}),
-    ("mpeg4", {"g": "2", "bf": "0", "qmin": "2", "qmax": "4"}),
-)
+from formats.depth import CODES, Depth
+from formats.lerobot import BOOKKEEPING, Stats, measure, need
+from formats.lerobot_files import NUMBERS, OWN, PICTURES
 
 
 class Recorder:
@@ -47,10 +37,15 @@ class Recorder:
     root      the folder to make
     fps       frames per second
     features  {name: (dtype, shape of one frame)}; a dtype is one of NUMBERS, or, with the shape (3, H, W), "image"
-              (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 where there is no encoder)
+              (PNG, lossless) or "video" (lossy: AV1, or H.264 or MPEG-4 where there is no encoder), or, with the shape
+              (1, H, W), "depth": uint16 millimetres, kept as 4096 distances up to 10 m, 1.5 mm apart at 1 m
+    names     {feature: what its numbers are}, a list or {"motors": [...]}: LeRobot's replay and rollout go by them
     file_mb   size in MiB from which the next episode goes into a new file
+    resume    go on with a recording that was killed, or add to the dataset `root`; begin one where there is neither
+    keep      finished episodes survive a kill or an error until `resume`. Without it the next recording removes them
 
-    Raises LockstepError if `root` exists, and for frames that do not match `features`.
+    Raises LockstepError if `root` exists or finished episodes of it do, unless resumed; and for frames that do not
+    match `features`.
     """
 
     def __init__(
@@ -60,53 +55,121 @@ class Recorder:
         features: Mapping[str, tuple[str, Sequence[int]]],
         robot_type: str = "",
         file_mb: float = 100.0,
+        *,
+        names: Mapping[str, Any] | None = None,
+        resume: bool = False,
+        keep: bool = True,
     ):
         self.root, self.fps, self.robot_type, self.file_mb = Path(root), fps, robot_type, file_mb
         self.features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in features.items()}
+        self.names, self._resume = dict(names or {}), resume
         self._check_declaration()
-        if os.path.lexists(self.root):
-            raise LockstepError("the folder exists already", str(root), "remove it or choose a new one")
         need("pyarrow.parquet")
-        self._partial = Partial(self.root)
-        self.num_frames = 0
-        self._tasks: dict[str, int] = {}
-        self._episodes: list[dict[str, Any]] = []
-        self._stats: list[Stats] = []
-        self._numbers: dict[str, list[np.ndarray]] = {name: [] for name in self._of(*NUMBERS)}
-        self._counts = {name: np.zeros((3, 256), np.int64) for name in self._of("image", "video")}  # of each level
-        self._data: Any = None
-        self._file = -1
-        self._videos: dict[str, _Video] = {}
+        if self.root.exists() and resume:
+            self.root = self.root.resolve()  # a link stays one
+        elif self.root.exists() or self.root.is_symlink():
+            todo = "remove it, choose a new one, or add to it with resume=True"
+            raise LockstepError("the folder exists already", str(root), todo)
+        self._recording = recording.Recording(self.root, keep)
         self._frames: list[dict[str, np.ndarray]] = []
         self._task: str | None = None
+
+    @classmethod
+    def resume(cls, root: str | Path, file_mb: float = 100.0) -> Recorder:
+        """Go on with a recording that was killed, or add to a dataset, with what was declared then."""
+        path = Path(root)
+        about = recording.Recording(path.resolve(), True).path / "about.json"
+        if about.exists():
+            given = json.loads(about.read_text(encoding="utf-8"))
+        else:
+            given = assembly.read_base(path).declared()
+        how = {name: given[name] for name in ("fps", "features", "robot_type", "names")}
+        return cls(path, file_mb=file_mb, resume=True, **how)
 
     def _of(self, *dtypes: str) -> list[str]:
         return [name for name, (dtype, _) in self.features.items() if dtype in dtypes]
 
     def _check_declaration(self) -> None:
+        where = str(self.root)
         if not self.fps > 0 or not math.isfinite(self.fps):
-            raise LockstepError(f"fps {self.fps} is no rate", str(self.root), "give frames per second")
+            raise LockstepError(f"fps {self.fps} is no rate", where, "give frames per second")
         for name, (dtype, shape) in self.features.items():
-            picture = dtype in ("image", "video")
-            if not picture and dtype not in NUMBERS:
-                what, todo = f"{name} has dtype {dtype!r}", f"choose of image, video, {', '.join(NUMBERS)}"
+            channels = 1 if dtype == "depth" else 3
+            if dtype not in PICTURES + NUMBERS:
+                what, todo = f"{name} has dtype {dtype!r}", f"choose of {', '.join(PICTURES + NUMBERS)}"
             elif name in BOOKKEEPING or not is_file_name(name):
                 what, todo = f"a feature cannot have the name {name!r}", "choose a different one, without /"
-            elif not shape or min(shape) < 1 or (picture and (len(shape) != 3 or shape[0] != 3)):
-                what, todo = f"{name} has shape {shape}", "a picture has (3, H, W), a number (1,)"
-            elif dtype == "video" and (shape[1] % 2 or shape[2] % 2):
+            elif not shape or min(shape) < 1 or (dtype in PICTURES and (len(shape) != 3 or shape[0] != channels)):
+                what, todo = f"{name} has shape {shape}", "a picture has (3, H, W), a depth (1, H, W), a number (1,)"
+            elif dtype in ("video", "depth") and (shape[1] % 2 or shape[2] % 2):
                 what, todo = f"{name} has shape {shape}", "a video needs an even height and width"
             else:
                 continue
-            raise LockstepError(what, str(self.root), todo)
+            raise LockstepError(what, where, todo)
+        for name, given in self.names.items():
+            dtype, shape = self.features.get(name, ("", ()))
+            if dtype not in NUMBERS:
+                what, todo = f"names of {name}, which is no feature of numbers", f"give {', '.join(self._of(*NUMBERS))}"
+                raise LockstepError(what, where, todo)
+            if (count := len(lerobot._flat_names(given))) not in (shape[0], math.prod(shape)):
+                raise LockstepError(f"{name} has {count} names and the shape {shape}", where, "give a name to each")
+
+    # ---- beginning
 
     def __enter__(self) -> Recorder:
         try:
-            self._partial.begin()
-            (self._partial.path / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+            self._begin()
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         return self
+
+    def _begin(self) -> None:
+        staged = self._recording
+        going_on = staged.begin()
+        try:
+            if going_on and not self._resume:
+                if staged.keep:
+                    todo = "resume=True goes on with it; remove the folder to begin again"
+                    raise LockstepError(f"a recording was interrupted: {staged.told()}", str(self.root), todo)
+                staged.clear()
+                going_on = False
+            self._base = assembly.read_base(self.root) if self.root.exists() else None
+            if self._base:
+                self._take(self._base.declared(), "the dataset")
+            if going_on:
+                self._take(staged.about(), "the interrupted recording")
+            self._before = recording.digest(self.root)
+            about = {"fps": self.fps, "features": self.features, "names": self.names, "robot_type": self.robot_type}
+            staged.set_about(about)
+        except BaseException:
+            staged.end()
+            raise
+        base = self._base
+        self._first = base.counts[0] if base else 0
+        every = self.features | OWN
+        columns = {name: every[name] for name in (base.info["features"] if base else every)}
+        depths = base.depths if base else {name: Depth() for name in self._of("depth")}
+        self._given = assembly.Declaration(self.fps, columns, self.names, self.robot_type, depths)
+
+    def _take(self, there: Mapping[str, Any], who: str) -> None:
+        """Take what `who` has declared. Raises LockstepError if this recorder was told something else."""
+        features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in there["features"].items()}
+        odd: dict[str, tuple[Any, Any]] = {n: (features.get(n), self.features.get(n)) for n in features | self.features}
+        odd |= {"fps": (there["fps"], self.fps)}
+        odd |= {f"names of {n}": (there["names"].get(n), given) for n, given in self.names.items()}
+        odd |= {"robot_type": (there["robot_type"], self.robot_type or there["robot_type"])}
+        for name, (theirs, ours) in odd.items():
+            if theirs != ours:
+                what = f"{who} has {name} {_shown(theirs)}, this recorder {_shown(ours)}"
+                raise LockstepError(what, str(self.root), "give the same, or use Recorder.resume(root)")
+        self.features, self.names, self.robot_type = features, dict(there["names"]), there["robot_type"]
+
+    @property
+    def num_episodes(self) -> int:
+        """Of the dataset, with those that were there before."""
+        return self._first + len(self._recording.episodes)
+
+    # ---- adding
 
     def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
         """Add one frame, {name: array of the feature's shape}, to the episode that `end_episode` writes."""
@@ -121,8 +184,13 @@ class Recorder:
         """Write the frames that were added since the last call."""
         if self._task is None:
             raise LockstepError("an episode without frames", self._here(), "call add_frame() first")
-        frames, task, self._frames, self._task = self._frames, self._task, [], None
+        frames, task = self._frames, self._task
+        self.drop_episode()
         self.add_episode({name: np.stack([frame[name] for frame in frames]) for name in self.features}, task)
+
+    def drop_episode(self) -> None:
+        """Forget the frames that were added since the last `end_episode`."""
+        self._frames, self._task = [], None
 
     def add_episode(self, arrays: Mapping[str, Any], task: str) -> None:
         """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
@@ -138,7 +206,7 @@ class Recorder:
             raise _cannot_write(self.root, error) from None
 
     def _here(self) -> str:
-        return f"{self.root}: episode {len(self._episodes)}"
+        return f"{self.root}: episode {self.num_episodes}"
 
     def _check(self, arrays: Mapping[str, Any], first: int) -> dict[str, np.ndarray]:
         """Return the arrays in their declared types; messages count frames from `first`."""
@@ -151,13 +219,13 @@ class Recorder:
         lengths = {name: len(array) if array.ndim else 0 for name, array in found.items()}
         for name, array in found.items():
             dtype, shape = self.features[name]
-            kind = np.dtype(np.uint8 if dtype in ("image", "video") else dtype)
+            kind = np.dtype("uint16" if dtype == "depth" else "uint8" if dtype in PICTURES else dtype)
             if array.shape[1:] != shape or not array.ndim:
                 what, todo = f"{name} has frames of {array.shape[1:]}", f"give (T, {', '.join(map(str, shape))})"
             elif lengths[name] != min(lengths.values()):
                 what, todo = f"{name} has {lengths[name]} frames, others {min(lengths.values())}", "give all the same"
-            elif not np.can_cast(array.dtype, kind, "safe" if kind == np.uint8 else "same_kind"):
-                what, todo = f"{name} is {array.dtype}", f"give {kind}"
+            elif not np.can_cast(array.dtype, kind, "safe" if dtype in PICTURES else "same_kind"):
+                what, todo = f"{name} is {array.dtype}", f"give {kind}" + ", in millimetres" * (dtype == "depth")
             elif not np.isfinite(array).all():
                 bad = int(np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))[0])
                 what, todo = f"{name} is not finite (NaN or infinity) at frame {first + bad}", "leave it out"
@@ -168,102 +236,34 @@ class Recorder:
         return found
 
     def _write_episode(self, episode: Mapping[str, np.ndarray], length: int, task: str) -> None:
-        e = len(self._episodes)
-        self._roll()
-        stats: Stats = {}
-        for name, array in episode.items():
-            if name in self._counts:
-                counts = _histogram(array)
-                self._counts[name] += counts
-                stats[name] = _picture_stats(counts, length)
-            else:
-                self._numbers[name].append(array)
-                stats[name] = measure(array)
-        at = self._tasks.setdefault(task, len(self._tasks))
-        own: dict[str, np.ndarray] = {
-            "timestamp": (np.arange(length) / self.fps).astype(np.float32),
-            "frame_index": np.arange(length),
-            "episode_index": np.full(length, e),
-            "index": np.arange(self.num_frames, self.num_frames + length),
-            "task_index": np.full(length, at),
-        }
-        stats |= {name: measure(column[:, None]) for name, column in own.items()}
-        self._write_rows({name: array for name, array in episode.items() if name not in self._of("video")} | own)
-        row: dict[str, Any] = {"episode_index": e, "tasks": [task], "length": length}
-        row |= {f"data/{key}": n for key, n in _place(self._file).items()}
-        row |= {"dataset_from_index": self.num_frames, "dataset_to_index": self.num_frames + length}
-        for name in self._of("video"):
-            begin = self._videos[name].add(episode[name])
-            span = {"from_timestamp": begin / self.fps, "to_timestamp": (begin + length) / self.fps}
-            row |= {f"videos/{name}/{key}": n for key, n in (_place(self._videos[name].file) | span).items()}
-        row |= {f"stats/{name}/{key}": v.tolist() for name, one in stats.items() for key, v in one.items()}
-        self._episodes.append(row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
-        self._stats.append(stats)
-        self.num_frames += length
+        frame = np.arange(length)
+        own: dict[str, np.ndarray] = {"timestamp": (frame / self.fps).astype(np.float32), "frame_index": frame}
+        stats: Stats = {name: measure(column[:, None]) for name, column in own.items()}
+        counts, codecs = dict[str, Any](), dict[str, str]()
+        with self._recording.adding() as (folder, about):
+            for name, array in episode.items():
+                dtype, shape = self.features[name]
+                if dtype not in PICTURES:
+                    stats[name] = measure(array)
+                    continue
+                if dtype == "depth":
+                    array = self._given.depths[name].codes(array)
+                found = files.levels(array, CODES if dtype == "depth" else 256)
+                counts[name], stats[name] = found.tolist(), files.picture_stats(found, self._given.values(name), length)
+                if dtype != "image":
+                    kinds = encoders.DEPTH if dtype == "depth" else encoders.COLOUR
+                    first = self._base.codec(name) if self._base else ""
+                    encoder = encoders.Encoder(folder / f"{name}.mp4", self.fps, shape[1:], kinds, first)
+                    try:
+                        encoder.add(array)
+                    finally:
+                        encoder.close()
+                    codecs[name] = encoder.codec
+            rows = files.table(dict(episode) | own, self.features | {name: OWN[name] for name in own})
+            need("pyarrow.parquet").write_table(rows, folder / "data.parquet", compression="snappy")
+            about |= {"length": length, "task": task, "stats": files.flat(stats), "levels": counts, "codecs": codecs}
 
-    # ---- files
-
-    def _roll(self) -> None:
-        """Open the first files, and new ones where `file_mb` is reached."""
-        limit = self.file_mb * 2**20
-        if self._data is None or _size(self._path("data_path", self._file)) >= limit:
-            if self._data is not None:
-                self._data.close()
-            self._file += 1
-            self._data = self._open_table(self._path("data_path", self._file))
-        for name in self._of("video"):
-            video = self._videos.get(name)
-            if video is None or _size(video.path) >= limit:
-                if video is not None:
-                    video.close()
-                number = video.file + 1 if video else 0
-                path = self._path("video_path", number, video_key=name)
-                self._videos[name] = _Video(path, number, self.fps, self.features[name][1][1:])
-
-    def _path(self, template: str, number: int, **names: str) -> Path:
-        path = self._partial.path / FILES[template].format(**names, **_place(number))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def _open_table(self, path: Path) -> Any:
-        pa, pq = need("pyarrow"), need("pyarrow.parquet")
-        fields: dict[str, Any] = {}
-        known: dict[str, Any] = {}
-        for name, (dtype, shape) in (self.features | OWN).items():
-            if dtype == "video":
-                continue
-            if dtype == "image":
-                known[name] = {"_type": "Image"}
-                fields[name] = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-                continue
-            known[name] = {"dtype": dtype, "_type": "Value"}
-            fields[name] = pa.type_for_alias(dtype)
-            if len(shape) > 1:
-                known[name] = {"shape": list(shape), "dtype": dtype, "_type": f"Array{len(shape)}D"}
-                for _ in shape:
-                    fields[name] = pa.list_(fields[name])
-            elif shape != (1,):
-                known[name] = {"feature": known[name], "length": shape[0], "_type": "Sequence"}
-                fields[name] = pa.list_(fields[name], shape[0])
-        metadata = {"huggingface": json.dumps({"info": {"features": known}})}
-        return pq.ParquetWriter(path, pa.schema(fields.items(), metadata=metadata), compression="snappy")
-
-    def _write_rows(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Write an episode as one row group, so that its pictures can be read without others."""
-        pa = need("pyarrow")
-        arrays = []
-        for field in self._data.schema:
-            values = columns[field.name]
-            if pa.types.is_struct(field.type):
-                pngs = [{"bytes": _png(picture), "path": f"frame-{n:06d}.png"} for n, picture in enumerate(values)]
-                arrays.append(pa.array(pngs, type=field.type))
-            elif pa.types.is_fixed_size_list(field.type):
-                arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]))
-            elif pa.types.is_list(field.type):
-                arrays.append(pa.array(values.tolist(), type=field.type))
-            else:
-                arrays.append(pa.array(values.reshape(-1), type=field.type))
-        self._data.write_table(pa.Table.from_arrays(arrays, schema=self._data.schema))
+    # ---- ending
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -272,195 +272,25 @@ class Recorder:
         except OSError as error:
             raise _cannot_write(self.root, error) from None
         finally:
-            with contextlib.suppress(OSError):  # on a full disk, closing fails once more
-                self._close()
-            self._partial.end()
-
-    def _close(self) -> None:
-        for video in self._videos.values():
-            video.close()
-        if self._data is not None:
-            self._data.close()
-            self._data = None
+            told = self._recording.told()
+            if self._recording.end():
+                print(f"kept: {told}; resume=True goes on after them", file=sys.stderr)
 
     def _finish(self) -> None:
         if self._frames:
             raise LockstepError("the last episode was not ended", self._here(), "call end_episode()")
-        if not self._episodes:
+        if not self.num_episodes:
             raise LockstepError("no episode was written", str(self.root), "give at least one")
-        self._close()
-        meta = self._partial.path / "meta"
-        _write_table(meta / "episodes" / "chunk-000" / "file-000.parquet", self._episodes)
-        self._write_tasks(meta / "tasks.parquet")
-        stats = {name: {key: value.tolist() for key, value in one.items()} for name, one in self._all_stats().items()}
-        (meta / "stats.json").write_text(json.dumps(stats, indent=4), encoding="utf-8")
-        (meta / "info.json").write_text(json.dumps(self._info(), indent=4), encoding="utf-8")
-        for path in self._partial.path.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())  # a rename may reach the disk before the contents do
-        os.rename(self._partial.path, self.root)
-
-    def _all_stats(self) -> Stats:
-        """Return exact statistics of the whole dataset: episodes' quantiles cannot be combined."""
-        stats = {name: aggregate([episode[name] for episode in self._stats]) for name in self._stats[0]}
-        for name, arrays in self._numbers.items():
-            stats[name] = measure(np.concatenate(arrays))
-        for name, counts in self._counts.items():
-            stats[name] = _picture_stats(counts, self.num_frames)
-        for name in BOOKKEEPING:  # not kept: weighted means of the episodes' quantiles, as in LeRobot
-            weight = np.array([row["length"] for row in self._episodes]) / self.num_frames
-            stats[name] |= {q: np.stack([one[name][q] for one in self._stats]).T @ weight for q in QUANTILES}
-        return stats
-
-    def _write_tasks(self, path: Path) -> None:
-        """Write the table as pandas would, because LeRobot takes the texts from its index."""
-        pa, pq = need("pyarrow"), need("pyarrow.parquet")
-        index = "__index_level_0__"
-        table = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(list(self._tasks))})
-        columns: list[dict[str, Any]] = [
-            {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
-            {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object"},
-        ]
-        none: dict[str, Any] = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
-        metadata = {
-            "index_columns": [index],
-            "column_indexes": [none | {"metadata": {"encoding": "UTF-8"}}],
-            "columns": [column | {"metadata": None} for column in columns],
-            "creator": {"library": "pyarrow", "version": pa.__version__},
-            "pandas_version": "2.2.0",
-        }
-        pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(metadata)}), path)
-
-    def _info(self) -> dict[str, Any]:
-        features: dict[str, Any] = {}
-        for name, (dtype, shape) in (self.features | OWN).items():
-            features[name] = {"dtype": dtype, "shape": list(shape), "names": None}
-            if name in self._counts:
-                features[name] |= {"shape": [*shape[1:], 3], "names": ["height", "width", "channels"]}
-            if dtype == "video":
-                video = {"height": shape[1], "width": shape[2], "codec": self._videos[name].codec, "fps": self.fps}
-                video |= {"pix_fmt": "yuv420p", "is_depth_map": False, "channels": 3}
-                features[name]["info"] = {f"video.{key}": value for key, value in video.items()} | {"has_audio": False}
-        return {
-            "codebase_version": "v3.0",
-            "robot_type": self.robot_type,
-            "total_episodes": len(self._episodes),
-            "total_frames": self.num_frames,
-            "total_tasks": len(self._tasks),
-            "chunks_size": FILES_PER_CHUNK,
-            "data_files_size_in_mb": 100,
-            "video_files_size_in_mb": 200,
-            "fps": int(self.fps) if self.fps == int(self.fps) else self.fps,
-            "splits": {"train": f"0:{len(self._episodes)}"},
-            "data_path": FILES["data_path"],
-            "video_path": FILES["video_path"] if self._of("video") else None,
-            "features": features,
-        }
+        if self._recording.episodes:
+            new = self._recording.path / "dataset"
+            assembly.assemble(new, self._recording, self._given, self._base, self.file_mb)
+            self._recording.publish(new, self._before)
 
 
-class _Video:
-    """One mp4 file with the pictures of several episodes."""
-
-    def __init__(self, path: Path, number: int, fps: float, size: tuple[int, ...]):
-        self.path, self.file, self.count = path, number, 0
-        self._av = need("av")
-        os.environ.setdefault("SVT_LOG", "1")  # or the encoder prints its settings for each file
-        self._rate = Fraction(fps).limit_denominator(1001)
-        for name, options in ENCODERS:
-            try:
-                self._begin(name, options, size)
-                return
-            except (self._av.error.FFmpegError, ValueError):  # not built in, or it does not take pictures this small
-                self._container.close()
-                path.unlink(missing_ok=True)
-        known = ", ".join(name for name, _ in ENCODERS)
-        raise LockstepError(f"no encoder of {known} takes {size} pixels", str(path), "use dtype image")
-
-    def _begin(self, name: str, options: dict[str, str], size: tuple[int, ...]) -> None:
-        self._container = self._av.open(str(self.path), "w")
-        self._stream = self._container.add_stream(name, rate=self._rate, options=dict(options))
-        self._stream.pix_fmt = "yuv420p"
-        self._stream.height, self._stream.width = size
-        with _usual_priority():
-            self._stream.codec_context.open()
-        self.codec = {"libsvtav1": "av1", "libx264": "h264"}.get(name, name)
-
-    def add(self, pictures: np.ndarray) -> int:
-        """Append (T, 3, H, W) uint8; returns the number of pictures before them."""
-        first = self.count
-        for picture in pictures:
-            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture.transpose(1, 2, 0)), format="rgb24")
-            frame.pts, frame.time_base = self.count, 1 / self._rate
-            with self._as_os_error():
-                self._container.mux(self._stream.encode(frame))
-            self.count += 1
-        return first
-
-    def close(self) -> None:
-        container, self._container = self._container, None
-        if container is not None:
-            with self._as_os_error(), container:
-                container.mux(self._stream.encode() if self.count else [])
-
-    @contextlib.contextmanager
-    def _as_os_error(self) -> Iterator[None]:
-        try:
-            yield
-        except self._av.error.FFmpegError as error:
-            raise OSError(error.errno, error.strerror) from None
-
-
-@contextlib.contextmanager
-def _usual_priority() -> Iterator[None]:
-    """Restore the scheduling policy afterwards: run by root, SVT-AV1 makes the calling thread real-time, and so every
-    process that it starts later. Two of these that wait for each other starve a machine of two cores."""
-    if not hasattr(os, "sched_getscheduler"):
-        yield
-        return
-    before = os.sched_getscheduler(0), os.sched_getparam(0)
-    try:
-        yield
-    finally:
-        if os.sched_getscheduler(0) != before[0]:
-            os.sched_setscheduler(0, *before)
-
-
-def _place(number: int) -> dict[str, int]:
-    return {"chunk_index": number // FILES_PER_CHUNK, "file_index": number % FILES_PER_CHUNK}
-
-
-def _size(path: Path) -> int:
-    """Return the size in bytes; 0 for an mp4 file whose encoder has not given its first packet yet."""
-    return path.stat().st_size if path.exists() else 0
-
-
-def _png(picture: np.ndarray) -> bytes:
-    image, file = need("PIL.Image"), io.BytesIO()
-    image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _histogram(pictures: np.ndarray) -> np.ndarray:
-    """(T, C, H, W) uint8 -> (C, 256) counts of the levels in about a hundred of the pictures."""
-    some = pictures[:: -(-len(pictures) // 100)]
-    return np.stack([np.bincount(some[:, c].reshape(-1), minlength=256) for c in range(pictures.shape[1])])
-
-
-def _picture_stats(counts: np.ndarray, frames: int) -> dict[str, np.ndarray]:
-    """(C, 256) counts of levels -> statistics (C, 1, 1) of values from 0 to 1."""
-    levels, total = np.arange(256) / 255, counts.sum(1)
-    mean = counts @ levels / total
-    below = np.cumsum(counts, 1) / total[:, None]  # (C, 256)
-    stats = {"mean": mean, "std": np.sqrt((counts * (levels - mean[:, None]) ** 2).sum(1) / total)}
-    stats |= {"min": levels[(counts > 0).argmax(1)], "max": levels[255 - (counts[:, ::-1] > 0).argmax(1)]}
-    stats |= {name: levels[(below >= share).argmax(1)] for name, share in QUANTILES.items()}
-    return {name: value.reshape(-1, 1, 1) for name, value in stats.items()} | {"count": np.array([frames])}
-
-
-def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    pa, pq = need("pyarrow"), need("pyarrow.parquet")
-    pq.write_table(pa.Table.from_pylist(rows), path, compression="snappy")
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2:  # a feature
+        return f"({value[0]}, {value[1]})"
+    return "none of it" if value is None else repr(value)
 
 
 def _cannot_write(folder: Path, error: OSError) -> LockstepError:

@@ -284,8 +284,9 @@ class Adapted(Policy):
         return {"error": loss * weight.to(loss.dtype), "weight": weight}
 
     @torch.no_grad()
-    def act(self, batch: dict[str, Any], draws: Tensor | None = None) -> Tensor:
+    def act(self, batch: dict[str, Any], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
         """Return (B, T, A) actions in recorded units, from now on. Without draws, all samples have the same noise."""
+        assert committed is None, "LeRobot's policies are given no actions that are executed meanwhile"
         names = [*STATES, *self.cameras, "words"]
         inputs = self.inputs({name: batch[name] for name in names if name in batch})
         inputs = {name: value for name, value in inputs.items() if name != "action"}

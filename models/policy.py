@@ -20,9 +20,10 @@ class Policy(nn.Module):
          num_draws   uniform draws that a training sample needs
          penalty     weight of `kl` in the loss
          net(inputs, draws (B, num_draws)) -> {"error": (B,), and perhaps "kl": (B,)}: sums over the sample's steps and
-                     dimensions that are not padding, never means
+                     dimensions that are not padding, never means; "weight" (B,): of how many, where draws decide
          num_noise   uniform draws that an action needs
          net.sample(inputs, draws (B, num_noise)) -> (B, chunk, A): its actions; without draws, from their mean
+         max_committed  (may be missing: 0) the most first actions that `sample` takes as given, as its third argument
     """
 
     def __init__(self, net: nn.Module, normalizer: Normalizer, cameras: list[str]):
@@ -49,6 +50,10 @@ class Policy(nn.Module):
         return sums
 
     @torch.no_grad()
-    def act(self, batch: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in [0, 1)."""
-        return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws))
+    def act(self, batch: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
+        """Return (B, chunk, A) actions in recorded units, sampled by draws (B, net.num_noise) in [0, 1).
+
+        committed  (B, d, A), in recorded units: the first ones, as a network with `max_committed` >= d takes them
+        """
+        given = () if committed is None else (self.normalizer("action", committed),)
+        return self.normalizer.inverse("action", self.net.sample(self.inputs(batch), draws, *given))

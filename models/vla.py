@@ -76,6 +76,8 @@ class VLASettings:
     chunk_size    actions predicted at once
     n_action_steps  how many of them the caller executes before the next prediction; 0 = all
     num_steps     Euler steps of sampling
+    rtc_max_delay  in training, up to so many first actions of a chunk are given, as they are of a robot that executes
+                  them while the rest is computed; 0 = none
     gradient_checkpointing  recompute the blocks' activations in the backward pass: a third more time, far less memory
     freeze_vision_encoder   the convolutions, positions and camera embeddings keep their weights
     train_expert_only       all but the action expert keeps its weights
@@ -94,6 +96,7 @@ class VLASettings:
     chunk_size: int = 50
     n_action_steps: int = 0
     num_steps: int = 10
+    rtc_max_delay: int = 0
     dropout: float = 0.0
     gradient_checkpointing: bool = False
     freeze_vision_encoder: bool = False
@@ -112,6 +115,8 @@ class VLASettings:
             raise ValueError(f"patch_size {full.patch_size} is no power of two that divides {full.image_size} pixels")
         if not 1 <= full.n_action_steps <= full.chunk_size:
             raise ValueError(f"n_action_steps {full.n_action_steps} of a chunk of {full.chunk_size}")
+        if not 0 <= full.rtc_max_delay < full.chunk_size:
+            raise ValueError(f"rtc_max_delay {full.rtc_max_delay} must be below chunk_size {full.chunk_size}")
         return full
 
 
@@ -239,7 +244,8 @@ class TrunkBlock(nn.Module):
 
 
 class Modulation(nn.Module):
-    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width), all 0 at first."""
+    """AdaLN-zero (Peebles & Xie, ICCV 2023): a code (B, width) -> `parts` tensors (B, 1, width), all 0 at first; of a
+    code for each step of a chunk, (B, T, width), as many of them."""
 
     def __init__(self, width: int, parts: int):
         super().__init__()
@@ -247,7 +253,8 @@ class Modulation(nn.Module):
         self.linear = silent(width, parts * width)
 
     def forward(self, code: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(F.silu(code))[:, None].chunk(self.parts, 2)
+        found = self.linear(F.silu(code))
+        return (found if code.ndim == 3 else found[:, None]).chunk(self.parts, 2)
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -294,7 +301,8 @@ class Prefix(NamedTuple):
 
 
 class Expert(nn.Module):
-    """The velocity field: noisy chunk (B, T, A), its time (B,) in [0, 1] and the prefix -> (B, T, A)."""
+    """The velocity field: noisy chunk (B, T, A), its time (B,), or of each step (B, T), in [0, 1] and the prefix ->
+    (B, T, A)."""
 
     positions: Tensor
     rates: Tensor
@@ -319,9 +327,12 @@ class Expert(nn.Module):
         self.out = silent(width, action_dim)
 
     def forward(self, x: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        angles = time[:, None] * self.rates
+        angles = time[..., None] * self.rates
+        command = self.command(prefix.command)  # (B, width)
         # With the words in its query, the expert finds the object that they name in one layer instead of two.
-        code = self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.command(prefix.command)  # (B, width)
+        code = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + (
+            command if time.ndim == 1 else command[:, None]
+        )
         x = self.enter(x) + self.positions
         for block in self.blocks:
             x = run(self.checkpointing, block, x, code, prefix.memory, prefix.mask)
@@ -339,8 +350,10 @@ class VLA(nn.Module):
 
     state_dim, env_dim, action_dim  S and E, which may be 0, and A
     cameras   the names of the pictures in `inputs`, e.g. "observation.images.top"
-    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise
+    num_draws  uniform draws in [0, 1) per training sample: 1 for the time, num_noise = chunk * A for the noise, and 1
+               for the delay if rtc_max_delay is set
     penalty    weight of "kl" in the loss; `forward` returns none here
+    max_committed  most actions that `sample` has learned to be given
 
     `inputs` holds "observation.state" (B, S), "observation.environment_state" (B, E), each camera's (B, channels, H, W)
     of about -1 to 1, and "words" (B, L) int64 of `hash_words`, L at most num_words; for training also "action"
@@ -364,7 +377,8 @@ class VLA(nn.Module):
         self.cameras = tuple(cameras)
         self.shape = (settings.chunk_size, action_dim)
         self.num_noise = settings.chunk_size * action_dim
-        self.num_draws = 1 + self.num_noise
+        self.max_committed = settings.rtc_max_delay
+        self.num_draws = 1 + self.num_noise + bool(self.max_committed)
         # SmolVLA's Beta(1.5, 1), with inverse distribution function p^(1 / 1.5), kept away from time 0 (no noise).
         self.time = Quantiles(lambda p: 0.999 * p ** (1 / 1.5) + 0.001)
         self.noise = normal_quantiles()
@@ -414,24 +428,46 @@ class VLA(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], draws: Tensor) -> dict[str, Tensor]:
         """Training. draws (B, num_draws) -> {"error": (B,)}: the squared error of the velocity, summed over unpadded
-        steps and dimensions."""
+        steps and dimensions. With rtc_max_delay, over those that are not given; "weight" (B,) is their number.
+
+        A sample's delay d is uniform in 0..rtc_max_delay, and leaves at least one step to learn: its first d actions
+        enter as they are, at time 0 (training-time action conditioning: Black et al., arXiv 2512.05964).
+        """
         action = inputs["action"]  # (B, T, A)
         time = self.time(draws[:, 0]).to(action.dtype)  # (B,)
-        noise = self.noise(draws[:, 1:]).to(action.dtype).view_as(action)
-        mixed = torch.lerp(action, noise, time[:, None, None])
+        noise = self.noise(draws[:, 1 : 1 + self.num_noise]).to(action.dtype).view_as(action)
+        silent, sums = inputs["action_is_pad"], {}  # (B, T): steps without loss
+        if self.max_committed:
+            wanted = (draws[:, -1] * (self.max_committed + 1)).long()
+            delay = wanted.minimum((~silent).sum(1) - 1)
+            given = torch.arange(self.shape[0], device=delay.device) < delay[:, None]
+            time, silent = time[:, None].masked_fill(given, 0.0), silent | given
+            sums["weight"] = (~silent).sum(1) * self.shape[1]
+        mixed = torch.lerp(action, noise, time.view(len(time), -1, 1))
         velocity = self.expert(mixed, time, self.prefix(inputs))
         errors = (velocity - (noise - action)).square()
-        return {"error": errors.masked_fill(inputs["action_is_pad"][:, :, None], 0.0).sum((1, 2))}
+        return sums | {"error": errors.masked_fill(silent[:, :, None], 0.0).sum((1, 2))}
 
     @torch.no_grad()
-    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None) -> Tensor:
-        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0, to time 0."""
+    def sample(self, inputs: dict[str, Tensor], draws: Tensor | None = None, committed: Tensor | None = None) -> Tensor:
+        """Predict (B, chunk, A) by Euler steps from time 1, the noise of draws (B, chunk * A) or 0, to time 0.
+
+        committed  (B, d, A), d at most max_committed: the first actions, which are executed meanwhile and kept
+        """
         prefix = self.prefix(inputs)
         prefix = prefix._replace(memory=functools.cache(prefix.memory))  # the same at every step
         x = self.words.weight.new_zeros(inputs["words"].shape[0], *self.shape)  # len() is a constant in an export
         if draws is not None:
             x = self.noise(draws).to(x.dtype).view_as(x)
         steps = self.settings.num_steps
+        if committed is not None:
+            count = committed.shape[1]
+            x = torch.cat([committed.to(x.dtype), x[:, count:]], 1)
+            moving = (torch.arange(self.shape[0], device=x.device) >= count).to(x.dtype)  # (T,)
+            for i in range(steps, 0, -1):
+                velocity = self.expert(x, (i / steps * moving).expand(x.shape[:2]), prefix)
+                x = x - velocity * moving[:, None] / steps
+            return x
         for i in range(steps, 0, -1):
             time = x.new_full(x.shape[:1], i / steps)
             x = x - self.expert(x, time, prefix) / steps

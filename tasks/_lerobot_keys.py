@@ -82,7 +82,6 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
         "policy.compile_model": (False, "compile=auto does it"),
         "policy.compile_mode": ("", "compile= takes the mode"),
         "policy.dtype": ("float32", "amp=bf16 computes in bfloat16, and the weights stay float32"),
-        "policy.pretrained_backbone_weights": ("", "nothing is downloaded; policy.pretrained_path has weights"),
         "policy.empty_cameras": (0, "this policy takes the cameras that there are"),
         "use_policy_training_preset": (True, "optim.* and schedule.* begin with the policy's: set what shall differ"),
         "reward_model": ("", "LeRobot's reward models are not here: a task of your own is docs/your-own-data.md"),

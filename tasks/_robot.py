@@ -14,6 +14,7 @@ from formats import lerobot, pretrained
 from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
+from tasks import _imagenet as imagenet
 from tasks import _lerobot
 
 Kind = Literal["act", "vla"]
@@ -39,6 +40,9 @@ class DatasetSettings:
     tolerance_s: float = option(1e-4, "largest distance of a time stamp from frame / fps, in seconds", above=0)
     use_imagenet_stats: bool = option(True, "normalise pictures by ImageNet's statistics, not by the data's own")
     cameras: list[str] = option([], "cameras to use, by their features' names; empty = all, none = without any")
+    command: Literal["task", "task_aug", "subtask"] = option(
+        "task", "what a policy hears: the task, one of its wordings at random, or the subtask of the moment"
+    )
     resize: list[int] = option(
         [], "height,width to shrink pictures to; empty = what the policy needs, or as recorded", low=8
     )
@@ -89,6 +93,9 @@ class ActSettings(PolicySettings):
     }
     type: Kind = option("act", "act, vla, or any policy of the lerobot package, where it is installed")
     vision_backbone: Literal["resnet18", "resnet34"] = option("resnet18", "network that pictures go through")
+    pretrained_backbone_weights: str = option(
+        "", "local file of its ImageNet weights, torchvision's or timm's; nothing is downloaded; empty = random"
+    )
     replace_final_stride_with_dilation: bool = option(False, "its last stage keeps twice the resolution")
     chunk_size: int = option(100, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
@@ -125,6 +132,9 @@ class VlaSettings(PolicySettings):
     chunk_size: int = option(8, "actions predicted at once", low=1)
     n_action_steps: int = option(4, "of these, executed before the next prediction; 0 = all", low=0)
     num_steps: int = option(10, "Euler steps from noise to actions", low=1)
+    rtc_max_delay: int = option(
+        0, "real-time chunking: train with up to so many first actions given, by each sample's own draw", low=0
+    )
     freeze_vision_encoder: bool = option(False, "train everything but the picture encoder")
     train_expert_only: bool = option(False, "train the action expert alone")
     gradient_checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, slower")
@@ -148,6 +158,7 @@ class EnvSettings:
 @dataclass
 class EvalSettings:
     n_episodes: int = option(20, "simulated trials at each evaluation; 0 = none", low=0)
+    delay: int = option(0, "steps that a prediction takes in them: the last chunk is executed on meanwhile", low=0)
     loss_every: int = option(
         -1, "optimizer steps between evaluations, as eval_every; 0 = at the end; -1 = not set", low=-1
     )
@@ -196,7 +207,8 @@ def steps_of(policy: Any) -> int:
 
 
 NOT_THE_NETWORK = frozenset(
-    "n_action_steps kl_weight dropout num_steps gradient_checkpointing freeze_vision_encoder train_expert_only".split()
+    "n_action_steps kl_weight dropout num_steps rtc_max_delay gradient_checkpointing freeze_vision_encoder "
+    "train_expert_only".split()
 )
 """Hyper-parameters that may differ from those of pretrained weights."""
 
@@ -281,6 +293,8 @@ def renamed(pairs: list[str], sets: dict[str, Demonstrations]) -> tuple[dict[str
 def check(cfg: Any) -> None:
     """Raise LockstepError for settings that do not fit together."""
     policy = cfg.policy
+    if policy.type == "act":
+        imagenet.check(policy)
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
         raise LockstepError(f"no command {cfg.env.command!r}", "env.command", todo)
@@ -297,15 +311,26 @@ def check(cfg: Any) -> None:
     if policy.push_to_hub:
         raise LockstepError("nothing is uploaded", "policy.push_to_hub", "drop it, or give false")
     if _lerobot.is_lerobots(policy):
+        if cfg.eval.delay:
+            raise LockstepError("late predictions are for act and vla", f"eval.delay={cfg.eval.delay}", "drop it")
         return  # its own class checks the rest
     if steps_of(policy) > policy.chunk_size:
         what = f"n_action_steps {steps_of(policy)} of a chunk of {policy.chunk_size}"
         raise LockstepError(what, "policy.n_action_steps", "give at most chunk_size")
+    if (delay := cfg.eval.delay) > min(steps_of(policy), policy.chunk_size - steps_of(policy)):
+        what = f"{steps_of(policy)} of {policy.chunk_size} predicted actions are executed, and {delay} more would be"
+        todo = "give at most n_action_steps, and chunk_size at least their sum"
+        raise LockstepError(what, f"eval.delay={delay}", todo)
+    if delay and getattr(policy, "temporal_ensemble_coeff", 0.0):
+        raise LockstepError("blended chunks are computed at each step", f"eval.delay={delay}", "drop one of the two")
     if policy.type == "vla" and not policy.pretrained_path:
         for name in ("train_expert_only", "freeze_vision_encoder"):
             if getattr(policy, name):
                 what, todo = "it would freeze weights that never learned", "give policy.pretrained_path"
                 raise LockstepError(what, f"policy.{name}", todo)
+    if policy.type == "act" and cfg.dataset.command != "task":
+        todo = "drop it, or choose policy.type=vla or one of LeRobot's that hears"
+        raise LockstepError("ACT hears no command", f"dataset.command={cfg.dataset.command}", todo)
     if policy.type == "act" and policy.temporal_ensemble_coeff and steps_of(policy) != 1:
         todo = "give policy.n_action_steps=1: blending needs a look at every step"
         raise LockstepError(f"{steps_of(policy)} actions a look", "policy.temporal_ensemble_coeff", todo)
@@ -313,3 +338,11 @@ def check(cfg: Any) -> None:
         settings_of(policy)
     except ValueError as error:
         raise LockstepError(str(error), "policy", "change one of them") from None
+
+
+def no_depths(demos: Demonstrations, cameras: list[str]) -> None:
+    """Raise LockstepError if a depth camera is to be trained on: the networks see colours, 8 bits of each."""
+    if depths := [camera for camera in cameras if demos.features[camera].depth]:
+        rest = ",".join(camera for camera in cameras if camera not in depths) or "none"
+        what = f"{depths[0]} is a depth camera, and the policies see colours"
+        raise LockstepError(what, str(demos.root), f"leave it out: dataset.cameras={rest}")

@@ -61,7 +61,7 @@ def record(folder: Path, env: Any, kind: str) -> None:
     seeds = env.data_seed * 10**6 + np.arange(env.demonstrations)
     shape = worlds(env, kind, seeds[:0])
     shown = tqdm(total=len(seeds), desc=f"Recording {folder.name}", unit="episode", delay=2, disable=None)
-    with Recorder(folder, shape.fps, shape.features, robot_type=kind) as recorder, shown:
+    with Recorder(folder, shape.fps, shape.features, robot_type=kind, keep=False) as recorder, shown:
         for start in range(0, len(seeds), AT_ONCE):
             some = seeds[start : start + AT_ONCE]
             for episode, command in trials.demonstrate(worlds(env, kind, some), some, env.noise):

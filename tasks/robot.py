@@ -7,7 +7,6 @@ trials of the policy in it.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -16,21 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import contract
 from engine.config import changed
 from engine.contract import Batch, LockstepError, Loss, PerSample, Sums, amount
-from envs.trials import roll_out
-from formats import lerobot, lerobot_mix, pretrained
+from formats import language, lerobot, lerobot_mix, pretrained
 from models import act, vla
 from models.layers import Normalizer
 from models.policy import STATES, Policy
+from tasks import _held_out as held_out
+from tasks import _imagenet as imagenet
 from tasks import _lerobot, _lerobot_keys
 from tasks import _simulation as simulation
-from tasks._pictures import captioned
-from tasks._robot import POLICIES, Augment, Settings, check, renamed, settings_of, start_from, steps_of
+from tasks import _trials as trials
+from tasks._robot import POLICIES, Augment, Settings, check, no_depths, renamed, settings_of, start_from, steps_of
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
 NEVER = 10**9  # steps: an evaluation at the end alone
@@ -45,7 +44,8 @@ class Task(contract.Task):
     resumable_keys = tuple(
         "dataset.root dataset.repo_id dataset.revision dataset.cache dataset.cache_dir download eval. "
         "policy.pretrained_path policy.pretrained_revision policy.n_action_steps policy.num_steps "
-        "policy.temporal_ensemble_coeff policy.gradient_checkpointing".split()
+        "policy.temporal_ensemble_coeff policy.gradient_checkpointing "
+        "policy.pretrained_backbone_weights".split()
     )
     compat_aliases = _lerobot_keys.ALIASES
     aliases = {"root": "dataset.root", "episodes": "dataset.episodes"}
@@ -77,6 +77,7 @@ class Task(contract.Task):
         self.simulation = simulation.which(self.cfg.env, given)
         self.trials_every = max(0, self.cfg.eval.trials_every)
         self.num_trials = self.cfg.eval.n_episodes if self.simulation and self.cfg.eval.trials_every else 0
+        self.films: list[trials.Trial] = []  # of the last evaluation
         if given:
             sets = lerobot_mix.places(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
         else:
@@ -89,6 +90,9 @@ class Task(contract.Task):
         demos = lerobot_mix.only(lerobot_mix.joined(read, cameras), self.used)
         root = demos.root
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
+        no_depths(demos, self.cameras)
+        said = language.spoken(demos, cfg.command)
+        self.texts = said.texts
         self.demos = demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
@@ -108,16 +112,21 @@ class Task(contract.Task):
             self.windows = _lerobot.windows(policy, [*self.dims, *self.cameras])
         else:
             self.windows = _lerobot.Windows({"action": list(range(policy.chunk_size))})
+        if self.cfg.eval.delay and self.windows.history != [0]:
+            what = f"{policy.type} sees earlier frames, too, and late trials are of policies that see the present alone"
+            raise LockstepError(what, "eval.delay", "drop it")
         deltas = self.windows.deltas
         both = (
             lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, self.windows.skipped),
             lerobot_mix.chunks(demos, val, deltas, frames),
         )
         self.of_each = lerobot_mix.told(demos, *both)
+        both = language.hearing(both, said)
         self.never = sorted(
             {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
         )  # tasks without an episode to train on
         self._measure(both[0])
+        self.val = both[1]
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
@@ -173,9 +182,14 @@ class Task(contract.Task):
                 raise LockstepError(what, "policy.normalization_mapping", "choose another mode")
         policy = self._policy(stats, modes)
         self.encode = getattr(policy.net, "encode", None)  # ACT takes no commands
-        self.words = self.encode(demos.tasks) if self.encode else None
+        self.words = self.encode(self.texts) if self.encode else None
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
+
+    def _eyes(self) -> str:
+        """The file of ImageNet's weights that ACT's backbone starts from, if any."""
+        cfg = self.cfg.policy
+        return str(cfg.pretrained_backbone_weights) if cfg.type == "act" else ""
 
     def _policy(self, stats: dict[str, Any], modes: dict[str, str]) -> Policy:
         cfg = self.cfg.policy
@@ -196,6 +210,9 @@ class Task(contract.Task):
         policy = Policy(net, Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path and not self.resuming:
             self.started_from = start_from(cfg, policy)
+        elif self._eyes() and not self.resuming:
+            by_imagenet = self.cfg.dataset.use_imagenet_stats and cfg.normalization_mapping.VISUAL == "MEAN_STD"
+            self.started_from = imagenet.start(cfg, getattr(net, "backbone", None), by_imagenet)
         return policy
 
     def _features(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -238,10 +255,10 @@ class Task(contract.Task):
             changed = {name: recolour(batch[name], draws[:, :3], augment) for name in self.cameras}
             inputs, draws = inputs | changed, draws[:, 3:]
         out = net(inputs, draws)
-        if "weight" in out:  # LeRobot's class says over how many numbers its mean is
+        if "weight" in out:  # of how many numbers the loss is a mean, which no loader knows; there is no other term
             return Loss(out["error"].sum(), out["weight"].sum(), Sums(count=torch.ones_like(given.seed).sum()))
-        steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         error = out["error"] if out["error"].dtype == torch.float64 else out["error"].float()
+        steps = (~batch["action_is_pad"]).sum(1)  # (B,)
         # The error is a mean over the steps of the global batch, the KL one over its samples: both add up this way.
         weight = given.mean_weight
         mean_steps = steps.to(error.dtype).mean() if weight is None else weight.to(error.dtype)
@@ -256,7 +273,7 @@ class Task(contract.Task):
         if self.words is None:
             return batch
         self.words = self.words.to(batch["task_index"].device)  # copied once: a copy is a sync point
-        return batch | {"words": self.words[batch["task_index"]]}
+        return batch | {"words": self.words[batch.get("text_index", batch["task_index"])]}
 
     # ---- evaluation ----
 
@@ -310,10 +327,7 @@ class Task(contract.Task):
         if names := lerobot_mix.names_of(self.demos):
             each = zip(names, sums["off_of_each"].tolist(), sums["numbers_of_each"].tolist(), strict=True)
             metrics |= {f"action_l1/{name}": off / of_it for name, off, of_it in each if of_it}
-        if "trials" in sums and sums["trials"] > 0:
-            metrics["success_rate"] = float(sums["successes"]) / float(sums["trials"])
-            metrics["avg_max_reward"] = float(sums["rewards"]) / float(sums["trials"])
-        return metrics
+        return metrics | trials.metrics(sums)
 
     def predict(self, model: nn.Module, batch: Batch) -> PerSample:
         """The chunk of actions from each frame on, in recorded units."""
@@ -326,54 +340,33 @@ class Task(contract.Task):
     def trials(self, model: nn.Module, which: range, stopped: Callable[[], bool]) -> Sums:
         """Make trials of the policy in the simulation, from starts that no demonstration has."""
         assert isinstance(model, Policy)
-        device = next(model.parameters()).device
-        coefficient = getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0)
-        blend = act.TemporalEnsemble(coefficient) if coefficient else None
-        looks = itertools.count()
+        totals, made = trials.make(self, model, which, stopped)
+        self.films = made or self.films
+        return totals
 
-        def policy(observations: dict[str, np.ndarray], commands: list[str]) -> np.ndarray:
-            named = {self.names.get(name, name): value for name, value in observations.items()}
-            batch = {name: torch.from_numpy(value).to(device) for name, value in named.items()}
-            batch |= {name: _shrunk(batch[name], self.sizes[name]) for name in self.cameras}
-            if self.encode:
-                # A policy trained on one task knows its wording only, whatever the simulation calls it.
-                texts = commands if len(self.demos.tasks) > 1 else self.demos.tasks * len(commands)
-                batch["words"] = self.encode(texts).to(device)
-            # Noise picks one of several ways instead of their mean; seeded by trial and look, whatever the rank.
-            seeds_now = contract.sample_seeds(next(looks), 0, torch.tensor(which, device=device))
-            chunk = model.act(batch, contract.uniform(seeds_now, model.net.num_noise))
-            return (blend(chunk)[:, None] if blend else chunk).float().cpu().numpy()
-
-        totals = dict.fromkeys(("successes", "rewards", "trials"), 0.0)
-        if len(which):
-            seeds = simulation.FRESH + np.array(which, dtype=np.int64)
-            recorded = [self.demos.features[name].shape[1] for name in self.cameras]  # as large as in the data
-            worlds = simulation.worlds(self.cfg.env, self.simulation, seeds, max(recorded, default=0), bool(recorded))
-            asked, steps = _lerobot.with_history(policy, self.windows.history, steps_of(self.cfg.policy))
-            success, film = roll_out(asked, worlds, steps, stopped)
-            if 0 in which:  # `pictures` shows trial 0
-                self.film, self.filmed = film, f"{worlds.commands[0]}: {'done' if success[0] else 'failed'}"
-            totals = {"successes": success.sum(), "rewards": worlds.reward.sum(), "trials": len(which)}
-        return Sums({name: torch.tensor(total, dtype=torch.float64) for name, total in totals.items()})
+    def trial_pictures(self) -> dict[str, np.ndarray]:
+        return trials.pictures(self.films)
 
     def pictures(self, model: nn.Module, batch: Batch, sums: Sums) -> dict[str, np.ndarray]:
-        """A film of one trial, and ten of its frames as a strip, under its command and outcome."""
-        if "trials" not in sums:
-            return {}
-        times = max(1, 288 // self.film.shape[-1])
-        film = self.film.transpose(0, 2, 3, 1).repeat(times, 1).repeat(times, 2)  # (T, H, W, 3), larger
-        chosen = film[np.linspace(0, len(film) - 1, 10).astype(int)]  # (10, H, W, 3)
-        framed = np.pad(chosen, ((0, 0), (2, 2), (2, 2), (0, 0)), constant_values=255)
-        strip = np.concatenate(list(framed), 1)
-        return {"trial": captioned(film, self.filmed), "trial_strip": captioned(strip[None], self.filmed)[0]}
+        """Films of trials; held-out episodes, as predicted beside as recorded."""
+        assert isinstance(model, Policy)
+        names = self.demos.features["action"].names
+        names = names if len(names) == self.action_dim else [str(n) for n in range(self.action_dim)]
+        return (self.trial_pictures() if "trials" in sums else {}) | held_out.pictures(
+            self, model, self.val, steps_of(self.cfg.policy), names, not self.shared
+        )
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        command = self.cfg.dataset.command
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
-        trials = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        tries = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
+        if self.num_trials and (delay := self.cfg.eval.delay):
+            told = delay <= getattr(self.cfg.policy, "rtc_max_delay", 0)
+            tries += f", {amount(delay, 'step')} late, {'given' if told else 'ignorant of'} what is executed meanwhile"
         rows = [
             f"Found {len(demos.episodes)} episodes{tried} with {(demos.end - demos.start).sum()} frames at"
             f" {demos.fps:g} Hz in "
@@ -381,14 +374,16 @@ class Task(contract.Task):
             + f" ({demos.version})",
             *self.of_each,
             f"Features: {', '.join(f'{name} {dim}' for name, dim in self.dims.items())}, action {self.action_dim},"
-            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}",
+            f" {amount(len(self.cameras), 'camera')}; {amount(len(demos.tasks), 'command')}: {texts}"
+            + f"; {amount(len(self.texts), 'text')} with dataset.command={command}"
+            * (command != "task"),
             f"Train episodes: {train}, Val episodes: {val}"
             + (
                 " (the same: there is no other to validate on)"
                 if self.shared
                 else f" (dataset.eval_split={share:g}; LeRobot's default is 0: all train)" * given
             )
-            + f"; trials at each evaluation: {trials}",
+            + f"; trials at each evaluation: {tries}",
         ]
         if self.never:
             names = ", ".join(repr(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
@@ -398,10 +393,11 @@ class Task(contract.Task):
         policy = self.cfg.policy
         if _lerobot.is_lerobots(policy):
             rows += _lerobot.notes(self.cfg)
-        if policy.type == "act" and self.cameras and not policy.pretrained_path and not self.resuming:
+        from_file = policy.pretrained_path or self._eyes()
+        if policy.type == "act" and self.cameras and not from_file and not self.resuming:
             rows.append(
                 f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"
-                " LeRobot's starts from ImageNet's weights"
+                f" LeRobot's starts from ImageNet's weights: {imagenet.KEY}=FILE"
             )
         return "\n".join(rows)
 
@@ -429,13 +425,6 @@ def recolour(x: Tensor, u: Tensor, wanted: Augment) -> Tensor:
     x = gray + (x - gray) * colour
     middle = gray.mean((-2, -1), keepdim=True)
     return (middle + (x - middle) * contrast).clamp(0, 255)
-
-
-def _shrunk(pictures: Tensor, size: tuple[int, int]) -> Tensor:
-    """Shrink (B, 3, H, W) uint8 to (B, 3, *size) as in batches, by formats/frames.py's filter."""
-    if size == tuple(pictures.shape[2:]):
-        return pictures
-    return F.interpolate(pictures.float(), size, mode="bilinear", antialias=True).round()
 
 
 def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot.Demonstrations:

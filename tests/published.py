@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from wheels import unpacked
 
 TORCHVISION = "torchvision==0.29.1"
-PARTS = ("models/video/__init__.py", "models/video/resnet.py", "models/_meta.py")
+PARTS = ("models/video/__init__.py", "models/video/resnet.py", "models/resnet.py", "models/_meta.py")
 
 
 @contextmanager
-def torchvision_classes(folder: Path):
-    """The module torchvision.models.video.resnet of the published wheel, with stubs for what it imports but torch: the
-    wheel's compiled part fits one version of torch only."""
+def torchvision_classes(folder: Path, name: str = "video.resnet"):
+    """A module of torchvision.models of the published wheel, with stubs for what it imports but torch: the wheel's
+    compiled part fits one version of torch only."""
     unpacked(TORCHVISION, folder, lambda name: name.removeprefix("torchvision/") in PARTS)
 
     def nothing(*_, **__):
@@ -32,21 +32,21 @@ def torchvision_classes(folder: Path):
         ".models": {},
         ".models.video": {},
         ".transforms": {},
-        ".transforms._presets": {"VideoClassification": object},
+        ".transforms._presets": {"VideoClassification": object, "ImageClassification": object},
         ".utils": {"_log_api_usage_once": lambda *_: None},
         ".models._api": {"register_model": nothing, "Weights": types.SimpleNamespace, "WeightsEnum": _Any},
         ".models._utils": {"_ovewrite_named_param": None, "handle_legacy_interface": nothing, "_ModelURLs": dict},
     }
     assert "torchvision" not in sys.modules
     try:
-        for name, values in stubs.items():
-            module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
-            module.__path__ = [str(folder / "torchvision" / name[1:].replace(".", "/"))]
+        for stub, values in stubs.items():
+            module = sys.modules[f"torchvision{stub}"] = types.ModuleType(f"torchvision{stub}")
+            module.__path__ = [str(folder / "torchvision" / stub[1:].replace(".", "/"))]
             vars(module).update(values)
-        yield importlib.import_module("torchvision.models.video.resnet")
+        yield importlib.import_module(f"torchvision.models.{name}")
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        for module in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
+            del sys.modules[module]
 
 
 class _Any:

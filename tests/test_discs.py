@@ -236,7 +236,7 @@ def test_a_rollout_executes_what_the_policy_says():
         chunk[:, 3:] = np.nan  # what lies beyond is never used
         return chunk
 
-    success, film = roll_out(policy, Discs(MANY[:20]), chunk_steps=3)
+    success, (film,) = roll_out(policy, Discs(MANY[:20]), chunk_steps=3)
     worlds = Discs(MANY[:20], 32)
     for now in range(HORIZON):
         if now % 3 == 0:
@@ -261,7 +261,7 @@ def test_an_expert_policy_succeeds_in_a_rollout():
         twin.step(action)
         return action[:, None]
 
-    success, film = roll_out(policy, Discs(MANY[:40]), chunk_steps=1)
+    success, (film,) = roll_out(policy, Discs(MANY[:40]), chunk_steps=1)
     assert success.all()
     episode = demonstrate(MANY[:1], noise=0.0)[0]
     assert np.array_equal(film, episode.features[CAMERA]), "it ends as a recording does"

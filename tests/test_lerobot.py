@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -21,10 +22,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from engine.contract import LockstepError
 from formats import frames as frames_module
-from formats import lerobot
+from formats import lerobot, recording
 from formats.frames import Frames
 from formats.lerobot import Chunks, aggregate, find, read, split
 from formats.lerobot_writer import Recorder
@@ -798,32 +800,314 @@ def test_a_recording_on_a_full_disk(tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_recording_leaves_no_dataset(tmp_path):
+STEPS = {  # what a recording does to the disk
+    os: ("rename", "replace", "link", "mkdir", "unlink", "rmdir"),
+    recording: ("_exchanged",),
+}
+
+
+def killed_at(number, act):
+    """Run `act` in a process that dies before its step of this number; return whether it did."""
+
+    def counted():
+        taken = [0]
+
+        def stepping(real):
+            def step(*args, **how):
+                taken[0] += 1
+                if taken[0] == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **how)
+
+            return step
+
+        for module, names in STEPS.items():
+            for name in names:
+                setattr(module, name, stepping(getattr(module, name)))
+        act()
+
+    process = multiprocessing.get_context("fork").Process(target=counted)
+    process.start()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def assert_same_dataset(a, b):
+    """But for how the pictures lie in files."""
+    left, right = read(a), read(b)
+    assert left.lengths == right.lengths and left.tasks == right.tasks
+    assert all(np.array_equal(left.columns[name], right.columns[name]) for name in right.columns)
+    pictures = [Frames(demos, {}, "none", "unused").get(CAMERA, demos.columns["index"]) for demos in (left, right)]
+    assert np.array_equal(*pictures)
+    for name in right.stats:
+        for key in right.stats[name]:
+            assert np.allclose(left.stats[name][key], right.stats[name][key], rtol=1e-9), (name, key)
+    kept = [json.loads((root / "meta/info.json").read_text()) for root in (a, b)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "exchange"), [(0, True), (1, True), (1, False)])
+def test_a_recording_killed_anywhere_goes_on(tmp_path, monkeypatch, before, exchange):
+    """After a kill at each of its steps a reader finds the dataset as it was, or whole, and the same program, started
+    again, ends in the same dataset; each finished episode is taken from the disk. Some systems cannot exchange."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no power is lost here, and it takes most of the time
+    if not exchange:
+        monkeypatch.setattr(recording, "_exchanged", lambda a, b: False)
+    root, made_again, whole_at_a_kill = tmp_path / "set", [], set()
+
+    def record_to(count, root=root):
+        with Recorder(root, 10, FEATURES, names={"action": ["x", "y", "z"]}, resume=True) as recorder:
+            for e in range(recorder.num_episodes, count):
+                made_again.append(e)
+                arrays = numbers()[e] | {CAMERA: flat(e, LENGTHS[e])}
+                recorder.add_episode(arrays, ("push", "pull")[e % 2])
+
+    if before:
+        record_to(before)
+    start = shutil.copytree(root, tmp_path / "start") if before else None
+    record_to(3, tmp_path / "expected")
+    if before:
+        shutil.rmtree(tmp_path / "expected")
+        shutil.copytree(start, tmp_path / "expected")
+        record_to(3, tmp_path / "expected")
+    for step in range(1, 1000):
+        shutil.rmtree(root, ignore_errors=True)
+        if start:
+            shutil.copytree(start, root)
+        if not killed_at(step, lambda: record_to(3)):
+            break
+        assert root.exists() or not (exchange and before)
+        there = len(read(root).episodes) if root.exists() else before
+        assert there in (before, 3)
+        finished = len(list(tmp_path.glob(".set.recording/[0-9]*[0-9]/episode.json")))
+        made_again.clear()
+        record_to(3)
+        if root_was_whole := there == 3:
+            assert not made_again
+        elif exchange:
+            assert made_again == list(range(before + finished, 3))
+        whole_at_a_kill.add(root_was_whole)
+        assert_same_dataset(root, tmp_path / "expected")
+        assert not (tmp_path / ".set.recording").exists()
+    assert 25 < step < 999 and whole_at_a_kill == {False, True}
+
+
+def test_an_interrupted_recording_is_not_recorded_over(tmp_path):
+    action = {"action": ("float32", (1,))}
+
     def begin():
-        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
-            for _ in range(3):
-                recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+        with Recorder(tmp_path / "set", 10, action) as recorder:
+            for value in range(3):
+                recorder.add_episode({"action": np.full((5, 1), value)}, "push")
+            recorder.add_frame({"action": np.zeros(1)}, "push")
             os.kill(os.getpid(), signal.SIGKILL)
 
     run(begin, exitcode=-signal.SIGKILL)
-    assert not (tmp_path / "set").exists() and len(list(tmp_path.iterdir())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".set.recording"]
     refused("cannot read info.json", lambda: read(tmp_path / "set"))
-    record_one(tmp_path / "set", action=np.zeros((5, 1)))
-    assert [path.name for path in tmp_path.iterdir()] == ["set"], "what was left goes with the next recording"
+
+    def again(**how):
+        with Recorder(tmp_path / "set", 10, how.pop("features", action), **how) as recorder:
+            recorder.add_episode({"action": np.full((5, 1), recorder.num_episodes)}, "pull")
+
+    refused(["interrupted", "3 finished episodes", ".set.recording", "resume=True"], again)
+    refused(["has fps 10", "recorder 5"], lambda: Recorder(tmp_path / "set", 5, action, resume=True).__enter__())
+    other = {"action": ("float32", (2,))}
+    refused(["interrupted recording has action (float32, (1,))", "(2,)"], lambda: again(features=other, resume=True))
+    with Recorder.resume(tmp_path / "set") as recorder:
+        assert recorder.num_episodes == 3
+    assert read(tmp_path / "set").columns["action"][:, 0].tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    with Recorder.resume(tmp_path / "set") as recorder:
+        recorder.add_episode({"action": np.full((5, 1), 3)}, "pull")
+    assert read(tmp_path / "set").tasks == ["push", "pull"]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_a_recording_leaves_another_one_at_work_alone(tmp_path):
+def test_an_error_keeps_what_was_finished_and_says_where(tmp_path, capsys):
+    def begin(**how):
+        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}, **how) as recorder:
+            recorder.add_episode({"action": np.zeros((5, 1))}, "push")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(keep=False)
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert "1 finished episode in" in (told := capsys.readouterr().err) and "resume=True" in told
+    with pytest.raises(KeyboardInterrupt):
+        begin(keep=False)
+    assert not list(tmp_path.iterdir()), "a recording that can be made again begins again"
+
+
+def test_an_interrupt_after_the_last_step_adds_no_episode_twice(tmp_path, monkeypatch):
+    def record_two():
+        with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}, resume=True) as recorder:
+            while recorder.num_episodes < 2:
+                recorder.add_episode({"action": np.full((5, 1), recorder.num_episodes)}, "push")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording.Recording, "clear", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            record_two()
+    assert len(read(tmp_path / "set").episodes) == 2
+    record_two()
+    assert len(read(tmp_path / "set").episodes) == 2 and [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_one_process_records_a_dataset_at_a_time(tmp_path):
     def record_the_same():
-        record(tmp_path / "set")
+        refused("another process is recording it", lambda: record(tmp_path / "set"))
 
-    (tmp_path / ".set.partial-elsewhere-1" / "data").mkdir(parents=True)
-    (tmp_path / ".set2.partial-elsewhere-1").mkdir()
-    with pytest.raises(LockstepError), Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+    (tmp_path / ".set2.recording").mkdir()
+    with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
         recorder.add_episode({"action": np.zeros((5, 1))}, "push")
-        mine = next(tmp_path.glob(f".set.partial-*-{os.getpid()}"))
         run(record_the_same)
-        assert (mine / "data").is_dir() and len(read(tmp_path / "set").episodes) == len(LENGTHS)
-    assert {path.name for path in tmp_path.iterdir()} == {"set", ".set2.partial-elsewhere-1"}, "another name's stays"
+    assert len(read(tmp_path / "set").episodes) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"set", ".set2.recording"}
+
+
+def test_a_dataset_that_others_change_while_it_is_added_to(tmp_path):
+    record_one(tmp_path / "set", action=np.zeros((5, 1)))
+    other = record_one(tmp_path / "other", task="other", action=np.zeros((7, 1)))
+    one = {"action": np.ones((5, 1))}
+
+    def add_two():
+        with Recorder.resume(tmp_path / "set") as slow:
+            slow.add_episode(one, "pull")
+            (tmp_path / "set").rename(tmp_path / "was")
+            other.rename(tmp_path / "set")
+
+    refused(["has changed", "resume=True"], add_two)
+    assert read(tmp_path / "set").lengths == {0: 7}
+    with Recorder.resume(tmp_path / "set"):
+        pass
+    assert read(tmp_path / "set").lengths == {0: 7, 1: 5} and read(tmp_path / "set").tasks == ["other", "pull"]
+
+
+@pytest.mark.parametrize("kind", ["v3.0 images", "v3.0 video", "v3.0 by hand", "v3.0 many files"])
+def test_episodes_added_to_a_dataset(made, tmp_path, kind):
+    """The old files stay what they are, bit by bit; new ones have the next numbers."""
+    root = shutil.copytree(made(kind), tmp_path / "set")
+    if kind == "v3.0 by hand":
+        change_info(root, lambda about: about.update(total_tasks=2))
+    before = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    old = read(root)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    with Recorder.resume(link, file_mb=0) as recorder:
+        assert recorder.num_episodes == 4
+        size = old.features[CAMERA].shape[1:]
+        for e in (1, 2):
+            recorder.add_episode(numbers()[e] | {CAMERA: flat(e, LENGTHS[e], size)}, ("push", "turn")[e % 2])
+    assert link.is_symlink()
+    for name, content in before.items():
+        if str(name) not in ("meta/info.json", "meta/stats.json", "meta/tasks.parquet"):
+            assert (root / name).read_bytes() == content
+    demos, chosen = read(root), [0, 1, 2, 3, 1, 2]
+    assert list(demos.lengths.values()) == [LENGTHS[e] for e in chosen]
+    assert demos.tasks == ["push", "pull", "turn"]
+    for name in ("action", "observation.state"):
+        assert np.array_equal(demos.columns[name], np.concatenate([numbers()[e][name] for e in chosen]))
+        every = demos.columns[name].astype(np.float64)
+        assert np.allclose(demos.stats[name]["q90"], np.quantile(every, 0.9, axis=0))
+    levels = np.concatenate([level(e, np.arange(LENGTHS[e])) for e in chosen])
+    pictures = Frames(demos, {}, "none", "unused").get(CAMERA, np.arange(len(levels)))
+    assert np.abs(pictures.mean((1, 2, 3)) - levels).max() < 2
+    assert np.array_equal(demos.columns["index"], np.arange(len(levels)))
+    added = sorted(set(map(str, (path.relative_to(root) for path in root.rglob("file-*")))) - set(map(str, before)))
+    data = 4 if kind == "v3.0 many files" else 2 if kind == "v3.0 by hand" else 1
+    assert [name for name in added if name.startswith("data")] == [
+        f"data/chunk-000/file-{data + n:03d}.parquet" for n in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("v2.1", {}, ["it is v2.1", "v3.0 only"]),
+        ("v3.0 images", {"data_path": "data/{chunk_index}-{file_index}.parquet"}, ["names of their own"]),
+        ("v3.0 images", {}, ["the dataset has fps 10", "recorder 5"]),
+        ("v3.0 video", {}, ["(video, (3, 64, 64))", "(image, (3, 16, 24))"]),
+    ],
+)
+def test_what_episodes_are_not_added_to(made, tmp_path, kind, change, says):
+    root = shutil.copytree(made(kind), tmp_path / "set")
+    if change:
+        (root / "data/chunk-000/file-000.parquet").rename(root / "data/0-0.parquet")
+    change_info(root, lambda about: about.update(change))
+    fps = 5 if "recorder 5" in says else 10
+    refused(says, lambda: Recorder(root, fps, FEATURES, resume=True).__enter__())
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"action": ["x", "y"]}, ["action has 2 names", "(3,)"]),
+        ({CAMERA: ["a", "b", "c"]}, [CAMERA, "no feature of numbers"]),
+        ({"arm": ["x"]}, ["names of arm"]),
+    ],
+)
+def test_names_that_fit_nothing(tmp_path, names, says):
+    refused(says, lambda: Recorder(tmp_path / "set", 10, FEATURES, names=names))
+
+
+def test_names_are_kept(tmp_path):
+    names = {"action": {"motors": ["x", "y", "z"]}, "observation.state": ["a.pos", "b.pos"]}
+    record(tmp_path / "set", names=names)
+    about = json.loads((tmp_path / "set/meta/info.json").read_text())["features"]
+    assert {name: about[name]["names"] for name in names} == names and about["timestamp"]["names"] is None
+    assert read(tmp_path / "set").features["action"].names == ["x", "y", "z"]
+    other = names | {"action": ["u", "v", "w"]}
+    refused("names of action", lambda: Recorder(tmp_path / "set", 10, FEATURES, names=other, resume=True).__enter__())
+
+
+def test_frames_are_dropped(tmp_path):
+    with Recorder(tmp_path / "set", 10, {"action": ("float32", (1,))}) as recorder:
+        for value, keeps in ((1, True), (2, False), (3, True)):
+            for _ in range(4):
+                recorder.add_frame({"action": np.full(1, value)}, f"task {value}")
+            recorder.end_episode() if keeps else recorder.drop_episode()
+    demos = read(tmp_path / "set")
+    assert demos.columns["action"][:, 0].tolist() == [1] * 4 + [3] * 4 and demos.tasks == ["task 1", "task 3"]
+
+
+def test_the_recording_of_the_guide(tmp_path, monkeypatch, capsys):
+    """Stopped by Ctrl-C, started again; what it prints then is in the guide, too."""
+    page = (ROOT / "docs" / "robots.md").read_text()
+    program = re.search(r"## Record\n\n```python\n(.*?)```", page, re.S)[1]
+    program = program.replace("< 50", "< 3").replace("range(300)", "range(4)")
+    monkeypatch.chdir(tmp_path)
+
+    class Robot:
+        steps = 0
+
+        def step(self):
+            self.steps += 1
+            if self.steps == 10:
+                raise KeyboardInterrupt
+            numbers = {name: np.full(6, self.steps) for name in ("observation.state", "action")}
+            pictures = {"top": np.zeros((3, 240, 320), np.uint8), "depth": np.full((1, 240, 320), 700, np.uint16)}
+            return numbers | {f"observation.images.{name}": picture for name, picture in pictures.items()}
+
+    given = {"robot": Robot()}
+    with pytest.raises(KeyboardInterrupt):
+        exec(program, given)
+    told = capsys.readouterr().err
+    assert told == "kept: 2 finished episodes in data/.pick.recording; resume=True goes on after them\n"
+    assert told.replace(" 2 ", " 12 ") in page
+    says = refused("interrupted", lambda: exec(program.replace(", resume=True", ""), given))
+    assert f"error: {says.replace(' 2 ', ' 12 ')}\n" in page
+    exec(program, given)
+    demos = read("data/pick")
+    assert list(demos.lengths.values()) == [4, 4, 4] and demos.columns["action"][:, 0].tolist() == [
+        *range(1, 9),
+        *range(11, 15),
+    ]
+    assert demos.features["action"].names[-1] == "gripper.pos"
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------

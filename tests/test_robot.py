@@ -359,7 +359,7 @@ def test_trials_start_where_no_demonstration_did(own_recordings):
     model, demos = task.model(), task.demos
     known = {picture.tobytes() for picture in Frames(demos, {}, "none", "").get(task.cameras[0], demos.start)}
     task.trials(model, range(1), lambda: True)
-    assert len(known) == len(demos.episodes) > 4 and task.film[0].tobytes() not in known
+    assert len(known) == len(demos.episodes) > 4 and task.films[0].film[0].tobytes() not in known
 
 
 def test_trials_speak_the_words_of_the_demonstrations(own_recordings, tmp_path):
@@ -630,9 +630,11 @@ def test_what_a_replica_has_is_enough(walks):
 
 
 def test_leftovers_of_a_killed_recording_go(own_recordings, tmp_path):
-    (tmp_path / f".discs_v{simulation.RECIPE}_8x16_seed0_noise0.1.partial-host-1/data").mkdir(parents=True)
+    left = tmp_path / f".discs_v{simulation.RECIPE}_8x16_seed0_noise0.1.recording/000000"
+    left.mkdir(parents=True)
+    (left / "episode.json").write_text(json.dumps({"length": 3, "task": "dance"}))
     task, *_ = task_of("robot", "env.demonstrations=8", "env.size=16")
-    assert not list(tmp_path.glob(".*partial*"))
+    assert not list(tmp_path.glob(".*recording")) and "dance" not in task.demos.tasks
     assert "(the successes of 8 tried)" in task.summary() and "20 in the simulation discs" in task.summary()
 
 
@@ -661,7 +663,7 @@ def test_a_trial_shows_in_tensorboard(launch, tmp_path):
 
     succeed(launch.python("train.py", *DISCS, "steps=2", f"save_dir={tmp_path / 'run'}"))
     events = EventAccumulator(str(tmp_path / "run/logs")).Reload()
-    assert {"val/trial", "val/trial_strip"} <= set(events.Tags()["images"])
+    assert {"val/trial", "val/trial_strip", "val/episode_0"} <= set(events.Tags()["images"])
     assert any("success_rate" in tag for tag in events.Tags()["scalars"])
 
 
@@ -737,6 +739,7 @@ def test_every_normalisation_brings_the_data_to_its_range(walks):
 def test_act_says_what_its_eyes_start_from(walks, tmp_path):
     """LeRobot's begin with ImageNet's weights; with weights of its own, or no picture, there is nothing to say."""
     act = ["robot", "policy.type=act", f"dataset.root={walks}", "dataset.cache=none"]
+    (tmp_path / "config.json").write_text('{"type": "act", "vision_backbone": "resnet34"}')
     said = "The resnet34 that sees starts at random, its norms frozen as they are; LeRobot's starts from ImageNet's"
     for words, is_said in (
         ([*act, "policy.vision_backbone=resnet34"], True),

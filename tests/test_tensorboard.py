@@ -50,7 +50,7 @@ def test_scalars_are_grouped_by_name(address):
 def test_matrix_clips_and_rollouts_are_there(address):
     tags = {run: set(found) for run, found in ask(address, "images").items()}
     of_video = {"val/confusion_matrix", "val/clips", "val/reliability"}
-    assert tags == {"video/logs": of_video, "robot/logs": {"val/trial", "val/trial_strip"}}
+    assert tags == {"video/logs": of_video, "robot/logs": {"val/trial", "val/trial_strip", "val/episode_0"}}
     assert picture(address, "video/logs", "val/clips").n_frames == 5, "it moves"
     assert picture(address, "robot/logs", "val/trial").n_frames > 5
     for run, tag in (("video/logs", "val/confusion_matrix"), ("robot/logs", "val/trial_strip")):

@@ -46,6 +46,7 @@ from engine.files import archive, status
 from engine.files.atomic import write_atomically
 from engine.files.checkpoints import LAST, Checkpoints, check_files
 from engine.report import describe
+from engine.report.log import of_trials
 from engine.run import Run
 from engine.survive.signals import StopRequest
 from tools.published import as_run, shown
@@ -132,6 +133,8 @@ def _evaluate(args: config.Args, asked: argparse.Namespace) -> int:
             print(json.dumps(about | {"checkpoint": shown(checkpoint)}))
         else:
             print(f"{shown(checkpoint)}, step {step}, split {asked.split}:")
+            if "success_rate_low" in metrics:
+                print(f"  success in {of_trials(metrics)}: the rate's 95 % interval, by Wilson")
             print("\n".join([*_lines(metrics), *_matrix(**_confusion(sums, classes)), *_sources(parts)]))
             print("\n" + "\n".join(f"  {name:<8} sha256 {value}" for name, value in hashes.items()))
     return status.set_exit_code(status.DONE)

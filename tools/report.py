@@ -40,6 +40,7 @@ from engine.contract import LOGGED
 from engine.errors import LockstepError, amount, headline
 from engine.files import run_folder, status
 from engine.files.atomic import write_atomically
+from engine.report.log import of_trials
 from engine.survive import command
 from tools import report_figures as figures
 from tools.arguments import whole_number
@@ -429,6 +430,8 @@ def _about(run: Run, n: int, asked: argparse.Namespace) -> dict[str, Any]:
         "ethograms": _ethograms(scores),
         "worst": _worst(scores) if scores and not scores.episodes else [],
         "episodes": [_episode(each) for each in scores.episodes] if scores else [],
+        "trials": _trials(scores) if scores else {},
+        "most_dims": figures.MOST_DIMS,
         "events": _events(run),
         "time": _time(run),
         "machine": _machine(run),
@@ -590,6 +593,12 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 300 else text[:299] + "…"
 
 
+def _trials(scores: Scores) -> dict[str, Any]:
+    """Return the rate of success in words, and the films of trials as (moving, still)."""
+    films = [figures.film(film, side=320) for film in scores.trials.values()]
+    return {"rate": of_trials(scores.metrics), "films": films} if "success_rate_low" in scores.metrics else {}
+
+
 def _episode(each: Episode) -> dict[str, Any]:
     moving, still = figures.film(each.film) if each.film is not None else ("", "")
     return {
@@ -599,6 +608,7 @@ def _episode(each: Episode) -> dict[str, Any]:
         "dims": each.recorded.shape[1],
         "name": each.name,
         "error": each.difference(),
+        "errors": each.differences(),
         "image": figures.beside(each.recorded, each.predicted),
         "film": moving,
         "still": still,
@@ -695,7 +705,9 @@ def _as_json(run: Run) -> dict[str, Any]:
         about["confusion"] = None if scores.confusion is None else scores.confusion.tolist()
         about |= {"per_class": scores.per_class(), "per_source": scores.by_source}
         about["episodes"] = [
-            {"source": each.source, "loss": each.loss, "mean_difference": each.difference()} for each in scores.episodes
+            {"source": each.source, "loss": each.loss, "mean_difference": each.difference()}
+            | {"differences": dict(each.differences())}
+            for each in scores.episodes
         ]
         names = ("index", "loss", "source")
         about["worst"] = [

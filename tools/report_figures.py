@@ -19,7 +19,7 @@ import numpy as np
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
 """Of runs and channels; the ninth has the first one's again, dashed."""
 INK = "#808080"  # of axes and numbers
-MOST_POINTS, MOST_LANES, MOST_FRAMES = 1500, 12, 48
+MOST_POINTS, MOST_LANES, MOST_FRAMES, MOST_DIMS = 1500, 12, 48, 24
 STYLE: Any = {  # its type is a list of every key that matplotlib has
     "svg.fonttype": "none",  # text is text, in the browser's font
     "svg.hashsalt": "report",  # the same figure in the same bytes
@@ -161,11 +161,11 @@ def signal(window: np.ndarray, scale: Ranges | None = None) -> str:
 
 
 def beside(recorded: np.ndarray, predicted: np.ndarray) -> str:
-    """Draw (T, dims) as predicted beside recorded: a small plot for each of the first eight dims."""
+    """Draw (T, dims) as predicted beside recorded: a small plot for each of the first MOST_DIMS dims."""
     from matplotlib import rc_context
 
     recorded, predicted = (np.asarray(each, np.float64).reshape(len(each), -1) for each in (recorded, predicted))
-    dims = min(8, recorded.shape[1])
+    dims = min(MOST_DIMS, recorded.shape[1])
     columns = 1 if dims == 1 else 2
     with rc_context(STYLE):
         rows = -(-dims // columns)

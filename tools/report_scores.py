@@ -29,6 +29,7 @@ from engine.data.ahead import to_device
 from engine.data.batches import attach, info_of, tree_leaves
 from engine.data.samples import Fetcher
 from engine.errors import LockstepError, headline
+from engine.evaluation import TRIALS_AT_ONCE
 from engine.files import archive
 from engine.metrics import Gathered, Ragged, packed
 from engine.seeds import sample_seeds, seed_generators
@@ -61,7 +62,8 @@ class Sample:
 
 @dataclass
 class Episode:
-    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures (frames, H, W, 3)."""
+    """One episode: (frames, dims) of `name`, recorded and as predicted at each frame; pictures (frames, H, W, 3); the
+    names of the dims, empty where the data have none."""
 
     source: str
     loss: float
@@ -69,9 +71,16 @@ class Episode:
     recorded: np.ndarray
     predicted: np.ndarray
     film: np.ndarray | None = None
+    names: list[str] = field(default_factory=list)
 
     def difference(self) -> float:
         return float(np.abs(self.recorded - self.predicted).mean())
+
+    def differences(self) -> list[tuple[str, float]]:
+        """Return the name and the mean absolute difference of each dim."""
+        each = np.abs(self.recorded - self.predicted).mean(0).tolist()
+        names = self.names if len(self.names) == len(each) else [str(n) for n in range(len(each))]
+        return list(zip(names, each, strict=True))
 
 
 @dataclass
@@ -85,6 +94,7 @@ class Scores:
     sources    N names, or None
     by_source  {name: its metrics, with `count`}
     known_losses  whether there is a loss of each sample
+    trials     films of the task's trials in a simulation, by name
     """
 
     split: str
@@ -101,6 +111,7 @@ class Scores:
     known_losses: bool = True
     worst: list[Sample] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
+    trials: dict[str, np.ndarray] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def per_class(self) -> list[dict[str, Any]]:
@@ -162,6 +173,7 @@ class _Totals:
         self.task: Task = loaded.task
         self.device = loaded.device
         self.sums, self.collected = Gathered("score"), Gathered("collect", self.task.collect_limit_mb)
+        self.besides = Sums()  # of trials
 
     def add(self, loaded: LoadedModel, batch: Batch, number: int, *others: _Totals) -> None:
         """Score a batch, the `number`-th; add it here and to the others."""
@@ -178,7 +190,7 @@ class _Totals:
     def report(self) -> tuple[dict[str, float], Sums]:
         """Return metrics and sums. No metrics if the task's `report` fails, which may need more samples than these."""
         world = World(0, 0, 1, self.device)
-        sums = self.sums.summed(world)
+        sums = Sums(self.sums.summed(world) | self.besides)
         if collects(self.task):
             sums.collected = self.collected.joined(world)
         with contextlib.suppress(Exception):
@@ -192,6 +204,7 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     starts = tqdm(range(0, count, size), "Scoring", unit="batch", disable=None)
     for number, first in enumerate(starts):
         whole.add(loaded, _batch(loaded, dataset, [*range(first, min(first + size, count))]), number)
+    films = _tried(loaded, whole) if task.num_trials else {}
     (metrics, summed), notes = whole.report(), list[str]()
     if not metrics:
         notes.append("The task's `report` gives no metrics of this split alone.")
@@ -215,8 +228,23 @@ def _scored(loaded: LoadedModel, dataset: Any, split: str) -> Scores:
     by_source = {name: each.report()[0] for name, each in totals.items()} if sources else {}
     channels = _channels(task, dataset)
     return Scores(
-        split, count, classes, channels, metrics, confusion, losses, true, guess, sources, by_source, known, notes=notes
-    )
+        split, count, classes, channels, metrics, confusion, losses, true, guess, sources, by_source, known,
+        trials=films, notes=notes,
+    )  # fmt: skip
+
+
+def _tried(loaded: LoadedModel, whole: _Totals) -> dict[str, np.ndarray]:
+    """Make the task's trials as an evaluation does, add their totals, and return films of them."""
+    task, tried = loaded.task, Gathered("trials")
+    starts = range(0, task.num_trials, TRIALS_AT_ONCE)
+    for first in tqdm(starts, "Trials", unit=f"{TRIALS_AT_ONCE} trials", disable=None):
+        which = range(first, min(first + TRIALS_AT_ONCE, task.num_trials))
+        seed_generators(loaded.device, "trials", task.cfg.seed, first)
+        with loaded.precision.autocast():
+            tried.add(check("trials", task.trials(loaded.model, which, lambda: False)))
+    whole.besides = tried.summed(World(0, 0, 1, loaded.device))
+    shown: dict[str, np.ndarray] = getattr(task, "trial_pictures", dict)()
+    return {name: film for name, film in shown.items() if film.ndim == 4}
 
 
 def _loss_of(one: _Totals) -> tuple[float | None, Sums]:
@@ -331,7 +359,9 @@ def _episode(loaded: LoadedModel, dataset: Any, members: list[int], source: str,
                 views = [camera[row].permute(1, 2, 0).cpu().numpy() for camera in cameras]
                 pictures.append(np.concatenate(views, 1))
     film = np.stack(pictures) if pictures else None
-    return Episode(source, loss, name, np.concatenate(recorded), np.concatenate(predicted), film)
+    features = getattr(getattr(loaded.task, "demos", None), "features", {})
+    names = [str(each) for each in getattr(features.get(name), "names", ())]
+    return Episode(source, loss, name, np.concatenate(recorded), np.concatenate(predicted), film, names)
 
 
 def _is_pictures(leaf: Tensor) -> bool:

@@ -270,11 +270,20 @@ def _few(samples: list[Any]) -> str:
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
     """Return the metrics that have a short name, formatted as in the guides."""
-    return {
+    shown = {
         short: f"{100 * metrics[name]:.2f}%" if name in ("accuracy", "success_rate") else f"{metrics[name]:.4f}"
         for name, short in SHORT_NAMES.items()
         if name in metrics
     }
+    return shown | ({"Success": of_trials(metrics)} if "success_rate_low" in metrics else {})
+
+
+def of_trials(metrics: dict[str, float]) -> str:
+    """Return the rate of success as people write it: 18 of 20 (70-97 %)."""
+    rate, count, low, high = (
+        metrics[name] for name in ("success_rate", "trials", "success_rate_low", "success_rate_high")
+    )
+    return f"{rate * count:.0f} of {count:.0f} ({100 * low:.0f}-{100 * high:.0f} %)"
 
 
 def _memory_mb(device: torch.device) -> float:

@@ -1,7 +1,4 @@
-"""Beside LeRobot itself, item by item, where it can be imported (0.4.4 was; it is no dependency).
-
-pip install --no-deps lerobot==0.4.4 'datasets>=4,<4.2' and what they import; then pytest tests/peer
-"""
+"""Datasets beside LeRobot itself, item by item, where it can be imported (0.6.1; it is no dependency): install.py."""
 
 from __future__ import annotations
 
@@ -18,11 +15,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import test_language as language
 import test_lerobot as ours
 import torchvision_shim
 
 from formats.frames import Frames
+from formats.language import spoken
 from formats.lerobot import Chunks, read
+from formats.lerobot_writer import Recorder
+
+pq = pytest.importorskip("pyarrow.parquet")
 
 STEPS = {name: [d / 10 for d in steps] for name, steps in ours.DELTAS.items()}
 
@@ -35,18 +37,6 @@ def import_lerobot():
     return importlib.import_module("lerobot.datasets.lerobot_dataset")
 
 
-def decode_all(path, timestamps, tolerance_s, backend):
-    """In the place of LeRobot's decoders, which do not load with a torch for CPUs: every frame, then the nearest."""
-    import av
-
-    with av.open(str(path)) as container:
-        frames = [(frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    times = torch.tensor([time for time, _ in frames], dtype=torch.float64)
-    away, at = (torch.tensor(timestamps, dtype=torch.float64)[:, None] - times).abs().min(1)
-    assert away.max() < tolerance_s
-    return torch.stack([torch.from_numpy(frames[i][1]).permute(2, 0, 1) for i in at.tolist()]).float() / 255
-
-
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +46,6 @@ def peer(tmp_path_factory):
             module = import_lerobot()
         except ImportError as error:
             pytest.skip(f"no LeRobot to compare with: {error}")
-        patch.setattr(module, "decode_video_frames", decode_all)
         yield module
 
 
@@ -73,8 +62,9 @@ def assert_equal_items(peer, root, ours_root, episodes, deltas=ours.DELTAS, step
         assert demos.tasks[int(batch["task_index"][i])] == item["task"]
         for name, value in batch.items():
             expected = item["index" if name == "row" else name]
-            found = value[i].float() / 255 if name in demos.cameras else value[i]
-            assert torch.equal(found.view(expected.shape), expected), (index, name)
+            colours = name in demos.cameras and not demos.features[name].depth
+            found = value[i].float() / 255 if colours else value[i]
+            assert torch.equal(found.view(expected.shape).to(expected.dtype), expected), (index, name)
             compared.add(name)
     assert {name for name in item if name.startswith(("action", "observation"))} <= compared
     return len(batch["row"]), theirs
@@ -93,6 +83,7 @@ def test_lerobot_reads_what_we_read(peer, made, tmp_path, kind, episodes):
         recorded = made("v3.0 images") / "meta"
         for name in ("tasks.parquet", "stats.json"):
             shutil.copy(recorded / name, root / "meta" / name)
+        ours.change_info(root, lambda about: about.update(total_tasks=2))
     count, theirs = assert_equal_items(peer, root, made(kind), episodes)
     assert count == sum(ours.LENGTHS[e] for e in episodes or range(4))
     demos = read(root)
@@ -102,7 +93,7 @@ def test_lerobot_reads_what_we_read(peer, made, tmp_path, kind, episodes):
 
 
 def test_version_2_against_lerobots_own_conversion(peer, tmp_path):
-    convert = importlib.import_module("lerobot.datasets.v30.convert_dataset_v21_to_v30").convert_dataset
+    convert = importlib.import_module("lerobot.scripts.convert_dataset_v21_to_v30").convert_dataset
     ours.build(tmp_path / "set", "v2.1")
     about = json.loads((tmp_path / "set/meta/info.json").read_text())
     about["features"]["observation.state"]["names"] = ["a", "b"]
@@ -113,7 +104,7 @@ def test_version_2_against_lerobots_own_conversion(peer, tmp_path):
     (tmp_path / "set/meta/tasks.jsonl").write_text(
         "\n".join(sorted(lines, key=lambda line: json.loads(line)["task_index"]))
     )
-    convert("set", root=tmp_path, push_to_hub=False)
+    convert("set", root=tmp_path / "set", push_to_hub=False)
     assert read(tmp_path / "set_old").version == "v2.1" and read(tmp_path / "set").version == "v3.0"
     for old, new in (("set_old", "set"), ("set", "set")):
         for episodes in ([], [1, 2]):
@@ -139,9 +130,181 @@ def test_we_read_what_lerobot_writes(peer, tmp_path):
         assert_equal_items(peer, tmp_path / "set", tmp_path / "set", episodes)
 
 
+# ---- the same episodes, recorded by both -----------------------------------------------------------------------------
+
+DEPTH, FRONT = "observation.images.depth", "observation.images.front"
+RECORDED = {
+    "observation.state": ("float32", (2,)),
+    ours.CAMERA: ("image", (3, 16, 24)),
+    FRONT: ("video", (3, 64, 96)),
+    DEPTH: ("depth", (1, 64, 96)),
+    "action": ("float32", (3,)),
+    "next.done": ("bool", (1,)),
+}
+NAMES = {"observation.state": ["shoulder.pos", "gripper.pos"], "action": {"motors": ["x", "y", "z"]}}
+
+
+def episodes(first, count):
+    """(arrays, task) of each of `count` episodes, as the recorder takes them."""
+    for e in range(first, first + count):
+        rng, n = np.random.default_rng(e), 4 + e
+        arrays = {name: rng.normal(size=(n, *RECORDED[name][1])).astype(np.float32) for name in NAMES}
+        arrays[ours.CAMERA] = rng.integers(0, 256, (n, 3, 16, 24), dtype=np.uint8)
+        arrays[FRONT] = ours.flat(e, n, (64, 96))
+        arrays[DEPTH] = rng.integers(0, 10_200, (n, 1, 64, 96), dtype=np.uint16)
+        arrays["next.done"] = np.arange(n)[:, None] == n - 1
+        yield arrays, ("push", "pull", "turn")[e % 3]
+
+
+def record_ours(root, first, count, **how):
+    with Recorder(root, 10, RECORDED, "arm", names=NAMES, **how) as recorder:
+        for arrays, task in episodes(first, count):
+            recorder.add_episode(arrays, task)
+    return root
+
+
+def record_theirs(peer, root, first, count, resume=False):
+    features = {}
+    for name, (dtype, shape) in RECORDED.items():
+        features[name] = {"dtype": dtype, "shape": shape, "names": NAMES.get(name)}
+        if dtype in ("image", "video", "depth"):
+            features[name] |= {"dtype": "image" if dtype == "image" else "video", "shape": (*shape[1:], shape[0])}
+            features[name] |= {"names": ["height", "width", "channels"]}
+    features[DEPTH]["info"] = {"is_depth_map": True}
+    if resume:
+        written = peer.LeRobotDataset.resume("someone/set", root=root)
+    else:
+        written = peer.LeRobotDataset.create("someone/set", 10, features, root=root, robot_type="arm")
+    for arrays, task in episodes(first, count):
+        for f in range(len(arrays["action"])):
+            frame = {name: array[f] for name, array in arrays.items()}
+            frame |= {name: frame[name].transpose(1, 2, 0) for name in (ours.CAMERA, FRONT, DEPTH)}
+            written.add_frame(frame | {"task": task})
+        written.save_episode(parallel_encoding=False)
+    written.finalize()
+    return root
+
+
+def assert_all_read_equal(peer, root, count):
+    """By both, and equal to what was recorded."""
+    deltas = {"action": [0, 1, 2], "observation.state": [-1, 0]}
+    steps = {name: [d / 10 for d in many] for name, many in deltas.items()}
+    frames, theirs = assert_equal_items(peer, root, root, [], deltas, steps)
+    demos, row = read(root), 0
+    assert len(demos.episodes) == count and frames == sum(4 + e for e in range(count))
+    pictures = Frames(demos, {}, "none", "unused")
+    coded = demos.features[DEPTH].depth
+    for e, (arrays, task) in enumerate(episodes(0, count)):
+        rows = np.arange(row, row + 4 + e)
+        for name in NAMES:
+            assert np.array_equal(demos.columns[name][rows], arrays[name])
+        assert np.array_equal(pictures.get(ours.CAMERA, rows), arrays[ours.CAMERA])
+        assert np.abs(pictures.get(FRONT, rows).mean((1, 2, 3)) - arrays[FRONT].mean((1, 2, 3))).max() < 2
+        wanted = coded.millimetres()[coded.codes(arrays[DEPTH])]
+        assert np.array_equal(pictures.get(DEPTH, rows), wanted) and np.abs(wanted - arrays[DEPTH]).max() > 1
+        assert [demos.tasks[i] for i in demos.columns["task_index"][rows]] == [task] * len(rows)
+        assert np.array_equal(demos.columns["index"][rows], rows) and (demos.columns["episode_index"][rows] == e).all()
+        row += 4 + e
+    return theirs
+
+
+def parquet(root):
+    return {path.relative_to(root): path for path in sorted(root.rglob("*.parquet"))}
+
+
+def test_a_recording_has_lerobots_own_files_key_by_key(peer, tmp_path):
+    a, b = record_ours(tmp_path / "ours", 0, 2), record_theirs(peer, tmp_path / "theirs", 0, 2)
+    mine, other = (json.loads((root / "meta/info.json").read_text()) for root in (a, b))
+    # LeRobot's preset is faster and coarser.
+    assert mine["features"][FRONT]["info"].pop("video.preset") == 8
+    assert other["features"][FRONT]["info"].pop("video.preset") == 12
+    assert mine == other and list(mine["features"]) == list(other["features"])
+    for name, path in parquet(a).items():
+        schema, expected = (pq.read_schema(it) for it in (path, parquet(b)[name]))
+        assert {field.name: field.type for field in schema} == {field.name: field.type for field in expected}
+        assert schema.names == expected.names or "episodes" in str(name)
+        for key, told in (schema.metadata or {}).items():
+            left, right = (json.loads(it) for it in (told, expected.metadata[key].replace(b'"List"', b'"Sequence"')))
+            for versions in (left, right):  # "Sequence" is what the package `datasets` reads before 4, too
+                for varies in ("pandas_version", "creator", "fingerprint"):
+                    versions.pop(varies, None)
+            assert left == right, name
+    assert parquet(a).keys() == parquet(b).keys()
+    stats = [peer.LeRobotDataset("someone/set", root=root).meta.stats for root in (a, b)]
+    assert stats[0].keys() == stats[1].keys()
+    for name in stats[0]:
+        assert {key: np.shape(value) for key, value in stats[0][name].items()} == {
+            key: np.shape(value) for key, value in stats[1][name].items()
+        }
+        for key in ("mean", "std", "min", "max"):
+            scale = np.abs(stats[1][name]["max"]).max()
+            near = {FRONT: 0.02, DEPTH: 0.2, ours.CAMERA: 1e-4}.get(name, 1e-6)  # LeRobot's are of what came uncoded
+            assert np.abs(stats[0][name][key] - stats[1][name][key]).max() <= near * scale, (name, key)
+
+
+def test_episodes_are_added_in_turn(peer, tmp_path):
+    """Ours, LeRobot's, ours, LeRobot's; and a set that LeRobot began."""
+    root = record_ours(tmp_path / "set", 0, 2)
+    record_theirs(peer, root, 2, 1, resume=True)
+    assert_all_read_equal(peer, root, 3)
+    record_ours(root, 3, 1, resume=True)
+    assert_all_read_equal(peer, root, 4)
+    record_theirs(peer, root, 4, 1, resume=True)
+    assert_all_read_equal(peer, root, 5)
+    root = record_theirs(peer, tmp_path / "theirs", 0, 1)
+    record_ours(root, 1, 2, resume=True)
+    theirs = assert_all_read_equal(peer, root, 3)
+    whole, demos = read(record_ours(tmp_path / "whole", 0, 3)), read(root)
+    for name in (*NAMES, ours.CAMERA, DEPTH):
+        for key in ("mean", "std", "min", "max"):
+            near = {"rtol": 0.02, "atol": 10} if name == DEPTH else {"rtol": 1e-3, "atol": 1e-6}  # LeRobot's: uncoded
+            assert np.allclose(demos.stats[name][key], whole.stats[name][key], **near), (name, key)
+            assert np.allclose(theirs.meta.stats[name][key], demos.stats[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["ours first", "theirs first"])
+def test_lerobot_merges_a_recording_with_one_of_its_own(peer, tmp_path, order):
+    makers = [lambda root, *which: record_ours(root, *which), lambda root, *which: record_theirs(peer, root, *which)]
+    merge = importlib.import_module("lerobot.datasets.aggregate").aggregate_datasets
+    roots = [
+        makers[who](tmp_path / str(at), *which)
+        for at, (who, which) in enumerate(zip(order, [(0, 2), (2, 2)], strict=True))
+    ]
+    merge(["a/a", "b/b"], "c/c", roots=roots, aggr_root=tmp_path / "merged")
+    assert_all_read_equal(peer, tmp_path / "merged", 4)
+    record_ours(tmp_path / "merged", 4, 1, resume=True)
+    assert_all_read_equal(peer, tmp_path / "merged", 5)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_the_moment_is_lerobots(peer, tmp_path):
+    """Its columns are written by LeRobot's own class for annotations, and read by both."""
+    render = importlib.import_module("lerobot.datasets.language_render")
+    root = record_ours(tmp_path / "set", 0, 2)
+    rows = {
+        0: [language.row("subtask", text, time) for text, time in (("a", 0.0), ("b", 0.1), ("c", 0.3))],
+        1: [language.row("subtask", "d", 0.2), language.row("task_aug", "press", 0.0, "user")],
+    }
+    language.annotate(root, rows)
+    theirs = peer.LeRobotDataset("someone/set", root=root)
+    demos = read(root)
+    subtasks, wordings = spoken(demos, "subtask"), spoken(demos, "task_aug")
+    every = torch.arange(len(theirs))
+    heard = [[it.texts[at] for at in it.draw(every, every)] for it in (subtasks, wordings)]
+    for i in range(len(theirs)):
+        item = theirs[i]
+        told = render._normalize_rows(item["language_persistent"])
+        active = render.active_at(item["timestamp"].item(), persistent=told, style="subtask")
+        assert heard[0][i] == (active["content"] if active else item["task"]), i
+        assert heard[1][i] == render._resolve_task(None, None, persistent=told, sample_idx=i) or item["task"] == "push"
+    assert_equal_items(peer, root, root, [])
+
+
 @pytest.mark.skipif(not ours.G1, reason="LOCKSTEP_G1 does not name the G1 dataset")
 def test_the_real_dataset_against_lerobots_own_conversion(peer, tmp_path):
-    convert = importlib.import_module("lerobot.datasets.v30.convert_dataset_v21_to_v30").convert_dataset
+    convert = importlib.import_module("lerobot.scripts.convert_dataset_v21_to_v30").convert_dataset
     for part in ("meta", "data"):  # 96 of its 100 videos are not there
         shutil.copytree(Path(ours.G1) / part, tmp_path / "set" / part)
     for path in (tmp_path / "set").rglob("*"):
@@ -150,7 +313,7 @@ def test_the_real_dataset_against_lerobots_own_conversion(peer, tmp_path):
     del about["features"]["observation.images.cam_high"]
     about["video_path"] = None
     (tmp_path / "set/meta/info.json").write_text(json.dumps(about))
-    convert("set", root=tmp_path, push_to_hub=False)
+    convert("set", root=tmp_path / "set", push_to_hub=False)
     deltas = {"action": list(range(50)), "observation.state": [-1, 0]}
     steps = {name: [d / 30 for d in many] for name, many in deltas.items()}
     edges = [0, 1, 340, 391, 392, 393, 394, 700, 735]
