@@ -327,7 +327,11 @@ class Chunks(lerobot.Chunks):
         self.owner = demos.columns["dataset_index"][self.rows.numpy()]  # (len,)
         self.datasets = np.array(demos.names)[self.owner]
         self.sources = np.char.add(np.char.add(self.datasets, ":"), self.sources)
-        self.counts = shares(weights, len(self), demos.names) if len(weights) else np.bincount(self.owner)
+        self.counts = np.bincount(self.owner, minlength=len(demos.names))
+        if len(weights) and not self.counts.all():
+            what = f"{demos.names[int(self.counts.argmin())]} has no sample to train on: its episodes are too short"
+            raise LockstepError(what, "dataset.weights", f"an episode needs more than {skipped} frames here")
+        self.counts = shares(weights, len(self), demos.names) if len(weights) else self.counts
         self.epoch_order = self._dealt if len(weights) else None
 
     def _dealt(self, seed: int, epoch: int) -> np.ndarray:

@@ -375,6 +375,20 @@ def test_the_order_is_that_of_a_plain_loop_and_no_sample_comes_twice_before_the_
     assert val.epoch_order is None and task_of("robot", roots(folder), "policy.chunk_size=5")[1].epoch_order is None
 
 
+def test_a_set_without_a_sample_to_train_on_has_no_share(made):
+    """Of policies that skip the last frames of each episode."""
+    folder, _ = made
+    sets = lerobot_mix.read(lerobot_mix.places([str(folder / "c"), str(folder / "b")], ""))
+    demos, deltas = lerobot_mix.joined(sets), {"action": range(5)}
+    train = lerobot_mix.chunks(demos, range(7), deltas, None, [1.0, 1.0], 6)
+    assert train.counts.tolist() == [24, 23] and collections.Counter(train.owner.tolist())[0] == 1
+    with pytest.raises(LockstepError, match=r"c has no sample .*: an episode needs more than 7 frames here"):
+        lerobot_mix.chunks(demos, range(7), deltas, None, [1.0, 1.0], 7)
+    alone = lerobot_mix.chunks(demos, range(7), deltas, None, [], 7)
+    assert alone.counts.tolist() == [0, 41]
+    assert "c  0 episodes to train on (0 frames)" in lerobot_mix.told(demos, alone, alone)[0]
+
+
 def test_without_weights_each_frame_comes_once(made):
     _, train, _ = task_of("robot", roots(made[0]), "policy.chunk_size=5")
     assert sampler_of(train).order().tolist() == np.random.default_rng((3, 0)).permutation(len(train)).tolist()
