@@ -5,8 +5,8 @@ python tests/lerobot_lines.py             print a table
 python tests/lerobot_lines.py --update    write the answers into the file, and the table into docs/robots.md
 
 A line is typed as it stands, in a folder of its own where its datasets, weights and runs exist: parsed, its dataset
-read and, of our own policies, its network built and its weights loaded. With the lerobot package on PYTHONPATH the
-answers are written as `beside`.
+read and, of our own policies, its network built and its weights loaded ("works"); of LeRobot's, whose weights are on
+the Hub, no network is built ("accepted"). With the lerobot package on PYTHONPATH the answers are written as `beside`.
 """
 
 from __future__ import annotations
@@ -145,20 +145,19 @@ def task_of(args: config.Args) -> Any:
 
 
 def answer(line: str, folder: Path) -> str:
-    """What a line does: "works", with the keys that set nothing, or "refused" and the error."""
+    """What a line does: "works" or "accepted", with the keys that set nothing, or "refused" and the error."""
     try:
         args = config.parse(words(line, folder), tasks.load, others=tasks.names())
-        task = task_of(args)
+        task, ours = task_of(args), args.cfg.policy.type in ("act", "vla")
         with redirect_stdout(StringIO()):
             task.datasets()
-            if args.cfg.policy.type in ("act", "vla"):
-                # Of a full network the names and shapes alone; what is loaded is small here.
-                with nullcontext() if args.cfg.policy.pretrained_path else torch.device("meta"):
-                    task.model()
+            # Of a full network the names and shapes alone; what is loaded is small here.
+            with nullcontext() if args.cfg.policy.pretrained_path else torch.device("meta"):
+                _ = task.model() if ours else None
     except LockstepError as error:
         return "refused: " + "; ".join(str(error).replace(f"{folder}/", "").splitlines())
     keys = [note.partition("=")[0] for note in args.notes]
-    return f"works; sets nothing: {', '.join(keys)}" if keys else "works"
+    return ("works" if ours else "accepted") + (f"; sets nothing: {', '.join(keys)}" if keys else "")
 
 
 def expected(entry: dict[str, str]) -> str:
