@@ -2,6 +2,7 @@
 
     config.json                 the policy's type, its features and its hyper-parameters
     model.safetensors           the weights, each name with a leading `model.`
+    README.md                   a model card, so that the folder can be uploaded to the hub as it is
     policy_preprocessor.json    the steps applied to an observation; and, with the step's number,
                                 policy_preprocessor_step_3_normalizer_processor.safetensors: `<feature>.<stat>`
     policy_postprocessor.json   the steps applied to an action; likewise, in policy_postprocessor_step_0_...
@@ -230,6 +231,7 @@ def save(
     features: Mapping[str, Mapping[str, Any]],
     modes: Mapping[str, str],
     names: Mapping[str, str] | None = None,
+    card: str = "",
 ) -> None:
     """Write a `pretrained_model` folder as LeRobot does, complete or not at all; an existing one is replaced.
 
@@ -238,6 +240,7 @@ def save(
     features  {feature: {"type": "STATE" | "VISUAL" | "ENV" | "ACTION", "shape": [...]}}, channels first
     modes     {feature: mode} as for `Normalizer`; a missing one is IDENTITY
     names     {an observation's name on the robot: its name in `features`}, where the two differ
+    card      README.md, see `card_of`
 
     Raises LockstepError if it cannot be written, if the features of one type have several modes, which the layout
     cannot express, or if `folder` exists and holds something else.
@@ -258,12 +261,30 @@ def save(
             for file in (step["state_file"] for step in steps if "state_file" in step):
                 _write_tensors(new / file, flat)
 
-    write_folder(folder, write)
+    write_folder(folder, write, card)
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make a `pretrained_model` folder by a function that fills an empty one, complete or not at all; an existing one
-    is replaced. Raises LockstepError if it cannot be written or if `folder` exists and holds something else."""
+def card_of(policy_type: str, features: Mapping[str, Mapping[str, Any]], datasets: list[str]) -> str:
+    """Return a model card: front matter that the hub reads, what the policy sees and gives, and the line that uses it.
+
+    features, policy_type  as for `save`
+    datasets  their ids on the hub, or their folders' names
+    """
+    ids = [name for name in datasets if _ID.fullmatch(name)]
+    front = {"library_name": "lockstep" if policy_type == "vla" else "lerobot", "pipeline_tag": "robotics"}
+    tags = {"tags": ["robotics", "imitation-learning", policy_type]} | ({"datasets": ids} if ids else {})
+    rows = [f"| `{name}` | {f['type']} | {' x '.join(map(str, f['shape']))} |" for name, f in features.items()]
+    used = f"--dataset.repo_id={ids[0]}" if ids else "dataset.root=DIR"
+    lines = ["---", *(f"{key}: {value}" for key, value in (front | tags).items()), "---", "", f"# {policy_type}", ""]
+    lines += [f"A policy of the type {policy_type}, trained with Lockstep on {', '.join(datasets)}.", ""]
+    lines += ["| feature | kind | shape |", "|---|---|---|", *rows, "", "Train it further, where this folder is:", ""]
+    lines += ["```", f"python train.py robot --policy.path=FOLDER {used}", "```", ""]
+    return "\n".join(lines)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], card: str = "") -> None:
+    """Make a `pretrained_model` folder by a function that fills an empty one, with its card, complete or not at all; an
+    existing one is replaced. Raises LockstepError if it cannot be written, or if `folder` holds something else."""
     folder = Path(folder).resolve()  # a link's target is replaced, not the link
     need("safetensors.torch", "policy.pretrained_path")
     partial = Partial(folder)
@@ -273,6 +294,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             raise LockstepError("the folder holds something else than a policy", str(folder), "choose a new folder")
         partial.begin()
         write(new)
+        (new / "README.md").write_text(card, encoding="utf-8")
         for path in new.iterdir():
             with open(path, "rb") as opened:
                 os.fsync(opened.fileno())  # a rename may reach the disk before the contents do

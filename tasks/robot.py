@@ -82,6 +82,8 @@ class Task(contract.Task):
             sets = lerobot_mix.places(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
         else:
             sets = {"": simulation.recorded(self.cfg.env, self.simulation)}
+        ids = [cfg.repo_id] if isinstance(cfg.repo_id, str) else cfg.repo_id
+        self.sets = [*filter(None, ids)] or [path.name for path in sets.values()]  # for the card of the policy
         lerobot_mix.check_weights(cfg.weights, [*sets])
         read = lerobot_mix.read(sets, cfg.episodes, cfg.exclude_episodes, cfg.tolerance_s)
         read, self.names = renamed(self.cfg.rename_map, read)
@@ -223,16 +225,20 @@ class Task(contract.Task):
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
         """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a vla, LeRobot."""
+        kind, features = (
+            self.cfg.policy.type,
+            {name: {"type": of, "shape": list(shape)} for name, (of, shape) in self._features().items()},
+        )
+        card = pretrained.card_of(kind, features, self.sets)
         if isinstance(policy, _lerobot.Adapted):
-            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names))
+            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names), card)
             return
-        features = {name: {"type": kind, "shape": list(shape)} for name, (kind, shape) in self._features().items()}
         # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        pretrained.save(folder, self.cfg.policy.type, config, policy.net, stats, features, modes, self.names)
+        pretrained.save(folder, kind, config, policy.net, stats, features, modes, self.names, card)
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -77,15 +77,15 @@ def words(line: str, folder: Path) -> list[str]:
     return ["robot", *(re.sub(r"^(--policy.device)=(cuda|mps)$", r"\1=cpu", word) for word in here)]
 
 
-def record(root: Path) -> Path:
-    """A dataset with the cameras that the lines name."""
+def record(root: Path, state: str = "observation.state", cameras: Sequence[str] = CAMERAS) -> Path:
+    """A dataset with the features that the lines name."""
     rng = np.random.default_rng(0)
-    features = {"observation.state": ("float32", (6,)), "action": ("float32", (6,))}
-    with Recorder(root, 10, features | dict.fromkeys(CAMERAS, ("image", (3, 32, 40)))) as recorder:
+    features = {state: ("float32", (6,)), "action": ("float32", (6,))}
+    with Recorder(root, 10, features | dict.fromkeys(cameras, ("image", (3, 32, 40)))) as recorder:
         for length in (9, 10, 11, 12):
             walk = rng.normal(size=(length, 6)).cumsum(0)
-            shots = {name: rng.integers(0, 256, (length, 3, 32, 40), dtype=np.uint8) for name in CAMERAS}
-            recorder.add_episode({"observation.state": walk, "action": walk + 1, **shots}, "walk")
+            shots = {name: rng.integers(0, 256, (length, 3, 32, 40), dtype=np.uint8) for name in cameras}
+            recorder.add_episode({state: walk, "action": walk + 1, **shots}, "walk")
     return root
 
 
@@ -102,8 +102,10 @@ def world(folder: Path) -> Iterator[Path]:
         dataset = record(folder / "set")
         named = " ".join(re.findall(r"dataset\.repo_id=(\S+)", text))
         ids = set(re.findall(r"[\w./-]+/[\w.-]+", named))  # of a list, too
-        for place in [*(folder / "hf/lerobot" / each for each in ids), *homes(text, "dataset.root", folder)]:
-            shutil.copytree(dataset, place)
+        for each in ids:
+            shutil.copytree(dataset, folder / "hf/lerobot" / each)
+        for place in homes(text, "dataset.root", folder):
+            record(place, "state", ("image", "wrist_image_l", "wrist_image_r"))
         policies = re.findall(r"policy\.(?:pretrained_)?path=\"?([\w-]+/[\w.-]+)", text)
         hub = [folder / f"hf/hub/models--{each.replace('/', '--')}" for each in policies]
         for model in dict.fromkeys(hub):

@@ -134,7 +134,7 @@ def test_what_is_saved_is_loaded(net, folder):
 
 
 def test_the_layout_is_lerobots(net, folder):
-    """File by file as LeRobot 0.4.4 writes them; tests/peer compares with LeRobot itself where it is installed."""
+    """File by file as LeRobot writes them, and a model card; tests/peer compares with LeRobot itself where it is installed."""
     scale = {"eps": 1e-8, "norm_map": {"STATE": "MEAN_STD", "ENV": "IDENTITY", "ACTION": "MIN_MAX"}}
     to_cpu = ("device_processor", {"device": "cpu", "float_dtype": None})
     before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), to_cpu]
@@ -142,7 +142,7 @@ def test_the_layout_is_lerobots(net, folder):
         "policy_preprocessor": [*before, ("normalizer_processor", {"features": FEATURES} | scale)],
         "policy_postprocessor": [("unnormalizer_processor", {"features": {ACTION: FEATURES[ACTION]}} | scale), to_cpu],
     }
-    names = {"config.json", "model.safetensors"}
+    names = {"config.json", "model.safetensors", "README.md"}
     for name, steps in pipelines.items():
         found = json.loads((folder / f"{name}.json").read_text())
         assert found["name"] == name

@@ -559,7 +559,7 @@ def test_trials_have_a_cadence_of_their_own(launch, tmp_path, every, steps_with_
 @pytest.mark.slow
 def test_what_is_not_here_is_downloaded_where_that_is_asked_for(launch, tmp_path, walks):
     """Two processes, a dataset and weights from a server: each file is fetched once, and nothing without --download."""
-    pytest.importorskip("huggingface_hub")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
     task, *_ = task_of("robot", "policy.type=act", f"dataset.root={walks}", *TINY_ACT)
     task.save_pretrained(task.model(), tmp_path / "first")
     with hub_server.served({"datasets/lab/walks": walks, "models/lab/act": tmp_path / "first"}) as hub:
@@ -570,9 +570,14 @@ def test_what_is_not_here_is_downloaded_where_that_is_asked_for(launch, tmp_path
         assert done.code == 2 and "--download, which fetches" in done.err and not hub.asked
         again = [*words, "--download", f"save_dir={tmp_path / 'run'}"]
         out = succeed(launch.torchrun(2, "train.py", *again, **env)).out
+        succeed(launch.python("tools/save_pretrained.py", str(tmp_path / "run"), **env))
+        card = huggingface_hub.ModelCard.load(tmp_path / "run/pretrained_model/README.md")
+        told = card.data.to_dict()
+        assert (told["library_name"], told["datasets"], "act" in told["tags"]) == ("lerobot", ["lab/walks"], True)
+        assert "python train.py robot --policy.path=FOLDER --dataset.repo_id=lab/walks" in card.text
         assert "Weights from lab/act" in out and "4 episodes" in out.replace("Found ", ""), out
         fetched = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
-        assert len(fetched) == len(set(fetched)) == 10
+        assert len(fetched) == len(set(fetched)) == 11
         hub.asked.clear()
         succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'second'}", **env))
         assert not hub.asked, "it lies in the cache"
