@@ -134,7 +134,7 @@ def test_what_is_saved_is_loaded(net, folder):
 
 
 def test_the_layout_is_lerobots(net, folder):
-    """File by file as LeRobot writes them, and a card; tests/peer compares with LeRobot itself where it is installed."""
+    """File by file as LeRobot writes them, and a card; tests/peer compares with LeRobot itself where it is there."""
     scale = {"eps": 1e-8, "norm_map": {"STATE": "MEAN_STD", "ENV": "IDENTITY", "ACTION": "MIN_MAX"}}
     to_cpu = ("device_processor", {"device": "cpu", "float_dtype": None})
     before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), to_cpu]
