@@ -174,6 +174,26 @@ def test_it_starts_from_what_was_saved(made, tmp_path):
     assert again.cfg.policy.normalization_mapping == made.task.cfg.policy.normalization_mapping
 
 
+def test_renamed_and_empty_cameras_are_in_the_folder(walks, tmp_path):
+    """LeRobot takes what the robot sees under its own name, and fills the cameras that the robot has not."""
+    with pytest.MonkeyPatch.context() as patch:
+        words = [*words_of("smolvla", tmp_path, patch), "policy.empty_cameras=1"]
+    seen, named = "observation.images.cam0", "observation.images.camera1"
+    asked = f'--rename_map={{"{seen}": "{named}"}}'
+    task, train, _ = task_of("robot", f"dataset.root={walks}", *SHARED, *words, asked)
+    model = task.model().eval()
+    task.save_pretrained(model, tmp_path / "out")
+    config = PreTrainedConfig.from_pretrained(str(tmp_path / "out"))
+    assert [*config.image_features] == [named, "observation.images.empty_camera_0"]
+    theirs = get_policy_class("smolvla").from_pretrained(str(tmp_path / "out"), config=config, strict=True)
+    before, after = make_pre_post_processors(config, pretrained_path=str(tmp_path / "out"))
+    batch, draws = task._with_words(batch_of(task, train, [4])), torch.full((1, 2), 0.3)
+    on_robot = {name: batch[name][0] for name in task.dims} | {seen: batch[named][0].float() / 255}
+    with Drawn(_seeds(draws), uniform):
+        action = after(theirs.select_action(before(on_robot | {"task": task.demos.tasks[int(batch["task_index"])]})))
+    torch.testing.assert_close(action, model.act(batch, draws)[:, 0], rtol=1e-4, atol=1e-4)
+
+
 def run_by(launch, tmp_path, processes, words, out):
     shim = tmp_path / "shim"  # the real environments of users have a torchvision that loads
     shim.mkdir(exist_ok=True)
@@ -225,13 +245,12 @@ def test_what_is_not_there_is_one_line(walks, tmp_path):
         with pytest.raises(LockstepError) as caught:
             parse("robot", *words.split())
         assert message in str(caught.value) and "\n" not in str(caught.value), words
-    for words, message in {
-        "policy.pretrained_backbone_weights=ResNet18_Weights.IMAGENET1K_V1": "copy the file there, or drop it",
-        "policy.path=nowhere": "nowhere",
-    }.items():
-        task, *_ = task_of("robot", f"dataset.root={walks}", "policy.type=diffusion", *SHARED, *words.split())
-        with pytest.raises(LockstepError, match=message):
-            task.model()
+    diffusion = ["robot", f"dataset.root={walks}", "policy.type=diffusion", *SHARED]
+    with pytest.raises(LockstepError, match=r"no config\.json in nowhere"):
+        task_of(*diffusion, "policy.path=nowhere")
+    task, *_ = task_of(*diffusion, "policy.pretrained_backbone_weights=ResNet18_Weights.IMAGENET1K_V1")
+    with pytest.raises(LockstepError, match="copy the file there, or drop it"):
+        task.model()
     task, *_ = task_of("robot", f"dataset.root={walks}", "policy.type=multi_task_dit", *SHARED)
     with pytest.raises(LockstepError, match="nothing is downloaded"):
         task.model()
