@@ -61,7 +61,18 @@ class Recorder:
         keep: bool = True,
     ):
         self.root, self.fps, self.robot_type, self.file_mb = Path(root), fps, robot_type, file_mb
-        self.features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in features.items()}
+        try:
+            self.features = {name: (dtype, tuple(shape)) for name, (dtype, shape) in features.items()}
+            is_rate = bool(fps > 0) and math.isfinite(fps)
+        except (TypeError, ValueError):
+            what, todo = (
+                "a feature is no pair of a dtype and a shape, or fps no number",
+                'give ("float32", (6,)) and 30',
+            )
+            raise LockstepError(what, str(root), todo) from None
+        if not is_rate or not self.features:
+            what = "no features" if is_rate else f"fps {fps} is no rate"
+            raise LockstepError(what, str(root), "give features, and the frames per second")
         self.names, self._resume = dict(names or {}), resume
         self._check_declaration()
         need("pyarrow.parquet")
@@ -91,8 +102,6 @@ class Recorder:
 
     def _check_declaration(self) -> None:
         where = str(self.root)
-        if not self.fps > 0 or not math.isfinite(self.fps):
-            raise LockstepError(f"fps {self.fps} is no rate", where, "give frames per second")
         for name, (dtype, shape) in self.features.items():
             channels = 1 if dtype == "depth" else 3
             if dtype not in PICTURES + NUMBERS:
@@ -173,10 +182,11 @@ class Recorder:
 
     def add_frame(self, frame: Mapping[str, Any], task: str) -> None:
         """Add one frame, {name: array of the feature's shape}, to the episode that `end_episode` writes."""
+        self._check_task(task)
         if self._task not in (None, task):
             what = f"a frame of {task!r} in an episode of {self._task!r}"
             raise LockstepError(what, self._here(), "call end_episode() first")
-        batch = {name: np.asarray(value)[None] for name, value in frame.items()}
+        batch = {name: value[None] if isinstance(value, np.ndarray) else [value] for name, value in frame.items()}
         self._frames.append({name: values[0] for name, values in self._check(batch, len(self._frames)).items()})
         self._task = task
 
@@ -196,6 +206,7 @@ class Recorder:
         """Write a whole episode: {name: (T, ...)} for each feature, and its task as text."""
         if self._frames:
             raise LockstepError("an episode inside an episode", self._here(), "call end_episode() first")
+        self._check_task(task)
         episode = self._check(arrays, 0)
         length = len(next(iter(episode.values()), ()))
         if length == 0:
@@ -204,6 +215,15 @@ class Recorder:
             self._write_episode(episode, length, task)
         except OSError as error:
             raise _cannot_write(self.root, error) from None
+
+    def _check_task(self, task: Any) -> None:
+        """Raise LockstepError unless it is a text that can be written: all else would be found at the end."""
+        try:
+            is_text = isinstance(task, str) and bool(task.strip()) and bool(task.encode())
+        except UnicodeEncodeError:  # half of a character, as undecodable arguments have
+            is_text = False
+        if not is_text:
+            raise LockstepError(f"the task {ascii(task)[:80]} is no text", self._here(), "say what is to be done")
 
     def _here(self) -> str:
         return f"{self.root}: episode {self.num_episodes}"
@@ -215,7 +235,10 @@ class Recorder:
             odd = sorted(set(arrays) ^ set(self.features))
             what = f"{odd[0]} is {'not declared' if odd[0] in arrays else 'missing'}"
             raise LockstepError(what, where, f"give {', '.join(self.features)}")
-        found = {name: np.asarray(arrays[name]) for name in self.features}
+        try:
+            found = {name: np.asarray(arrays[name]) for name in self.features}
+        except ValueError as error:
+            raise LockstepError(f"no array: {error}", where, "give arrays, or lists of equal lengths") from None
         lengths = {name: len(array) if array.ndim else 0 for name, array in found.items()}
         for name, array in found.items():
             dtype, shape = self.features[name]
@@ -230,8 +253,11 @@ class Recorder:
                 bad = int(np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))[0])
                 what, todo = f"{name} is not finite (NaN or infinity) at frame {first + bad}", "leave it out"
             else:
-                found[name] = array.astype(kind, copy=False)
-                continue
+                with np.errstate(over="ignore"):
+                    cast = found[name] = array.astype(kind, copy=False)
+                if (np.isfinite(cast) if kind.kind == "f" else cast == array).all():
+                    continue
+                what, todo = f"{name} has numbers that {kind} does not hold", "declare a wider dtype"
             raise LockstepError(what, where, todo)
         return found
 

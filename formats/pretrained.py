@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +232,7 @@ def save(
     modes: Mapping[str, str],
     names: Mapping[str, str] | None = None,
     card: str = "",
+    resize: Sequence[int] = (),
 ) -> None:
     """Write a `pretrained_model` folder as LeRobot does, complete or not at all; an existing one is replaced.
 
@@ -241,6 +242,7 @@ def save(
     modes     {feature: mode} as for `Normalizer`; a missing one is IDENTITY
     names     {an observation's name on the robot: its name in `features`}, where the two differ
     card      README.md, see `card_of`
+    resize    (height, width) that pictures are brought to first; empty = as the robot's cameras give them
 
     Raises LockstepError if it cannot be written, if the features of one type have several modes, which the layout
     cannot express, or if `folder` exists and holds something else.
@@ -256,7 +258,7 @@ def save(
     def write(new: Path) -> None:
         _write_json(new / CONFIG, _config(policy_type, config, features, by_type))
         _write_tensors(new / WEIGHTS, {f"model.{name}": value for name, value in net.state_dict().items()})
-        for name, steps in _processors(features, by_type, names or {}).items():
+        for name, steps in _processors(features, by_type, names or {}, resize).items():
             _write_json(new / f"{name}.json", {"name": name, "steps": steps})
             for file in (step["state_file"] for step in steps if "state_file" in step):
                 _write_tensors(new / file, flat)
@@ -363,7 +365,10 @@ def _config(
 
 
 def _processors(
-    features: Mapping[str, Mapping[str, Any]], by_type: Mapping[str, str], names: Mapping[str, str]
+    features: Mapping[str, Mapping[str, Any]],
+    by_type: Mapping[str, str],
+    names: Mapping[str, str],
+    resize: Sequence[int],
 ) -> dict[str, list[dict[str, Any]]]:
     """Return {pipeline: its steps}, as LeRobot's own writer describes them."""
     actions = {name: feature for name, feature in features.items() if feature["type"] == "ACTION"}
@@ -374,6 +379,7 @@ def _processors(
         PREPROCESSOR: [
             rename,
             _step("to_batch_processor"),
+            *([_step("image_crop_resize_processor", crop_params_dict=None, resize_size=[*resize])] if resize else []),
             to_cpu,
             _step("normalizer_processor", features=features, **scale),
         ],

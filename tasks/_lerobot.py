@@ -12,7 +12,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -110,7 +110,7 @@ class Kinds(dict[str, type]):
 
 
 def _choices() -> dict[str, Any]:
-    with _theirs("cannot be imported"):
+    with _theirs("cannot be imported", todo="see that `python -c 'import lerobot.policies'` works"):
         import lerobot.policies  # noqa: F401 (each policy registers its config there)
         from lerobot.configs.policies import PreTrainedConfig
 
@@ -518,10 +518,11 @@ def _check_backbone(name: str | None) -> None:
         )
 
 
-def save(model: Adapted, folder: Path, names: Mapping[str, str]) -> None:
+def save(model: Adapted, folder: Path, names: Mapping[str, str], resize: Sequence[int] = ()) -> None:
     """Write config.json, model.safetensors and both pipelines into an empty folder, all by LeRobot's own writers.
 
-    names  {a feature's name on the robot: its name in the policy}, which the first step applies
+    names   {a feature's name on the robot: its name in the policy}, which the first step applies
+    resize  (height, width) that pictures are brought to next; empty = as the robot's cameras give them
     """
     with _theirs("cannot save the policy", str(folder)):
         policy, (before, after) = model.net.policy, model.pipelines()
@@ -529,6 +530,14 @@ def save(model: Adapted, folder: Path, names: Mapping[str, str]) -> None:
         for step in getattr(before, "steps", ()):
             if hasattr(step, "rename_map"):
                 step.rename_map = dict(names)
+        if resize:
+            from lerobot.processor import ImageCropResizeProcessorStep
+
+            before.steps = [
+                before.steps[0],
+                ImageCropResizeProcessorStep(resize_size=(resize[0], resize[1])),
+                *before.steps[1:],
+            ]
         for part in (policy, before, after):
             part.save_pretrained(str(folder))
 

@@ -3,6 +3,8 @@ adds), as a key here, as a note, or as a refusal with its reason; and what a pol
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -76,7 +78,6 @@ def without_effect(cfg: Any) -> dict[str, tuple[Any, str]]:
         "policy.n_obs_steps": (1, "the policies see the present alone"),
         "policy.input_features": (None, "they are those of the dataset, after rename_map"),
         "policy.output_features": (None, "it is the dataset's action"),
-        "policy.optimizer_lr_backbone": (cfg.optim.lr, "here optim.lr_scale=*backbone:FACTOR gives it another rate"),
         "policy.optimizer_betas": ("", ADAM),
         "policy.scheduler_decay_lr": ("", "here schedule.final_share= is the last rate as a share of the first"),
         "policy.compile_model": (False, "compile=auto does it"),
@@ -143,7 +144,10 @@ def cannot_resume(path: str) -> LockstepError:
     folder = Path(path).parent
     there = dict(flat(pretrained.read_json(Path(path))))
     names = ["dataset.repo_id", "dataset.root", "batch_size", "steps", "seed"]
-    line = " ".join([f"policy.path={folder}", *(f"{name}={there[name]}" for name in names if there.get(name))])
+    words = [f"policy.path={folder}", *(f"{name}={there[name]}" for name in names if there.get(name))]
+    if renamed := pretrained.read_json(Path(path)).get("rename_map"):
+        words.append(f"--rename_map={json.dumps(renamed)}")
+    line = shlex.join(words)
     what = "this is LeRobot's own config, and its optimizer and its place in the data cannot be taken over"
     return LockstepError(what, path, f"start a new run from its weights: `python train.py robot {line}`")
 

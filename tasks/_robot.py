@@ -11,12 +11,14 @@ from engine.config import choice, option, section
 from engine.contract import LockstepError, amount
 from envs import discs
 from formats import lerobot, pretrained
+from formats.arrays import is_file_name
 from formats.lerobot import Demonstrations
 from models import act, vla
 from models.policy import Policy
 from tasks import _imagenet as imagenet
 from tasks import _lerobot
 
+NEVER = 10**9  # steps: an evaluation at the end alone
 Kind = Literal["act", "vla"]
 Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
@@ -96,6 +98,7 @@ class ActSettings(PolicySettings):
     pretrained_backbone_weights: str = option(
         "", "local file of its ImageNet weights, torchvision's or timm's; nothing is downloaded; empty = random"
     )
+    optimizer_lr_backbone: float = option(0.0, "its learning rate; 0 = optim.lr, as of all else", low=0)
     replace_final_stride_with_dilation: bool = option(False, "its last stage keeps twice the resolution")
     chunk_size: int = option(100, "actions predicted at once", low=1)
     n_action_steps: int = option(0, "of these, executed before the next prediction; 0 = all", low=0)
@@ -213,6 +216,14 @@ NOT_THE_NETWORK = frozenset(
 """Hyper-parameters that may differ from those of pretrained weights."""
 
 
+def eval_every(cfg: Any) -> int:
+    """Return the optimizer steps between evaluations that LeRobot's two cadences ask for; 0 where none is given."""
+    simulated = cfg.env.type not in ("auto", "none") or not (cfg.dataset.root or cfg.dataset.repo_id)
+    asked = [cfg.eval.loss_every, cfg.eval.trials_every if simulated else -1]
+    asked = [every for every in asked if every >= 0]
+    return next(filter(None, asked), NEVER) if asked else 0
+
+
 def start_from(cfg: Any, policy: Policy) -> str:
     """Load the weights of `cfg.pretrained_path` into `policy` and return a description of them; the normalisation stays
     that of the data. Raises LockstepError for weights of another network, even if all shapes match."""
@@ -221,6 +232,11 @@ def start_from(cfg: Any, policy: Policy) -> str:
     if there.get("type") != cfg.type:
         todo = f"its config.json says policy.type={there.get('type')}"
         raise LockstepError(f"the pretrained weights are not of {cfg.type}", where, todo)
+    sees = [name for name, f in (there.get("input_features") or {}).items() if f.get("type") == "VISUAL"]
+    if sees and {*sees} != {*policy.cameras} and cfg.pretrained_strict:
+        what = f"the weights see {', '.join(sees)}, and the dataset gives {', '.join(policy.cameras) or 'no camera'}"
+        todo = "rename_map renames, dataset.cameras chooses; policy.pretrained_strict=false goes on with other cameras"
+        raise LockstepError(what, where, todo)
     differing = _differing(cfg, there, policy.cameras)
     settings = " ".join(f"{key}={value}" for key, value in differing.items())
     refused = {key: value for key, value in differing.items() if not key.startswith("policy.normalization_mapping.")}
@@ -262,6 +278,8 @@ def renaming(pairs: list[str], demos: Demonstrations, root: Path) -> dict[str, s
         elif old not in demos.features:
             there = ", ".join(name for name in demos.features if name not in lerobot.BOOKKEEPING)
             what, todo = f"no feature {old}", f"{root} has {there}"
+        elif demos.features[old].is_picture and not is_file_name(new):
+            what, todo = f"{new} cannot be a camera's name", "give one without /"
         elif old in names or new in {*names.values(), *(demos.features.keys() - {p.partition(":")[0] for p in pairs})}:
             what, todo = f"{new if old not in names else old} would be there twice", "give each its own name"
         else:
@@ -292,6 +310,9 @@ def check(cfg: Any) -> None:
     policy = cfg.policy
     if policy.type == "act":
         imagenet.check(policy)
+    if cfg.eval.loss_every >= 0 and cfg.eval_every != eval_every(cfg):
+        what = f"eval_every={cfg.eval_every} and eval.loss_every={cfg.eval.loss_every}"
+        raise LockstepError(what, "eval_every", "drop one: eval_steps is LeRobot's word for eval.loss_every")
     if cfg.env.command and cfg.env.command not in discs.COMMANDS:
         todo = f"choose one of: {', '.join(discs.COMMANDS)}"
         raise LockstepError(f"no command {cfg.env.command!r}", "env.command", todo)

@@ -29,10 +29,20 @@ from tasks import _imagenet as imagenet
 from tasks import _lerobot, _lerobot_keys
 from tasks import _simulation as simulation
 from tasks import _trials as trials
-from tasks._robot import POLICIES, Augment, Settings, check, no_depths, renamed, settings_of, start_from, steps_of
+from tasks._robot import (
+    POLICIES,
+    Augment,
+    Settings,
+    check,
+    eval_every,
+    no_depths,
+    renamed,
+    settings_of,
+    start_from,
+    steps_of,
+)
 
 IMAGENET = {"mean": [[[0.485]], [[0.456]], [[0.406]]], "std": [[[0.229]], [[0.224]], [[0.225]]]}
-NEVER = 10**9  # steps: an evaluation at the end alone
 UNIT = {"min": [[[0.0]]] * 3, "max": [[[1.0]]] * 3}
 
 
@@ -60,9 +70,12 @@ class Task(contract.Task):
     @classmethod
     def defaults_for(cls, cfg: Any) -> dict[str, Any]:
         """The two cadences of LeRobot, of which either may be 0 for never, as one of ours; its policy's optimizer."""
-        asked = [every for every in (cfg.eval.loss_every, cfg.eval.trials_every) if every >= 0]
-        found = {"eval_every": next(filter(None, asked), NEVER)} if asked else {}
-        return found | (_lerobot.presets(cfg)[0] if _lerobot.is_lerobots(cfg.policy) else {})
+        found: dict[str, Any] = {"eval_every": every} if (every := eval_every(cfg)) else {}
+        if _lerobot.is_lerobots(cfg.policy):
+            return found | _lerobot.presets(cfg)[0]
+        if rate := getattr(cfg.policy, "optimizer_lr_backbone", 0.0):
+            found["optim.lr_scale"] = [f"*backbone.*:{rate / cfg.optim.lr!r}"]
+        return found
 
     @classmethod
     def sets_nothing(cls, cfg: Any) -> dict[str, tuple[Any, str]]:
@@ -91,6 +104,9 @@ class Task(contract.Task):
         cameras = [*dict.fromkeys(cameras)] if len(read) > 1 else cameras
         demos = lerobot_mix.only(lerobot_mix.joined(read, cameras), self.used)
         root = demos.root
+        if len(read) > 1 and not demos.cameras and cameras != ["none"] and all(each.cameras for each in read.values()):
+            todo = "rename_map gives them one name; dataset.cameras=none trains without"
+            raise LockstepError("no camera is in all datasets under one name", str(root), todo)
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
         no_depths(demos, self.cameras)
         said = language.spoken(demos, cfg.command)
@@ -229,16 +245,20 @@ class Task(contract.Task):
             self.cfg.policy.type,
             {name: {"type": of, "shape": list(shape)} for name, (of, shape) in self._features().items()},
         )
+        resize = self.cfg.dataset.resize
+        if resize and (other := [camera for camera in self.cameras if "image" not in camera]):
+            what = f"LeRobot resizes pictures whose name has `image` in it, and {other[0]} has not"
+            raise LockstepError(what, "dataset.resize", "give it another name by rename_map, and train again")
         card = pretrained.card_of(kind, features, self.sets)
         if isinstance(policy, _lerobot.Adapted):
-            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names), card)
+            pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names, resize), card)
             return
         # The statistics of the checkpoint: the dataset may have grown since.
         stats, modes = policy.normalizer.stats(), policy.normalizer.modes
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        pretrained.save(folder, kind, config, policy.net, stats, features, modes, self.names, card)
+        pretrained.save(folder, kind, config, policy.net, stats, features, modes, self.names, card, resize)
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
@@ -364,7 +384,7 @@ class Task(contract.Task):
 
     def summary(self) -> str:
         demos, (train, val) = self.demos, self.counts
-        texts = ", ".join(repr(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
+        texts = ", ".join(brief(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
         command = self.cfg.dataset.command
         given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
         recorded = self.simulation and not given
@@ -392,7 +412,7 @@ class Task(contract.Task):
             + f"; trials at each evaluation: {tries}",
         ]
         if self.never:
-            names = ", ".join(repr(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
+            names = ", ".join(brief(demos.tasks[task]) for task in self.never[:3]) + ", ..." * (len(self.never) > 3)
             rows.append(
                 f"warning: nothing to train on of {names}: all episodes validate; dataset.split_seed draws others"
             )
@@ -454,6 +474,11 @@ def _for_imitation(demos: lerobot.Demonstrations, cameras: list[str]) -> lerobot
         if columns[name].dtype.kind != "f":
             columns[name] = columns[name].astype(np.float32)
     return replace(demos, features=used, columns=columns)
+
+
+def brief(text: str) -> str:
+    """Return a command in quotes, of a long one the beginning."""
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _chosen_cameras(wanted: list[str], there: list[str], root: Path) -> list[str]:

@@ -43,10 +43,11 @@ def torchvision_classes(folder: Path, name: str = "video.resnet"):
             module = sys.modules[f"torchvision{stub}"] = types.ModuleType(f"torchvision{stub}")
             module.__path__ = [str(folder / "torchvision" / stub[1:].replace(".", "/"))]
             vars(module).update(values)
-        yield importlib.import_module(f"torchvision.models.{name}")
-    finally:
+        found = importlib.import_module(f"torchvision.models.{name}")
+    finally:  # before it is used: two files' tests in one process may each have such a module
         for module in [module for module in sys.modules if module.split(".")[0] == "torchvision"]:
             del sys.modules[module]
+    yield found
 
 
 class _Any:

@@ -75,7 +75,6 @@ def test_every_spelling_of_the_guides(argv, key, value):
     [
         ("--policy.repo_id=me/act", ""),
         ("--policy.n_obs_steps=1", "2"),
-        ("--policy.optimizer_lr_backbone=1e-5", "1e-4"),
         ("--use_policy_training_preset=true", "false"),
         ("--dataset.video_backend=torchcodec", ""),
         ("--prefetch_factor=4", ""),

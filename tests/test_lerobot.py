@@ -610,6 +610,31 @@ def test_a_missing_package_is_named(made, monkeypatch):
 # ---- where a dataset is ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("features", "fps", "frame", "task", "says"),
+    [
+        ({"a": "float32"}, 10, None, "", "no pair of a dtype and a shape"),
+        ({"a": ("float32", 3)}, 10, None, "", "no pair of a dtype and a shape"),
+        ({"a": ("float32", (1,))}, "10", None, "", "fps no number"),
+        ({}, 10, None, "", "no features"),
+        ({"a": ("int32", (1,))}, 10, [2**40], "go", "a has numbers that int32 does not hold"),
+        ({"a": ("float32", (1,))}, 10, [1e300], "go", "a has numbers that float32 does not hold"),
+        ({"a": ("float32", (2,))}, 10, [[1], [1, 2]], "go", "no array"),
+        ({"a": ("float32", (1,))}, 10, [1.0], 3, "the task 3 is no text"),
+        ({"a": ("float32", (1,))}, 10, [1.0], None, "the task None is no text"),
+        ({"a": ("float32", (1,))}, 10, [1.0], " ", "is no text"),
+        ({"a": ("float32", (1,))}, 10, [1.0], "\ud800", "is no text"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_it_is_kept(tmp_path, features, fps, frame, task, says):
+    """A task that is no text was found at the end, after all episodes, and again at each start."""
+    with pytest.raises(LockstepError, match=re.escape(says)), Recorder(tmp_path / "set", fps, features) as recorder:
+        recorder.add_frame({"a": frame}, task)
+    with pytest.raises(LockstepError), Recorder(tmp_path / "set", fps, features) as recorder:
+        recorder.add_episode({"a": [frame]}, task)
+    assert not (tmp_path / "set").exists()
+
+
 def test_find(tmp_path, monkeypatch):
     def make(folder):
         (folder / "meta").mkdir(parents=True)

@@ -306,7 +306,7 @@ def test_it_trains_on_one_and_two_processes_makes_trials_and_is_saved(launch, tm
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6, msg=name)
     out = tmp_path / "out"
     succeed(launch.python("tools/save_pretrained.py", str(tmp_path / "run2"), str(out), PYTHONPATH=path))
-    assert {each.name for each in out.iterdir()} == {"config.json", "model.pt", "before.pt", "after.pt"}
+    assert {each.name for each in out.iterdir()} == {"config.json", "model.pt", "before.pt", "after.pt", "README.md"}
     saved = torch.load(out / "model.pt")
     assert all(torch.equal(value, two[f"net.policy.{name}"]) for name, value in saved.items())
     data = next(GENERATED.glob("discs_*_8x16_seed0_noise0.1"))

@@ -12,7 +12,7 @@ pytest.importorskip("gym_pusht", reason="needs the extra [pusht]: pip install gy
 
 from envs import trials
 from envs.pusht import CAMERA, GOAL, KEYPOINTS, STATE, Box, PushT, glide, outline
-from tasks import robot
+from tasks._trials import _shrunk
 
 SEEDS = np.arange(3)
 
@@ -112,7 +112,7 @@ def test_pictures_reach_the_policy_in_trials_as_in_training(monkeypatch, tmp_pat
     batch = train.__getitems__([0])
     fresh = torch.from_numpy(PushT(np.arange(1)).observe()[CAMERA])
     assert batch[CAMERA].shape == (1, 3, 32, 32)
-    assert (robot._shrunk(fresh, task.sizes[CAMERA]).int() - batch[CAMERA].int()).abs().max() <= 1
+    assert (_shrunk(fresh, task.sizes[CAMERA]).int() - batch[CAMERA].int()).abs().max() <= 1
 
 
 @pytest.mark.slow

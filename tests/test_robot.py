@@ -130,7 +130,7 @@ def test_lerobots_spellings():
     )
     cfg = parse("--task", "robot", *words.split())
     assert (cfg.steps, cfg.save_dir, cfg.wandb.name, cfg.log_every) == (20, "out", "first", 5)
-    assert (cfg.save_every, cfg.eval_every, cfg.resume, cfg.device, cfg.amp) == (10, 10, "auto", "cpu", "auto")
+    assert (cfg.save_every, cfg.eval.trials_every, cfg.resume, cfg.device, cfg.amp) == (10, 10, "auto", "cpu", "auto")
     assert (cfg.optim.lr, cfg.optim.grad_clip, cfg.dataset.episodes) == (1e-4, 5, [0, 2])
     assert cfg.augment.enabled and cfg.gradient_accumulation_steps == 2 and cfg.wandb.entity == "lab"
     assert cfg.policy.normalization_mapping.STATE == "MIN_MAX" and cfg.deterministic
@@ -149,7 +149,6 @@ def test_lerobots_spellings():
         ("--env_eval_freq=7", 7, 7),
         ("--env_eval_freq=20 --eval_steps=0", 20, 20),
         ("--eval_steps=5 --env_eval_freq=20", 5, 20),
-        ("--eval_steps=5 eval_every=3", 3, -1),  # our own spelling goes first
         ("eval_every=0", 0, -1),  # once an epoch
         ("", 0, -1),
     ],
@@ -517,6 +516,50 @@ def test_renamed_observations_train_as_if_they_were_recorded_so_and_are_renamed_
     ):
         with pytest.raises(LockstepError, match=re.escape(says)):
             task_of(*words, f"dataset.root={first}", f"rename_map={pairs}")
+
+
+def test_the_backbone_has_lerobots_rate_of_its_own(tmp_path):
+    """Given, or in the config.json of weights; without it, as all else."""
+    words = ["robot", "policy.type=act", "--policy.optimizer_lr=1e-3"]
+    assert parse(*words).optim.lr_scale == []
+    assert parse(*words, "--policy.optimizer_lr_backbone=1e-5").optim.lr_scale == ["*backbone.*:0.01"]
+    (tmp_path / "config.json").write_text('{"type": "act", "optimizer_lr": 1e-3, "optimizer_lr_backbone": 1e-4}')
+    cfg = parse("robot", f"policy.path={tmp_path}")
+    assert cfg.optim.lr == 1e-3 and cfg.optim.lr_scale == ["*backbone.*:0.1"]
+    assert parse("robot", f"policy.path={tmp_path}", "optim.lr_scale=x:2").optim.lr_scale == ["x:2"]
+
+
+def test_pictures_that_were_shrunk_are_shrunk_on_the_robot_and_other_cameras_are_refused(tmp_path):
+    words = ["robot", "policy.type=act", f"dataset.root={record(tmp_path / 'set', cameras=2)}", *TINY_ACT]
+    task, *_ = task_of(*words, "dataset.resize=16,20")
+    task.save_pretrained(task.model(), tmp_path / "out")
+    steps = json.loads((tmp_path / "out/policy_preprocessor.json").read_text())["steps"]
+    wanted = {"crop_params_dict": None, "resize_size": [16, 20]}
+    assert [step["config"] for step in steps if step["registry_name"] == "image_crop_resize_processor"] == [wanted]
+    path = f"policy.path={tmp_path / 'out'}"
+    one = [*words, "dataset.resize=16,20", path, "dataset.cameras=observation.images.cam1"]
+    task, *_ = task_of(*one)
+    with pytest.raises(
+        LockstepError, match=r"weights see .*cam0, .*cam1, and the dataset gives observation.images.cam1 "
+    ):
+        task.model()
+    task_of(*one, "policy.pretrained_strict=false")[0].model()
+    named = task_of(*words, "dataset.resize=16,20", "rename_map=observation.images.cam0:observation.front")[0]
+    with pytest.raises(LockstepError, match=r"whose name has `image` in it, and observation.front has not"):
+        named.save_pretrained(named.model(), tmp_path / "other")
+    with pytest.raises(LockstepError, match="cannot be a camera's name"):
+        task_of(*words, "rename_map=observation.images.cam0:observation.images.a/b")
+
+
+def test_what_contradicts_or_is_not_there_is_told(tmp_path):
+    one, two = record(tmp_path / "one"), record(tmp_path / "two", name="other")
+    with pytest.raises(LockstepError, match=r"eval_every=2 and eval.loss_every=1 .*drop one"):
+        task_of("robot", f"dataset.root={one}", "--eval_steps=1", "eval_every=2")
+    assert parse("robot", f"dataset.root={one}", "--env_eval_freq=1").eval_every == 300, "there are no trials"
+    with pytest.raises(LockstepError, match=r"no camera is in all datasets .*rename_map gives them one name"):
+        task_of("robot", f"dataset.root=[{one},{two}]")
+    task, *_ = task_of("robot", f"dataset.root=[{one},{two}]", "dataset.cameras=none")
+    assert task.cameras == []
 
 
 def test_what_a_config_of_weights_says_is_checked_like_any_setting(tmp_path):

@@ -79,7 +79,11 @@ def parse(
     except LockstepError as error:
         raise LockstepError("\n".join([*(s.problem for s in settings if s.problem), str(error)])) from error
     aliases = _aliases(task)
-    texts = {aliases.get(s.key, s.key): s.value or "true" for s in settings if not isinstance(s.value, list)}
+    texts = {
+        aliases.get(s.key, s.key): "true" if s.value is None else s.value
+        for s in settings
+        if not isinstance(s.value, list)
+    }
     implied = task.implied(texts | {"config": files[-1] if files else ""})
     layers.insert(0, [Setting(key, *one) for key, one in implied.items()])
     tree = _tree_of(task, layers[0] + settings)
