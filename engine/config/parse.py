@@ -79,13 +79,10 @@ def parse(
     except LockstepError as error:
         raise LockstepError("\n".join([*(s.problem for s in settings if s.problem), str(error)])) from error
     aliases = _aliases(task)
-    texts = {
-        aliases.get(s.key, s.key): "true" if s.value is None else s.value
-        for s in settings
-        if not isinstance(s.value, list)
-    }
-    implied = task.implied(texts | {"config": files[-1] if files else ""})
-    layers.insert(0, [Setting(key, *one) for key, one in implied.items()])
+    plain = [s for s in settings if not isinstance(s.value, list)]
+    texts = {aliases.get(s.key, s.key): "true" if s.value is None else s.value for s in plain}
+    texts["config"] = files[-1] if files else ""
+    layers.insert(0, [Setting(key, *one) for key, one in task.implied(texts).items()])
     tree = _tree_of(task, layers[0] + settings)
     fields = _fields(tree)
     values: dict[str, Any] = {}
@@ -299,8 +296,7 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 
 
 def _read_yaml(path: str) -> list[Setting]:
-    """Return the leaves of a YAML file, as text, each with its file and line. A run's folder stands for its config, and
-    so does the file in it by which LeRobot resumes."""
+    """Return a YAML file's leaves as text, each with its line. A run's folder, or LeRobot's file in it, is its config."""
     path = _at_home(path)
     within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
     for folder in (path, *within):

@@ -13,18 +13,22 @@ import pytest
 if lacking := [name for name in ("lerobot", "transformers", "diffusers") if importlib.util.find_spec(name) is None]:
     pytest.skip(f"not installed: {', '.join(lacking)} (tests/peer/install.py)", allow_module_level=True)
 
+import numpy as np
 import torch
 import torchvision_shim
 from conftest import ROOT, succeed
 
 torchvision_shim.load()
 from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
+from lerobot.configs.types import NormalizationMode  # noqa: E402
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # noqa: E402
-from test_robot import parse, record, task_of  # noqa: E402
+from test_robot import TINY_ACT, parse, record, task_of  # noqa: E402
 from tiny_policies import TINY, words_of  # noqa: E402
 
 from engine.contract import BatchInfo, LockstepError, sample_seeds, uniform  # noqa: E402
 from engine.seeds import seed_everything  # noqa: E402
+from formats.frames import Frames  # noqa: E402
+from formats.lerobot import read  # noqa: E402
 from models.lerobot_policy import Drawn, _seeds  # noqa: E402
 
 SHARED = "env.type=none device=cpu dataset.cache=none amp=off".split()
@@ -192,6 +196,26 @@ def test_renamed_and_empty_cameras_are_in_the_folder(walks, tmp_path):
     with Drawn(_seeds(draws), uniform):
         action = after(theirs.select_action(before(on_robot | {"task": task.demos.tasks[int(batch["task_index"])]})))
     torch.testing.assert_close(action, model.act(batch, draws)[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_pictures_are_shrunk_on_the_robot_as_in_training(walks, tmp_path, kind):
+    """By LeRobot's own step, to a level of 255: of our ACT, and of its own policy."""
+    with pytest.MonkeyPatch.context() as patch:
+        words = ["policy.type=act", *TINY_ACT] if kind == "act" else words_of(kind, tmp_path, patch)
+    task, train, _ = task_of("robot", f"dataset.root={walks}", *SHARED, *words, "dataset.resize=24,24")
+    task.save_pretrained(task.model(), tmp_path / "out")
+    config = PreTrainedConfig.from_pretrained(str(tmp_path / "out"))
+    before, _ = make_pre_post_processors(config, pretrained_path=str(tmp_path / "out"))
+    for step in before.steps:
+        if "Normalizer" in type(step).__name__:
+            step.norm_map = dict.fromkeys(step.norm_map, NormalizationMode.IDENTITY)
+    camera = task.cameras[0]
+    raw = Frames(read(walks), {}, "none", "unused").get(camera, np.array([4]))[0]
+    seen = {name: torch.zeros(dim) for name, dim in task.dims.items()} | {camera: torch.from_numpy(raw).float() / 255}
+    shrunk = before(seen | {"task": "walk 0"})[camera]
+    trained = train.__getitems__([train.rows.tolist().index(4)])[camera].reshape(-1, 3, 24, 24)[-1]
+    assert raw.shape == (3, 32, 40) and (shrunk[0] * 255 - trained).abs().max() < 1.01
 
 
 def run_by(launch, tmp_path, processes, words, out):
