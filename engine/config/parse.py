@@ -296,7 +296,7 @@ _PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool"
 
 
 def _read_yaml(path: str) -> list[Setting]:
-    """Return a YAML file's leaves as text, with places. A run's folder, or LeRobot's file in it, stands for its config."""
+    """Return a YAML file's leaves, as text. A run's folder, or LeRobot's file in it, stands for its config."""
     path = _at_home(path)
     within = Path(path).parents if path.endswith("/train_config.json") and not os.path.isfile(path) else ()
     for folder in (path, *within):
