@@ -32,6 +32,7 @@ COLOUR = (
     Kind("libx264", "h264", "yuv420p", {"g": "2", "crf": "20", "bf": "0"}),
     Kind("mpeg4", "mpeg4", "yuv420p", {"g": "2", "bf": "0", "qmin": "2", "qmax": "4"}),
 )
+MOST_AHEAD = 16  # pictures that a picture is decoded before it is shown
 DEPTH = (Kind("libx265", "hevc", "gray12le", {"g": "2", "crf": "30", "x265-params": "lossless=1"}),)
 
 
@@ -78,8 +79,16 @@ class Encoder:
             frame = self._depth(picture[0]) if len(picture) == 1 else self._colour(picture)
             frame.pts, frame.time_base = self.count, 1 / self._rate
             with as_os_error():
-                self._container.mux(self._stream.encode(frame))
+                self._mux(self._container, self._stream.encode(frame))
             self.count += 1
+
+    @staticmethod
+    def _mux(container: Any, packets: list[Any]) -> None:
+        for packet in packets:
+            # Of one or two pictures, which stay in their order, x265 leaves the time of decoding unset.
+            if packet.dts is None or not packet.pts - MOST_AHEAD <= packet.dts <= packet.pts:
+                packet.dts = packet.pts
+            container.mux(packet)
 
     def _colour(self, picture: np.ndarray) -> Any:
         return self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture.transpose(1, 2, 0)), format="rgb24")
@@ -96,7 +105,7 @@ class Encoder:
         container, self._container = self._container, None
         if container is not None:
             with as_os_error(), container:
-                container.mux(self._stream.encode() if self.count else [])
+                self._mux(container, self._stream.encode() if self.count else [])
 
 
 def join(paths: Sequence[Path], counts: Sequence[int], fps: float, target: Path) -> None:
