@@ -214,9 +214,8 @@ def _common(
             _same(f"the size of {name}", sizes, "train on each alone: one policy has one size of it")
         if some.is_picture and all(feature.is_picture for feature in there.values()):
             sizes = {each: str(feature.shape[0]) for each, feature in there.items()}
-            _same(
-                f"the number of channels of {name}", sizes, "give dataset.cameras=others, or none"
-            ) if is_wanted else None
+            if is_wanted:
+                _same(f"the number of channels of {name}", sizes, "give dataset.cameras=others, or none")
         kinds = {(sizes[each], f.is_picture, f.dtype in lerobot.TEXTS) for each, f in there.items()}
         if not absent and len(kinds) == 1:
             kept[name] = some

@@ -141,11 +141,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 def cannot_resume(path: str) -> LockstepError:
     """Return the error for LeRobot's own train_config.json, with the line that takes what can be taken."""
-    folder = Path(path).parent
-    there = dict(flat(pretrained.read_json(Path(path))))
+    whole = pretrained.read_json(Path(path))
+    there = dict(flat(whole))
     names = ["dataset.repo_id", "dataset.root", "batch_size", "steps", "seed"]
-    words = [f"policy.path={folder}", *(f"{name}={there[name]}" for name in names if there.get(name))]
-    if renamed := pretrained.read_json(Path(path)).get("rename_map"):
+    words = [f"policy.path={Path(path).parent}", *(f"{name}={there[name]}" for name in names if there.get(name))]
+    if renamed := whole.get("rename_map"):
         words.append(f"--rename_map={json.dumps(renamed)}")
     line = shlex.join(words)
     what = "this is LeRobot's own config, and its optimizer and its place in the data cannot be taken over"

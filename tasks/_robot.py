@@ -17,6 +17,7 @@ from models import act, vla
 from models.policy import Policy
 from tasks import _imagenet as imagenet
 from tasks import _lerobot
+from tasks import _simulation as simulation
 
 NEVER = 10**9  # steps: an evaluation at the end alone
 Kind = Literal["act", "vla"]
@@ -218,7 +219,7 @@ NOT_THE_NETWORK = frozenset(
 
 def eval_every(cfg: Any) -> int:
     """Return the optimizer steps between evaluations that LeRobot's two cadences ask for; 0 where none is given."""
-    simulated = cfg.env.type not in ("auto", "none") or not (cfg.dataset.root or cfg.dataset.repo_id)
+    simulated = simulation.which(cfg.env, bool(cfg.dataset.root or cfg.dataset.repo_id))
     asked = [cfg.eval.loss_every, cfg.eval.trials_every if simulated else -1]
     asked = [every for every in asked if every >= 0]
     return next(filter(None, asked), NEVER) if asked else 0
@@ -232,7 +233,7 @@ def start_from(cfg: Any, policy: Policy) -> str:
     if there.get("type") != cfg.type:
         todo = f"its config.json says policy.type={there.get('type')}"
         raise LockstepError(f"the pretrained weights are not of {cfg.type}", where, todo)
-    sees = [name for name, f in (there.get("input_features") or {}).items() if f.get("type") == "VISUAL"]
+    sees = _cameras_of(there)
     if sees and {*sees} != {*policy.cameras} and cfg.pretrained_strict:
         what = f"the weights see {', '.join(sees)}, and the dataset gives {', '.join(policy.cameras) or 'no camera'}"
         todo = "rename_map renames, dataset.cameras chooses; policy.pretrained_strict=false goes on with other cameras"
@@ -248,6 +249,11 @@ def start_from(cfg: Any, policy: Policy) -> str:
     return f"{cfg.pretrained_path}{rest}"
 
 
+def _cameras_of(there: dict[str, Any]) -> list[str]:
+    """Return the cameras that a config.json names."""
+    return [name for name, f in (there.get("input_features") or {}).items() if f.get("type") == "VISUAL"]
+
+
 def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str, Any]:
     """Return {key: config.json's value} of the settings that differ and make another function of the same weights."""
     here = asdict(settings_of(cfg))
@@ -261,7 +267,7 @@ def _differing(cfg: Any, there: dict[str, Any], cameras: list[str]) -> dict[str,
     for kind in sorted({"ACTION", *(feature["type"] for feature in features.values())} & default.keys()):
         if (mode := modes.get(kind, "IDENTITY")) != getattr(ours, kind):
             differing[f"policy.normalization_mapping.{kind}"] = mode
-    theirs = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
+    theirs = _cameras_of(there)
     if theirs != cameras and set(theirs) == set(cameras):
         differing["dataset.cameras"] = ",".join(theirs)
     return differing

@@ -82,16 +82,28 @@ class Task(contract.Task):
         return _lerobot_keys.without_effect(cfg)
 
     def datasets(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
-        cfg, policy = self.cfg.dataset, self.cfg.policy
-        check(self.cfg)
+        cfg, policy = self.cfg, self.cfg.policy
+        check(cfg)
         if policy.pretrained_path and not self.resuming:
             pretrained.find(policy.pretrained_path, policy.pretrained_revision)  # told before the data are read
-        given = bool(cfg.root or cfg.repo_id)
-        self.simulation = simulation.which(self.cfg.env, given)
-        self.trials_every = max(0, self.cfg.eval.trials_every)
-        self.num_trials = self.cfg.eval.n_episodes if self.simulation and self.cfg.eval.trials_every else 0
+        self.given = bool(cfg.dataset.root or cfg.dataset.repo_id)
+        self.simulation = simulation.which(cfg.env, self.given)
+        self.trials_every = max(0, cfg.eval.trials_every)
+        self.num_trials = cfg.eval.n_episodes if self.simulation and cfg.eval.trials_every else 0
         self.films: list[trials.Trial] = []  # of the last evaluation
-        if given:
+        self.demos = self._demonstrations()
+        said = language.spoken(self.demos, cfg.dataset.command)
+        self.texts = said.texts
+        both = language.hearing(self._chunks(), said)
+        self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})  # no episode of it is trained on
+        self._measure(both[0])
+        self.val = both[1]
+        return both
+
+    def _demonstrations(self) -> lerobot.Demonstrations:
+        """Read the sets under the policy's names, as one. Raises LockstepError for what they do not share, or lack."""
+        cfg = self.cfg.dataset
+        if self.given:
             sets = lerobot_mix.places(cfg.root, cfg.repo_id, cfg.revision, self.cfg.download)
         else:
             sets = {"": simulation.recorded(self.cfg.env, self.simulation)}
@@ -109,42 +121,36 @@ class Task(contract.Task):
             raise LockstepError("no camera is in all datasets under one name", str(root), todo)
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
         no_depths(demos, self.cameras)
-        said = language.spoken(demos, cfg.command)
-        self.texts = said.texts
-        self.demos = demos = _for_imitation(demos, self.cameras)
+        demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
         if self.simulation:
             names = {name: self.names.get(name, name) for name in simulation.features(self.cfg.env, self.simulation)}
             wanted = [*self.dims, *self.cameras, "action"]
-            simulation.check_fits(self.cfg.env, self.simulation, demos, wanted, names, given)
+            simulation.check_fits(self.cfg.env, self.simulation, demos, wanted, names, self.given)
+        return demos
+
+    def _chunks(self) -> tuple[lerobot.Chunks, lerobot.Chunks]:
+        """Cut the demonstrations into the samples to train on and those to validate on."""
+        cfg, policy, demos = self.cfg.dataset, self.cfg.policy, self.demos
         train, val = lerobot_mix.split(demos, cfg.eval_split, cfg.split_seed)
         self.shared = not len(val)
         if self.shared:
             val = train
         self.counts = len(train), len(val)
         self.sizes = {camera: lerobot_mix.size_of(demos, camera, self._fitted) for camera in self.cameras}
-        where = _cache_dir(cfg.cache_dir, given)
+        where = _cache_dir(cfg.cache_dir, self.given)
         frames = lerobot_mix.pictures(demos, self.sizes, cfg.cache, where) if self.cameras else None
         if _lerobot.is_lerobots(policy):
             self.windows = _lerobot.windows(policy, [*self.dims, *self.cameras])
         else:
             self.windows = _lerobot.Windows({"action": list(range(policy.chunk_size))})
-        if self.cfg.eval.delay and self.windows.history != [0]:
-            what = f"{policy.type} sees earlier frames, too, and late trials are of policies that see the present alone"
-            raise LockstepError(what, "eval.delay", "drop it")
-        deltas = self.windows.deltas
+        deltas, skipped = self.windows.deltas, self.windows.skipped
         both = (
-            lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, self.windows.skipped),
+            lerobot_mix.chunks(demos, train, deltas, frames, cfg.weights, skipped),
             lerobot_mix.chunks(demos, val, deltas, frames),
         )
         self.of_each = lerobot_mix.told(demos, *both)
-        both = language.hearing(both, said)
-        self.never = sorted(
-            {*both[1].labels.tolist()} - {*both[0].labels.tolist()}
-        )  # tasks without an episode to train on
-        self._measure(both[0])
-        self.val = both[1]
         return both
 
     def _measure(self, train: lerobot.Chunks) -> None:
@@ -213,11 +219,9 @@ class Task(contract.Task):
         cfg = self.cfg.policy
         state_dim, env_dim = (self.dims.get(name, 0) for name in STATES)
         if _lerobot.is_lerobots(cfg):
-            start = (
-                pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
-                if cfg.pretrained_path and not self.resuming
-                else None
-            )
+            start = None
+            if cfg.pretrained_path and not self.resuming:
+                start = pretrained.find(cfg.pretrained_path, cfg.pretrained_revision)
             self.started_from = str(start or "")
             return _lerobot.build(cfg, self._features(), {name: stats[name] for name in modes}, start)
         net: nn.Module
@@ -241,15 +245,12 @@ class Task(contract.Task):
 
     def save_pretrained(self, policy: Policy, folder: Path) -> None:
         """Write a `pretrained_model` folder, which `policy.pretrained_path` takes and, except for a vla, LeRobot."""
-        kind, features = (
-            self.cfg.policy.type,
-            {name: {"type": of, "shape": list(shape)} for name, (of, shape) in self._features().items()},
-        )
+        features = {name: {"type": of, "shape": list(shape)} for name, (of, shape) in self._features().items()}
         resize = self.cfg.dataset.resize
         if resize and (other := [camera for camera in self.cameras if "image" not in camera]):
             what = f"LeRobot resizes pictures whose name has `image` in it, and {other[0]} has not"
             raise LockstepError(what, "dataset.resize", "give it another name by rename_map, and train again")
-        card = pretrained.card_of(kind, features, self.sets)
+        card = pretrained.card_of(self.cfg.policy.type, features, self.sets)
         if isinstance(policy, _lerobot.Adapted):
             pretrained.write_folder(folder, lambda new: _lerobot.save(policy, new, self.names, resize), card)
             return
@@ -258,7 +259,8 @@ class Task(contract.Task):
         config = asdict(settings_of(self.cfg.policy))
         if coefficient := getattr(self.cfg.policy, "temporal_ensemble_coeff", 0.0):
             config["temporal_ensemble_coeff"] = coefficient
-        pretrained.save(folder, kind, config, policy.net, stats, features, modes, self.names, card, resize)
+        kind, names = self.cfg.policy.type, self.names
+        pretrained.save(folder, kind, config, policy.net, stats, features, modes, names, card, resize)
 
     def export_module(self, model: nn.Module) -> tuple[nn.Module, Callable[[Batch], Tensor | dict[str, Tensor]]]:
         """The module maps {feature name: tensor as in a batch, "words": `encode` of the command} to {"actions"}."""
@@ -386,7 +388,7 @@ class Task(contract.Task):
         demos, (train, val) = self.demos, self.counts
         texts = ", ".join(brief(text) for text in demos.tasks[:3]) + (", ..." if len(demos.tasks) > 3 else "")
         command = self.cfg.dataset.command
-        given, share = bool(self.cfg.dataset.root or self.cfg.dataset.repo_id), self.cfg.dataset.eval_split
+        given, share = self.given, self.cfg.dataset.eval_split
         recorded = self.simulation and not given
         tried = f" (the successes of {self.cfg.env.demonstrations} tried)" if recorded else ""
         tries = f"{self.num_trials} in the simulation {self.simulation}" if self.num_trials else "none"
