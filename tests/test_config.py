@@ -129,12 +129,16 @@ def test_a_run_stands_for_its_config_and_lerobots_file_for_the_run(tmp_path):
     for name in (str(run), inside):
         cfg = parse(f"--config_path={name}", "--resume=true", "batch_size=3")
         assert (cfg.epochs, cfg.save_dir, cfg.resume, cfg.batch_size) == (7, str(run), "auto", 3)
-    (tmp_path / "pretrained_model").mkdir()
-    theirs = tmp_path / "pretrained_model/train_config.json"
-    theirs.write_text('{"dataset": {"repo_id": "me/x", "root": null}, "batch_size": 8, "steps": 20, "seed": 1000}')
+    (tmp_path / "my arm/pretrained_model").mkdir(parents=True)
+    theirs = tmp_path / "my arm/pretrained_model/train_config.json"
+    theirs.write_text(
+        '{"dataset": {"repo_id": "me/x", "root": null}, "batch_size": 8, "steps": 20, "seed": 1000, '
+        '"rename_map": {"observation.images.front": "observation.images.top"}}'
+    )
     (line,) = problems("robot", f"--config_path={theirs}", "--resume=true")
     folder = theirs.parent
-    typed = f"policy.path={folder} dataset.repo_id=me/x batch_size=8 steps=20 seed=1000"
+    names = '{"observation.images.front": "observation.images.top"}'
+    typed = f"'policy.path={folder}' dataset.repo_id=me/x batch_size=8 steps=20 seed=1000 '--rename_map={names}'"
     assert line == (
         "this is LeRobot's own config, and its optimizer and its place in the data cannot be taken over "
         f"({theirs}): start a new run from its weights: `python train.py robot {typed}`"

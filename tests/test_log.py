@@ -273,10 +273,11 @@ def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path, in_t
 def test_wandb_logs_offline(launch, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = tmp_path / "run"
-    words = ["wandb.enable=true", "wandb.project=my-robot-project"]
+    words = ["wandb.enable=true", "wandb.project=my-robot-project", "wandb.run_id=abc123", "wandb.notes=the left arm"]
     env = {"WANDB_SILENT": "true", "WANDB_MODE": "offline"}
     succeed(launch.torchrun(2, "train.py", TOY, *words, f"save_dir={run}", **env))
-    assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1, "rank 0 alone"
+    (written,) = run.glob("wandb/offline-run-*/*.wandb")  # of rank 0 alone
+    assert written.name == "run-abc123.wandb" and b"the left arm" in written.read_bytes()
     opened = config.parse(of_run(False, [str(run)]), tasks.load).cfg
     assert not opened.wandb.enable, "to look at a run takes no login"
 

@@ -214,7 +214,7 @@ def test_the_shipped_act_is_asked_for_one_thing_only():
         ("env.type=none", "there is no data to learn from (env.type=none)"),
         ("env.type=pusht env.command=dance", "env.command"),
         ("env.size=4", "4 is too small (env.size)"),
-        ("policy.pretrained_path=nowhere", "nowhere"),
+        ("policy.pretrained_path=nowhere dataset.root=neither", "there is no config.json in nowhere"),
         ("env.command=dance", "no command 'dance' (env.command): choose one of: move to the red disc"),
     ],
 )
@@ -585,18 +585,22 @@ def test_trials_of_a_renamed_simulation(launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "steps_with_trials"), [("eval.trials_every=4", [4, 6]), ("--env_eval_freq=0", []), ("", [2, 4, 6])]
+    ("every", "steps_with_trials"), [("eval.trials_every=5", [6, 8]), ("--env_eval_freq=0", []), ("", [2, 4, 6, 8])]
 )
 def test_trials_have_a_cadence_of_their_own(launch, tmp_path, every, steps_with_trials):
-    words = [*DISCS, "steps=6", "eval_every=2", f"save_dir={tmp_path / 'run'}", *every.split()]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = [*DISCS, "steps=8", "eval_every=2", f"save_dir={tmp_path / 'run'}", *every.split()]
+    words += ["save_every=2", "keep_checkpoints=9"]
     succeed(launch.python("train.py", *words))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "action_l1" in json.dumps(line)]
-    assert [line["step"] for line in evaluations] == [2, 4, 6]
+    assert [line["step"] for line in evaluations] == [2, 4, 6, 8]
     assert [line["step"] for line in evaluations if "success_rate" in json.dumps(line)] == steps_with_trials
     if steps_with_trials:  # whatever its step, a checkpoint that is scored is tried
-        said = succeed(launch.python("tools/evaluate.py", str(tmp_path / "run/last.pt"))).out
-        assert "success_rate" in said
+        assert "success_rate" in succeed(launch.python("tools/evaluate.py", str(tmp_path / "run/step_4.pt"))).out
+        events = EventAccumulator(str(tmp_path / "run/logs"), {"images": 0}).Reload()
+        assert [each.step for each in events.Images("val/trial")] == steps_with_trials
 
 
 @pytest.mark.slow
@@ -621,12 +625,21 @@ def test_what_is_not_here_is_downloaded_where_that_is_asked_for(launch, tmp_path
         assert "Weights from lab/act" in out and "4 episodes" in out.replace("Found ", ""), out
         fetched = [line for line in hub.asked if line.startswith("GET") and "/resolve/" in line]
         assert len(fetched) == len(set(fetched)) == 11
+        assert sum("/revision/" in line for line in hub.asked) == 2, "of two processes one asks"
         hub.asked.clear()
         succeed(launch.python("train.py", *words, f"save_dir={tmp_path / 'second'}", **env))
         assert not hub.asked, "it lies in the cache"
-        words[2] = "--dataset.repo_id=lab/nothing"
-        done = launch.python("train.py", *words, "--download", **env)
-        assert done.code == 2 and "cannot download lab/nothing: " in done.err and len(done.err.splitlines()) == 1
+        for at, key in ((1, "--policy.path"), (2, "--dataset.repo_id")):
+            wrong = [*words[:at], f"{key}=lab/nothing", *words[at + 1 :]]
+            done = launch.python("train.py", *wrong, "--download", **env)
+            assert done.code == 2 and "cannot download lab/nothing: " in done.err and len(done.err.splitlines()) == 1
+        hub.asked.clear()
+        env["HF_HOME"] = str(tmp_path / "another")
+        words += ["--policy.pretrained_revision=v1", "--dataset.revision=v2"]
+        for name, more in (("third", ["--download"]), ("fourth", [])):  # from the server, then from the cache
+            succeed(launch.python("train.py", *words, f"save_dir={tmp_path / name}", *more, **env))
+        asked = {line for line in hub.asked if "/revision/" in line}
+        assert asked == {"GET /api/models/lab/act/revision/v1", "GET /api/datasets/lab/walks/revision/v2"}
 
 
 def test_two_cameras_of_the_other_order_are_told(tmp_path):
