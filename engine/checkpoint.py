@@ -282,6 +282,6 @@ def _of_the_same_model(saved: Saved) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        what = f"the checkpoint is of another model: {' '.join(lines[:3])}"
+        what = f"the checkpoint is of another model: {' '.join(lines[:3])[:500]}"
         todo = "use the model it was trained with, or start a new run with another save_dir"
         raise LockstepError(what, str(saved.path), todo, exit_code=3) from error

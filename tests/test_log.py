@@ -273,11 +273,11 @@ def test_a_log_that_cannot_be_opened_is_an_error_in_words(launch, tmp_path, in_t
 def test_wandb_logs_offline(launch, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = tmp_path / "run"
-    words = ["wandb.enable=true", "wandb.project=my-robot-project", "wandb.run_id=abc123", "wandb.notes=the left arm"]
+    words = ["wandb.enable=true", "wandb.project=my-robot-project", "wandb.run_id=abc123"]
     env = {"WANDB_SILENT": "true", "WANDB_MODE": "offline"}
     succeed(launch.torchrun(2, "train.py", TOY, *words, f"save_dir={run}", **env))
     (written,) = run.glob("wandb/offline-run-*/*.wandb")  # of rank 0 alone
-    assert written.name == "run-abc123.wandb" and b"the left arm" in written.read_bytes()
+    assert written.name == "run-abc123.wandb"
     opened = config.parse(of_run(False, [str(run)]), tasks.load).cfg
     assert not opened.wandb.enable, "to look at a run takes no login"
 
@@ -324,6 +324,21 @@ def test_who_decides_on_wandb(monkeypatch, asked, said, known, refused):
     with pytest.raises(LockstepError) if refused else contextlib.nullcontext() as caught:
         wandb.require(SimpleNamespace(wandb=config.Wandb(enable=True, mode=asked)))
     assert not refused or (str(caught.value), caught.value.exit_code) == (f"{refused} {NO_WANDB}", 2)
+
+
+@pytest.mark.parametrize(("earlier", "asked", "went"), [("", "", {}), ("", "b", {"id": "b"}), ("a", "b", {"id": "a"})])
+def test_what_wandb_is_told_of_a_run(monkeypatch, tmp_path, earlier, asked, went):
+    """The run of the checkpoint goes on, before one that is asked for."""
+    told = {}
+    run = SimpleNamespace(id="new")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: told.update(given) or run))
+    words = [f"wandb.run_id={asked}", "wandb.notes=the left arm", "wandb.entity=lab"]
+    cfg = config.parse(["har", *words], tasks.load).cfg
+    assert wandb.Wandb(cfg, tmp_path / "runs/a", earlier).id == "new"
+    assert {name: told[name] for name in ("id", "resume") if name in told} == (
+        went | {"resume": "allow"} if went else {}
+    )
+    assert (told["notes"], told["entity"], told["name"]) == ("the left arm", "lab", "a")
 
 
 def test_wandb_missing_is_an_error_before_training(launch, tmp_path):
