@@ -23,7 +23,7 @@ COLUMN = "language_persistent"
 
 
 @dataclass(frozen=True)
-class Spoken:
+class Texts:
     """What may be said at each frame.
 
     texts    those of the tasks, by task_index, and after them the others
@@ -41,10 +41,10 @@ class Spoken:
         return self.choices[self.begin[rows] + (uniform(seeds, 1)[:, 0] * count).long().clamp(max=count - 1)]
 
 
-class Hearing:
+class WithTexts:
     """Samples whose batches have `text_index`, drawn from the samples' seeds; in all else those of `chunks`."""
 
-    def __init__(self, chunks: Any, said: Spoken):
+    def __init__(self, chunks: Any, said: Texts):
         self.chunks, self.said = chunks, said
 
     def __len__(self) -> int:
@@ -65,19 +65,19 @@ class Hearing:
         return {name: values[0] for name, values in self.__getitems__([index], torch.tensor([seed])).items()}
 
 
-def hearing(both: tuple[Any, Any], said: Spoken) -> tuple[Any, Any]:
+def with_texts(both: tuple[Any, Any], said: Texts) -> tuple[Any, Any]:
     """Return the samples of the training and the validation, with texts of their own where some are said."""
-    return (Hearing(both[0], said), Hearing(both[1], said)) if len(said.choices) else both
+    return (WithTexts(both[0], said), WithTexts(both[1], said)) if len(said.choices) else both
 
 
-def spoken(demos: Demonstrations, style: str) -> Spoken:
+def texts_of(demos: Demonstrations, style: str) -> Texts:
     """Return what is said with the rows of a style, "task_aug" or "subtask"; a frame without any keeps its task. Of the
     style "task" nothing is said beside the tasks.
 
     Raises LockstepError if no row of the read episodes has the style, or two subtasks begin at once.
     """
     if style == "task":
-        return Spoken(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
+        return Texts(demos.tasks, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
     every = [_rows(demos, e) for e in range(len(demos.episodes))]
     styles = Counter(row.get("style") or "none" for rows in every for row in rows)
     if not styles[style]:
@@ -104,7 +104,7 @@ def spoken(demos: Demonstrations, style: str) -> Spoken:
                 raise LockstepError(what, f"{demos.root}: {COLUMN}", "leave one, or exclude the episode")
             at = np.searchsorted(starts[order], demos.columns["timestamp"][frames], "right") - 1
             begin[frames] = np.where(at >= 0, np.array(said)[order][at], begin[frames])
-    return Spoken(texts, *map(torch.as_tensor, (choices, begin, count)))
+    return Texts(texts, *map(torch.as_tensor, (choices, begin, count)))
 
 
 def _rows(demos: Demonstrations, e: int) -> list[dict[str, Any]]:

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contract import sample_seeds
-from formats.language import Hearing
 from models.policy import Policy
 from tasks._pictures import Line, plots
 
@@ -56,9 +54,7 @@ def beside(
     device = next(model.parameters()).device
     recorded, predicted = list[np.ndarray](), list[np.ndarray]()
     for first in range(0, len(looks), AT_ONCE):
-        some = looks[first : first + AT_ONCE].tolist()
-        seeds = (sample_seeds(0, 0, torch.tensor(some)),) if isinstance(dataset, Hearing) else ()
-        batch = dataset.__getitems__(some, *seeds)
+        batch = dataset.__getitems__(looks[first : first + AT_ONCE].tolist())
         batch = {name: value.to(device) for name, value in batch.items() if isinstance(value, Tensor)}
         chunk = model.act(task._with_words(batch)).float().cpu().numpy()
         window = slice(task.windows.first, task.windows.first + chunk.shape[1])  # from the present on

@@ -364,7 +364,7 @@ def check(cfg: Any) -> None:
         raise LockstepError(str(error), "policy", "change one of them") from None
 
 
-def no_depths(demos: Demonstrations, cameras: list[str]) -> None:
+def refuse_depths(demos: Demonstrations, cameras: list[str]) -> None:
     """Raise LockstepError if a depth camera is to be trained on: the networks see colours, 8 bits of each."""
     if depths := [camera for camera in cameras if demos.features[camera].depth]:
         rest = ",".join(camera for camera in cameras if camera not in depths) or "none"

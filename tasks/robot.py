@@ -35,7 +35,7 @@ from tasks._robot import (
     Settings,
     check,
     eval_every,
-    no_depths,
+    refuse_depths,
     renamed,
     settings_of,
     start_from,
@@ -92,9 +92,9 @@ class Task(contract.Task):
         self.num_trials = cfg.eval.n_episodes if self.simulation and cfg.eval.trials_every else 0
         self.films: list[trials.Trial] = []  # of the last evaluation
         self.demos = self._demonstrations()
-        said = language.spoken(self.demos, cfg.dataset.command)
+        said = language.texts_of(self.demos, cfg.dataset.command)
         self.texts = said.texts
-        both = language.hearing(self._chunks(), said)
+        both = language.with_texts(self._chunks(), said)
         self.never = sorted({*both[1].labels.tolist()} - {*both[0].labels.tolist()})  # no episode of it is trained on
         self._measure(both[0])
         self.val = both[1]
@@ -120,7 +120,7 @@ class Task(contract.Task):
             todo = "rename_map gives them one name; dataset.cameras=none trains without"
             raise LockstepError("no camera is in all datasets under one name", str(root), todo)
         self.cameras = _chosen_cameras(cameras, demos.cameras, root)
-        no_depths(demos, self.cameras)
+        refuse_depths(demos, self.cameras)
         demos = _for_imitation(demos, self.cameras)
         self.action_dim = demos.columns["action"].shape[-1]
         self.dims = {name: demos.columns[name].shape[-1] for name in STATES if name in demos.columns}
@@ -210,7 +210,7 @@ class Task(contract.Task):
         self.num_draws, self.penalty = policy.net.num_draws, policy.net.penalty
         return policy
 
-    def _eyes(self) -> str:
+    def _backbone_file(self) -> str:
         """The file of ImageNet's weights that ACT's backbone starts from, if any."""
         cfg = self.cfg.policy
         return str(cfg.pretrained_backbone_weights) if cfg.type == "act" else ""
@@ -232,7 +232,7 @@ class Task(contract.Task):
         policy = Policy(net, Normalizer(stats, modes), self.cameras)
         if cfg.pretrained_path and not self.resuming:
             self.started_from = start_from(cfg, policy)
-        elif self._eyes() and not self.resuming:
+        elif self._backbone_file() and not self.resuming:
             by_imagenet = self.cfg.dataset.use_imagenet_stats and cfg.normalization_mapping.VISUAL == "MEAN_STD"
             self.started_from = imagenet.start(cfg, getattr(net, "backbone", None), by_imagenet)
         return policy
@@ -421,7 +421,7 @@ class Task(contract.Task):
         policy = self.cfg.policy
         if _lerobot.is_lerobots(policy):
             rows += _lerobot.notes(self.cfg)
-        from_file = policy.pretrained_path or self._eyes()
+        from_file = policy.pretrained_path or self._backbone_file()
         if policy.type == "act" and self.cameras and not from_file and not self.resuming:
             rows.append(
                 f"The {policy.vision_backbone} that sees starts at random, its norms frozen as they are;"

@@ -166,6 +166,7 @@ def test_each_number_has_a_plot_under_its_name(tmp_path, monkeypatch):
     joints = ["shoulder", "elbow", "wrist"]
     change_json(info, lambda there: there["features"]["action"].update(names={"motors": joints}) or there)
     words = ["robot", "policy.type=act", *TINY_ACT, f"dataset.root={root}", "dataset.cache=none"]
+    torch.manual_seed(0)
     task, _, val = task_of(*words)
     real = held_out.plots
     monkeypatch.setattr(held_out, "plots", lambda *given: asked.append(given) or real(*given))
@@ -177,7 +178,7 @@ def test_each_number_has_a_plot_under_its_name(tmp_path, monkeypatch):
     names, errors = zip(*(name.split("   L1 ") for name, _ in given), strict=True)
     assert list(names) == joints and len(set(errors)) == 3
     lines = [line.values for _, lines in given for line in lines]
-    assert float(errors[1]) == pytest.approx(np.abs(lines[2] - lines[3]).mean(), rel=2e-3)
+    assert float(errors[1]) == pytest.approx(np.abs(lines[2] - lines[3]).mean(), rel=6e-3)  # three digits are shown
     assert picture.dtype == np.uint8 and picture.ndim == 3
     shared, *_ = task_of(*words, "dataset.eval_split=0")
     shared.pictures(shared.model().eval(), None, {})
