@@ -20,7 +20,7 @@ import test_lerobot as ours
 import torchvision_shim
 
 from formats.frames import Frames
-from formats.language import spoken
+from formats.language import texts_of
 from formats.lerobot import Chunks, read
 from formats.lerobot_writer import Recorder
 
@@ -290,7 +290,7 @@ def test_the_text_of_the_moment_is_lerobots(peer, tmp_path):
     language.annotate(root, rows)
     theirs = peer.LeRobotDataset("someone/set", root=root)
     demos = read(root)
-    subtasks, wordings = spoken(demos, "subtask"), spoken(demos, "task_aug")
+    subtasks, wordings = texts_of(demos, "subtask"), texts_of(demos, "task_aug")
     every = torch.arange(len(theirs))
     heard = [[it.texts[at] for at in it.draw(every, every)] for it in (subtasks, wordings)]
     for i in range(len(theirs)):
