@@ -41,7 +41,7 @@ class Optim:
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.9, "momentum of sgd and muon", low=0, high=0.99999)
     lr_scale: list[str] = option(
-        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10"
+        [], "factors of the learning rate of weights and modules by name, such as backbone.*:0.1,head:10; ?*x: if any"
     )
     freeze: list[str] = option([], "weights and modules that are not trained, by name, such as backbone.*")
     grad_clip: float = option(1.0, "largest global norm of the gradient; 0 = no clipping", low=0)

@@ -58,10 +58,11 @@ def make_optimizer(
 
 
 def _matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the names of the parameters that match a pattern, or are in a module that does."""
+    """Return the names of the parameters that match a pattern, or are in a module that does; none only where the
+    pattern begins with `?*`."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-    if not found:
+    if not found and not pattern.startswith("?*"):
         some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         raise LockstepError(f"{pattern!r} matches no weight", key, f"choose of names such as {some}")
     return found
