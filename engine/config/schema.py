@@ -88,6 +88,20 @@ class DDP:
         "mean after each step",
     )
     sync_bn: bool = option(False, "turn BatchNorm into SyncBatchNorm (GPU only)")
+    strategy: Literal["ddp", "fsdp", "hsdp"] = option(
+        "ddp",
+        "what a process holds: ddp the whole model; fsdp some rows of each weight, gradient and moment (FSDP2); hsdp "
+        "the same within groups of ddp.shards processes",
+    )
+    shards: int = option(0, "processes that hold one copy of the model together (hsdp); 0 = those of a machine", low=0)
+    reduce_every: int = option(
+        1,
+        "forward passes between sums of gradients (fsdp, hsdp); in between each process holds whole ones; 0 = a step",
+        low=0,
+    )
+    gather_dtype: Literal["weights", "bf16"] = option(
+        "weights", "what weights are sent as (fsdp, hsdp); bf16: half as many bytes, and all layers compute in it"
+    )
 
 
 @dataclass
