@@ -177,10 +177,7 @@ def _check_sharded(cfg: Config) -> None:
         "ddp.comm_hook": (cfg.ddp.comm_hook != "none", "drop it, or use ddp.gather_dtype=bf16"),
         "ddp.sync_bn": (cfg.ddp.sync_bn, "drop it, or use GroupNorm"),
         "ddp.static_graph": (cfg.ddp.static_graph, "drop it"),
-        "virtual_workers": (
-            cfg.virtual_workers and cfg.ddp.strategy == "hsdp",
-            "use ddp.strategy=fsdp: hsdp adds up its copies in the backend's order",
-        ),
+        "virtual_workers": (cfg.virtual_workers and cfg.ddp.strategy == "hsdp", "use ddp.strategy=fsdp"),
     }
     for key, (is_set, todo) in excluded.items():
         if is_set:

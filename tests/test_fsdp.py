@@ -159,13 +159,13 @@ def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
 
 REFUSED = {
     "model.kind=scalar": "the weight scale has no rows to shard (ddp.strategy=fsdp): give it the shape (1,)",
-    "model.kind=tied_units": "the weight blocks.0.inner.weight is also of a module outside of blocks.0",
+    "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too (the task's `units`)",
     "model.kind=trials": "trials call the model on each rank by itself (ddp.strategy=fsdp)",
     "model.kind=parts": "a weight is used past the module that FSDP2 makes it whole for",
-    "model.optimizer=wrong": "a step of Rowwise on rows of begin.weight is not that on the whole weight",
+    "model.optimizer=wrong": "a step of Rowwise on rows of end.bias is not that on the whole weight",
     "optim.name=adafactor": "Adafactor cannot take a step on rows of weights",
-    "ddp.gather_dtype=bf16": "layers would compute in bf16 without autocast (ddp.gather_dtype=bf16): add amp=bf16",
-    "ddp.strategy=hsdp ddp.shards=3": "2 processes are no groups of 3 (ddp.shards)",
+    "ddp.gather_dtype=bf16": "ddp.gather_dtype=bf16 without autocast (ddp.strategy=fsdp): add amp=bf16",
+    "ddp.strategy=hsdp ddp.shards=3": "2 processes are no groups of 3 (ddp.shards) (ddp.strategy=hsdp)",
     "optim.zero=true": "ddp.strategy=fsdp with optim.zero",
 }
 
@@ -177,14 +177,14 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_written(launch, tm
         done = launch.torchrun(2, "train.py", *(word for word in common if word[:12] != words[:12]), *words.split())
         assert done.code and any(says in line for line in done.errors), (words, done.err[-3000:])
         assert not (tmp_path / "run" / "last.pt").exists(), words
-    for words in (["model.kind=tied"], ["model.kind=units"], ["model.optimizer=right"], ["optim.name=muon"]):
-        more = [f"save_dir={tmp_path / words[0]}", "amp=off"]
-        succeed(launch.torchrun(2, "train.py", *common[:-2], *more, *words))
-        succeed(launch.python("train.py", *common[:-2], "ddp.strategy=ddp", *more[1:], *words, "batch_size=12",
-                              f"save_dir={tmp_path / words[0]}.whole"))  # fmt: skip
-        ours, whole = (load(tmp_path / f"{words[0]}{end}")["model"] for end in ("", ".whole"))
-        for name, value in whole.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=f"{words} {name}")
+    base = [SHARDED, "steps=2", "amp=off"]
+    for word in ("model.kind=tied", "model.kind=units", "model.optimizer=right", "optim.name=muon"):
+        ours, whole = tmp_path / word, tmp_path / f"{word}.whole"
+        more = [word, "batch_size=6", "ddp.strategy=fsdp", f"save_dir={ours}"]
+        succeed(launch.torchrun(2, "train.py", *base, *more))
+        succeed(launch.python("train.py", *base, word, "batch_size=12", f"save_dir={whole}"))
+        for name, value in load(whole)["model"].items():
+            torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=1e-5, msg=f"{word} {name}")
 
 
 @pytest.mark.parametrize(("words", "key"), [
