@@ -184,7 +184,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_is_written(launch, tm
         succeed(launch.torchrun(2, "train.py", *base, *more))
         succeed(launch.python("train.py", *base, word, "batch_size=12", f"save_dir={whole}"))
         for name, value in load(whole)["model"].items():
-            torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=1e-5, msg=f"{word} {name}")
+            near = 1e-3 if "muon" in word else 1e-5  # it computes in bf16
+            torch.testing.assert_close(load(ours)["model"][name], value, rtol=1e-3, atol=near, msg=f"{word} {name}")
 
 
 @pytest.mark.parametrize(("words", "key"), [
