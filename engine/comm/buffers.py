@@ -119,8 +119,13 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
     """(all ranks) Return the names of tensors that differ between ranks, each with the first such rank."""
     if world.size == 1:
         return {}
-    if len(set(world.gather(digests.digest(tensors.values())))) == 1:
+    if not world.differing(digests.digest(tensors.values())):
         return {}
-    first, *others = world.gather(digests.each(tensors.items()))
-    differ = {name: [theirs.get(name) != mine for theirs in others] for name, mine in first.items()}
-    return {name: 1 + found.index(True) for name, found in differ.items() if any(found)}
+    return world.decide(digests.each(tensors.items()), _first_that_differs)
+
+
+def _first_that_differs(everyone: Iterator[dict[str, str]]) -> dict[str, int]:
+    first, found = next(everyone), dict[str, int]()
+    for rank, theirs in enumerate(everyone, 1):
+        found = {name: rank for name, mine in first.items() if theirs.get(name) != mine} | found
+    return {name: found[name] for name in first if name in found}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,7 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    kept = world.gather(make.state_bytes(run.optimizer))
-    run.plan = replace(run.plan, moments=None if None in kept else max(kept))
+    run.plan = replace(run.plan, moments=world.decide(make.state_bytes(run.optimizer), _largest))
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
     world.sum(total)
     if total.item() != expected:
@@ -80,22 +80,32 @@ def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run.world, run.workers.buffers)
-    if len(set(run.world.gather(digests.digest(run.model.parameters())))) > 1:
+    if run.world.differing(digests.digest(run.model.parameters())):
         of_each = digests.each(run.model.named_parameters())
         _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    everyone = world.gather(facts)
-    differences = [
-        f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
-        for rank, theirs in enumerate(everyone)
-        for name, value in everyone[0].items()
-        if theirs.get(name) != value
-    ]
-    if differences:
-        more = f", and in {len(differences) - 1} more" if len(differences) > 1 else ""
-        raise LockstepError(differences[0] + more, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+    if not world.differing(facts):  # a digest of each rank's
+        return
+    if what := world.decide(facts, _difference):
+        raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
+
+
+def _difference(everyone: Iterator[dict[str, str]]) -> str:
+    """Return the first difference, and how many more there are."""
+    first, text, count = next(everyone), "", 0
+    for rank, theirs in enumerate(everyone, 1):
+        names = [name for name, value in first.items() if theirs.get(name) != value]
+        for name in names[: not text]:
+            text = f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {first[name]}"
+        count += len(names)
+    return text + (f", and in {count - 1} more" if count > 1 else "")
+
+
+def _largest(everyone: Iterator[int | None]) -> int | None:
+    sizes = [*everyone]
+    return None if None in sizes else max(filter(None, sizes), default=0)
 
 
 @torch.no_grad()
