@@ -198,19 +198,18 @@ def _of_this_attempt(
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store = dist.PrefixStore(f"time{restart().times}", store)
     # Under torchrun the agent's store always answers: wait for the ranks here, or gloo would wait ddp.timeout_s.
-    notes, mine = sealed.Sealed(store, known), secrets.token_hex(16)
-    answers = f"rank0_answers_{mine}"
+    notes, mine, answer = sealed.Sealed(store, known), secrets.token_hex(16), f"rank{env.rank}_is_answered"
     about = [backend, mine, network.way_to(os.environ.get("MASTER_ADDR", "localhost"))[0], machine()]
     notes.set(f"rank{env.rank}_joins", json.dumps(about))
     if env.rank == 0:
-        _admit(notes, about, env.size, timeout)
-    store.wait([answers], timeout + timedelta(seconds=10))  # rank 0 says who has not come in time
-    answer = notes.get(answers)
-    store.set(f"{mine}_has_read", "")
-    if answer is None:
+        _answer_all(notes, about, env.size, timeout)
+    store.wait([answer], timeout + timedelta(seconds=10))  # rank 0 says who has not come in time
+    told = json.loads(notes.get(answer) or "[0]")
+    store.set(f"rank{env.rank}_has_read", "")
+    if told[0] != mine:
         what = f"rank 0 and rank {env.rank} have different secrets"
         raise LockstepError(what, sealed.SECRET_FILE, ALIKE, exit_code=6)
-    joined, addresses, near, refused = json.loads(answer)
+    _, joined, addresses, near, refused = told
     if refused:
         raise LockstepError(*refused, exit_code=6, everywhere=True)
     meeting.near = near
@@ -219,33 +218,30 @@ def _of_this_attempt(
     return store, sealed.digest(known, joined.encode())
 
 
-def _admit(notes: sealed.Sealed, mine: list[str], size: int, timeout: timedelta) -> None:
-    """(rank 0) Wait for all ranks, and answer each under the random digits that it has sent: a digest of what all have
-    sent, a few addresses, the ranks of its machine, and why nobody may join. If every rank read the notes of all, 1,024
-    would send a million messages."""
+def _answer_all(notes: sealed.Sealed, mine: list[str], size: int, timeout: timedelta) -> None:
+    """(rank 0) Wait for all ranks, and tell each a digest of what all have sent, a few addresses, the ranks of its
+    machine, and why they cannot start. Each reads this alone: all notes would be a million messages among 1,024."""
     names = [f"rank{rank}_joins" for rank in range(size)]
     with contextlib.suppress(RuntimeError):  # who has not come is named below
         notes.store.wait(names, timeout)
-    everyone = [mine, *(text and json.loads(text) for text in notes.get_all(names)[1:])]
-    came, refused = [theirs for theirs in everyone if theirs], []
-    if odd := [rank for rank, theirs in enumerate(everyone) if not theirs or theirs[0] != mine[0]]:
-        theirs, rank = everyone[odd[0]], odd[0]
-        if theirs:  # they would wait for each other, or worse
-            refused = [f"rank {rank} joins with {theirs[0]}, rank 0 with {mine[0]}", "ddp.backend", ALIKE]
-        elif notes.check([names[rank]]):
-            refused = [f"rank {rank} and rank 0 have different secrets", sealed.SECRET_FILE, ALIKE]
+    everyone = [mine, *(json.loads(text or "[0, 0, 0, 0]") for text in notes.get_all(names)[1:])]
+    refused, near, addresses = [], dict[str, list[int]](), dict[str, int]()
+    if odd := [rank for rank, theirs in enumerate(everyone) if theirs[0] != mine[0]]:
+        if its := everyone[odd[0]][0]:  # they would wait for each other, or worse
+            refused = [f"rank {odd[0]} joins with {its}, rank 0 with {mine[0]}", "ddp.backend", ALIKE]
+        elif notes.check([names[odd[0]]]):
+            refused = [f"rank {odd[0]} and rank 0 have different secrets", sealed.SECRET_FILE, ALIKE]
         else:
             what = f"{named_ranks(odd)} of {size} could not join the others within {timeout.total_seconds():g} s"
             refused = [what, _meeting_place(), REACH]
-    near: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(everyone):
-        near.setdefault(theirs[3] if theirs else "", []).append(rank)
+    for rank, (_, _, address, where) in enumerate(everyone):
+        near.setdefault(where, []).append(rank)
+        addresses.setdefault(address or "", rank)
     joined = hashlib.sha256(repr(everyone).encode()).hexdigest()
-    addresses = [*dict.fromkeys(address for _, _, address, _ in came)][:4]  # of several machines
-    for _, digits, _, where in came:
-        notes.set(f"rank0_answers_{digits}", json.dumps([joined, addresses, near[where], refused]))
-    with contextlib.suppress(RuntimeError):  # or this process would end, and the store with it, before they read it
-        notes.store.wait([f"{digits}_has_read" for _, digits, _, _ in came[1:] if refused], timedelta(seconds=5))
+    for rank, (_, digits, _, where) in enumerate(everyone):
+        notes.set(f"rank{rank}_is_answered", json.dumps([digits, joined, [*addresses][:4], near[where], refused]))
+    with contextlib.suppress(RuntimeError):  # the store may go with this process, before they have read it
+        notes.store.wait([f"rank{rank}_has_read" for rank in range(1, size) if refused], timedelta(seconds=5))
 
 
 def _meeting_place() -> str:
@@ -291,5 +287,5 @@ def leave() -> None:
     if dist.get_world_size() > 1:
         with phase.during("barrier", waits=True):
             dist.barrier()
-    meeting.notes, meeting.lasting, meeting.wrapped = None, None, False
+    meeting.notes, meeting.lasting, meeting.wrapped, meeting.near = None, None, False, []
     dist.destroy_process_group()

@@ -125,7 +125,6 @@ def _differing(world: World, tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _first_that_differs(everyone: Iterator[dict[str, str]]) -> dict[str, int]:
-    first, found = next(everyone), dict[str, int]()
-    for rank, theirs in enumerate(everyone, 1):
-        found = {name: rank for name, mine in first.items() if theirs.get(name) != mine} | found
-    return {name: found[name] for name in first if name in found}
+    first, *others = everyone
+    differ = {name: [theirs.get(name) != mine for theirs in others] for name, mine in first.items()}
+    return {name: 1 + found.index(True) for name, found in differ.items() if any(found)}

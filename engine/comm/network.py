@@ -24,7 +24,7 @@ STATIC = "LOCKSTEP_STATIC_RENDEZVOUS"
 INFINIBAND = Path("/sys/class/infiniband")
 
 MANY = 128
-"""Ranks."""
+"""Ranks beyond which gloo connects two of them when one first sends to the other."""
 
 PIPE, TRACE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variables, each the beginning of a path that ends with the rank: torch makes a pipe, and a thread of its
@@ -80,9 +80,9 @@ def choose_network(others: list[str]) -> str:
 
 
 def prepare_for_many(size: int) -> None:
-    """Let this process have as many connections as it may. Where there are many ranks, gloo connects two of them when
-    one first sends to the other: to connect all would take 523,776 connections among 1,024."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0, and torchrun with the store, hear from all ranks
+    """Let this process have as many connections as it may: rank 0, and torchrun with the store, hear from all ranks. To
+    connect each two of 1,024 ranks would take 523,776 connections."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 1 << 16)), most))
     if size > MANY:

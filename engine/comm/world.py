@@ -93,10 +93,6 @@ def _unlike_the_first(everyone: Iterator[Any]) -> list[int]:
     return [rank for rank, each in enumerate(everyone, 1) if each != first]
 
 
-def _the_first(everyone: Iterator[Any]) -> Any:
-    return next(filter(None, everyone), None)
-
-
 @contextmanager
 def sync_errors(world: World) -> Iterator[None]:
     """(all ranks) Wrap a block without collectives: if ranks raise LockstepError, all raise the first one's.
@@ -108,7 +104,7 @@ def sync_errors(world: World) -> Iterator[None]:
         yield
     except LockstepError as error:
         problem = (str(error), error.exit_code)
-    if first := world.decide(problem, _the_first):
+    if first := world.decide(problem, lambda everyone: next(filter(None, everyone), None)):
         raise LockstepError(first[0], exit_code=first[1], everywhere=True)
 
 

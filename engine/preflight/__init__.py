@@ -61,7 +61,9 @@ def compare_ranks(run: Run) -> None:
     if run.plan.workers:
         _compare(world, environment(run), "use machines of one kind, or drop virtual_workers")
     _compare_weights(run)
-    run.plan = replace(run.plan, moments=world.decide(make.state_bytes(run.optimizer), _largest))
+    state_bytes = make.state_bytes(run.optimizer)
+    moments = world.decide(state_bytes, lambda everyone: None if None in (sizes := [*everyone]) else max(sizes))
+    run.plan = replace(run.plan, moments=moments)
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
     world.sum(total)
     if total.item() != expected:
@@ -86,26 +88,20 @@ def _compare_weights(run: Run) -> None:
 
 
 def _compare(world: World, facts: dict[str, str], todo: str) -> None:
-    if not world.differing(facts):  # a digest of each rank's
-        return
-    if what := world.decide(facts, _difference):
+    if world.differing(facts):
+        what = world.decide(facts, _difference)
         raise LockstepError(what, f"step {phase.step}", todo, exit_code=6, everywhere=True)
 
 
 def _difference(everyone: Iterator[dict[str, str]]) -> str:
-    """Return the first difference, and how many more there are."""
-    first, text, count = next(everyone), "", 0
-    for rank, theirs in enumerate(everyone, 1):
-        names = [name for name, value in first.items() if theirs.get(name) != value]
-        for name in names[: not text]:
-            text = f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {first[name]}"
-        count += len(names)
-    return text + (f", and in {count - 1} more" if count > 1 else "")
-
-
-def _largest(everyone: Iterator[int | None]) -> int | None:
-    sizes = [*everyone]
-    return None if None in sizes else max(filter(None, sizes), default=0)
+    first, *others = everyone
+    differences = [
+        f"rank {rank} differs from rank 0 in {name}: {theirs.get(name, 'absent')} instead of {value}"
+        for rank, theirs in enumerate(others, 1)
+        for name, value in first.items()
+        if theirs.get(name) != value
+    ]
+    return differences[0] + (f", and in {len(differences) - 1} more" if len(differences) > 1 else "")
 
 
 @torch.no_grad()

@@ -124,8 +124,8 @@ class Notes:
         return {rank: beat for rank, beat in found.items() if beat}
 
     def peers(self) -> dict[int, Beat]:
-        """Return a heartbeat of each other rank of this machine that has sent one; of each once, because it
-        keeps its process."""
+        """Return a heartbeat of each other rank of this machine that has sent one. Each is asked for once: a
+        rank keeps its process."""
         self.seen |= self.beats([rank for rank in self.near if rank not in self.seen and rank != self.world.rank])
         return {rank: beat for rank, beat in self.seen.items() if beat.machine == self.machine}
 

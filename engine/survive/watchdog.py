@@ -231,7 +231,7 @@ def diagnose(before: dict[int, Beat], now: dict[int, Beat], size: int) -> tuple[
         if beat.waits:
             waiting.setdefault(beat.phase, []).append(rank)
     lines = [f"rank {rank} gives no sign of life ({last.get(rank, 'never heard of')})" for rank in silent[:NAMED]]
-    lines += [f"so do {named_ranks(silent[NAMED:])}"] * (len(silent) > NAMED)
+    lines += [f"neither do {named_ranks(silent[NAMED:])}"] * (len(silent) > NAMED)
     lines += [f"rank {rank} has been in {now[rank].phase} for {now[rank].for_s:.0f} s" for rank in busy[:NAMED]]
     lines += [f"{len(busy) - NAMED} more compute"] * (len(busy) > NAMED)
     if waiting:
