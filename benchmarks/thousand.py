@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what a run costs besides its computing, with up to 1,024 ranks on this machine against one real store.
 
-python benchmarks/thousand.py                     16, 64, 256 and 1,024 ranks: some 6 MB of memory each
+python benchmarks/thousand.py                     16, 64, 256 and 1,024 ranks: 10 MB of memory each
 python benchmarks/thousand.py --ranks 16 64       these
 
 A rank is a process, forked from this one, that trains nothing and does all the rest by the functions of a training:
@@ -11,14 +11,18 @@ again, and ends when another is killed. Eight ranks count as a machine. Prints m
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import gc
+import math
 import mmap
 import os
+import platform
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,10 +32,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store asks the name server who each client is: one that does not answer must not be what is measured.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from engine import config, launch
 from engine.comm.world import World, on_rank0, sync_errors
@@ -44,6 +51,8 @@ from engine.survive.watchdog import BEAT_S, Watchdog
 OF_A_MACHINE = 8
 BEATS = 8
 """Beats that are counted."""
+
+MB_OF_A_RANK = 10
 
 MESSAGES = {"set": 1, "check": 1, "wait": 1, "compare_set": 1, "get": 2, "multi_get": 2, "add": 1, "delete_key": 1}
 """Messages to the store of each of its methods: those that return a text wait for its key first."""
@@ -163,7 +172,8 @@ def rank_main(rank: int, size: int, port: int, board: Board) -> None:
 
 
 def measure(size: int, lost: int, out: Path) -> dict[str, float]:
-    """Start `size` ranks, kill the last `lost` of them once all have done everything, and return the numbers."""
+    """Start `size` ranks, kill the last `lost` of them once all have done everything, and return the numbers; what they
+    say goes to the file `out`."""
     board, (wait, go) = Board(size), os.pipe()
     pids = []
     sys.stdout.flush()
@@ -178,10 +188,7 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
         pids.append(pid)
     try:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
-        began, cpu = time.monotonic(), time.process_time()
         os.write(go, f"{store.port:6d}".encode() * size)
-        board.wait("joined")
-        started, start_cpu = time.monotonic() - began, time.process_time() - cpu
         board.wait("voted")
         before = time.monotonic(), time.process_time()
         board.wait("beats")
@@ -195,43 +202,71 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
         key = "time1/lockstep/failure"
         while not store.check([f"attempt0/{key}"]):
             time.sleep(0.01)
-        named_s, codes = time.monotonic() - killed, set()
+        named_s = time.monotonic() - killed
         for pid in pids[: size - lost]:
-            codes.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        ended_s = time.monotonic() - killed
+            os.waitpid(pid, 0)
+        ended_s, said = time.monotonic() - killed, out.read_text(encoding="utf-8").splitlines()
         pids.clear()
     finally:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-    messages = board["beats messages"]
+    sent, memory = board["beats messages"], board["memory after"] - board["memory before"]
     return {
-        "start": started,
-        "met": board["met"].max(),
-        "joined": board["joined"].max(),
-        "start_cpu": start_cpu,
-        "start_messages": board["met messages"].sum() / size,
-        "start_messages_0": board["met messages"][0],
-        "compare": board["compared"].max(),
-        "vote": board["voted"].max(),
-        "beat_messages": messages.max(),
-        "per_s": messages.sum() / BEAT_S,
-        "store_cpu": beats_cpu / beats_s,
-        "stop": board["stop"].max(),
-        "again": board["again"].max(),
-        "named": named_s,
-        "ended": ended_s,
-        "codes": codes,
-        "memory_0": board["memory after"][0] - board["memory before"][0],
-        "memory": float(np.median(board["memory after"][1:] - board["memory before"][1:])),
-        "memory_all": board["memory after"].sum(),
+        "start: until all ranks have met in the store, s": board["met"].max(),
+        "... and have joined gloo, s": board["joined"].max(),
+        "... messages to the store, of a rank": float(np.median(board["met messages"])),
+        "... of rank 0": board["met messages"][0],
+        "agree on errors and facts (3 exchanges), s": board["compared"].max(),
+        "a vote (one all-reduce), ms": 1000 * board["voted"].max(),
+        "heartbeat: messages of a rank": sent.max(),
+        "... of all, a second": sent.sum() / BEAT_S,
+        "... share of a core for the store, %": 100 * beats_cpu / beats_s,
+        "a stop is heard of by all, s": board["stop"].max(),
+        "meet and join again, s": board["again"].max(),
+        "memory that this takes on rank 0, MB": memory[0],
+        "... on another rank, MB": float(np.median(memory[1:])),
+        "a rank is killed: its name is known after, s": named_s,
+        "a rank is killed: all have ended after, s": ended_s,
+        "a rank is killed: lines of errors": len(said),
     }
 
 
+def compared(sizes: list[int]) -> Iterator[str]:
+    """Yield the lines of the table. A whole machine is killed in a second start of the same ranks."""
+    columns = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, size in enumerate(tqdm(sizes, desc="Measuring", disable=None)):
+            one = measure(size, 1, Path(folder, f"{number} rank"))
+            machine = measure(size, OF_A_MACHINE, Path(folder, f"{number} machine")) if size > OF_A_MACHINE else {}
+            last = [*one][-3:]
+            columns.append(one | {key.replace("a rank", "a machine"): machine.get(key, math.nan) for key in last})
+    yield f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    yield ""
+    yield f"| ranks | {' | '.join(map(str, sizes))} |"
+    yield "|---|" + "---|" * len(sizes)
+    for key in columns[-1]:
+        yield f"| {key} | {' | '.join(f'{column[key]:.3g}' for column in columns)} |"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
+    sizes = parser.parse_args(argv).ranks
+    free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+    if free_mb < max(sizes) * MB_OF_A_RANK:
+        what = f"{max(sizes)} ranks take {max(sizes) * MB_OF_A_RANK} MB, and {free_mb:.0f} are free"
+        raise LockstepError(what, "--ranks", "name fewer")
+    os.environ["LOCKSTEP_SECRET"] = secrets.token_hex(16)
+    gc.collect(), gc.freeze()  # else each collection in a fork would copy the pages of all that is here
+    for line in compared(sizes):
+        print(line)
+    return 0
+
+
 if __name__ == "__main__":
-    size, lost = int(sys.argv[1]), int(sys.argv[2])
-    gc.collect(), gc.freeze()
-    secret = secrets.token_hex(16)
-    os.environ["LOCKSTEP_SECRET"] = secret
-    print(measure(size, lost, Path("/tmp/w/thousandx/out.txt")))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LockstepError as error:
+        sys.exit(f"error: {error}")
