@@ -41,6 +41,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engine import config, launch
+from engine.comm.scratch import end_with_parent
 from engine.comm.world import World, on_rank0, sync_errors
 from engine.errors import LockstepError
 from engine.preflight import ALIKE, _compare
@@ -104,7 +105,8 @@ def private_mb() -> float:
         return sum(int(line.split()[1]) for line in file if line.startswith("Private_")) / 1024
 
 
-def rank_main(rank: int, size: int, port: int, board: Board) -> None:
+def rank_main(rank: int, size: int, lost: int, port: int, board: Board) -> None:
+    end_with_parent()
     local_size = min(size, OF_A_MACHINE)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % OF_A_MACHINE)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -138,15 +140,14 @@ def rank_main(rank: int, size: int, port: int, board: Board) -> None:
             _compare(world, facts, ALIKE)
             on_rank0(world, lambda: None)
         vote = torch.zeros(6, dtype=torch.float64)
-        with stage("voted", 5):
-            for _ in range(5):
-                world.sum(vote)
+        with stage("voted"):
+            world.sum(vote)
         watch = Watchdog(world, stop, 600.0)
         with watch:
             dist.barrier()
             before, first = sent(), watch.beats
             while watch.beats < first + BEATS:
-                time.sleep(0.05)
+                time.sleep(0.3)
             board["beats messages"][rank] = (sent() - before) / (watch.beats - first)
             board["beats"][rank] = 1
             dist.barrier()
@@ -154,7 +155,7 @@ def rank_main(rank: int, size: int, port: int, board: Board) -> None:
                 stop.request("SIGTERM")
             with stage("stop"):
                 while not stop.reason:
-                    time.sleep(0.01)
+                    time.sleep(0.1)
             dist.barrier()
         dist.destroy_process_group()
         os.environ[launch.RESTART] = '{"times": 1}'
@@ -165,8 +166,9 @@ def rank_main(rank: int, size: int, port: int, board: Board) -> None:
         with Watchdog(world, stop, 600.0):
             dist.barrier()
             board["ready"][rank] = 1
-            while True:
-                world.sum(vote)
+            while rank >= size - lost:
+                signal.pause()
+            world.sum(vote)
     except BaseException as error:
         os._exit(blame.end(error, debug=False))
 
@@ -184,7 +186,7 @@ def measure(size: int, lost: int, out: Path) -> dict[str, float]:
             port = int(os.read(wait, 6))
             with open(out, "a", encoding="utf-8") as file:
                 os.dup2(file.fileno(), 2)
-            rank_main(rank, size, port, board)
+            rank_main(rank, size, lost, port, board)
         pids.append(pid)
     try:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)

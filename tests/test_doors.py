@@ -346,7 +346,7 @@ def test_who_cannot_join_is_named(monkeypatch, amiss):
 
 def test_objects_go_over_gloo_beside_another_backend_for_gpus(launch):
     """The other one here delivers nothing, and its device holds no data."""
-    succeed(launch.torchrun(2, str(ROOT / "tests/ranks/objects.py")))
+    succeed(launch.torchrun(3, str(ROOT / "tests/ranks/objects.py")))
 
 
 def test_nccl_leaves_the_last_word_to_the_watchdog(no_nccl, monkeypatch):
