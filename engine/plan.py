@@ -196,7 +196,7 @@ def _cut(cfg: Config, parts: int) -> tuple[int, int, int]:
         passes = passes or -(-share // cfg.batch_size)
         return -(-share // passes), passes, cfg.global_batch
     if rest:
-        near = _divisors(cfg.global_batch, 2 * parts)[:5]
+        near = sorted(sorted(_divisors(cfg.global_batch, 2 * parts), key=lambda count: abs(count - parts))[:5])
         processes = f"{' or '.join(map(str, near))} {'process' if near == [1] else 'processes'}"
         raise LockstepError(
             f"global_batch={cfg.global_batch} does not divide by {parts} processes",

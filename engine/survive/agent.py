@@ -21,7 +21,7 @@ from typing import Any
 if __name__ == "__main__":  # this file lies within the package that it needs
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 
-from engine.comm.network import STATIC, is_loopback, listen_less, way_to
+from engine.comm.network import STATIC, is_loopback, listen_less, prepare_for_many, way_to
 from engine.comm.scratch import EXIT_CODE, SCRATCH, temporary_folder
 from engine.errors import headline
 
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     if one_machine:
         args.local_addr = args.master_addr = "127.0.0.1"
     listen_less(one_machine)
+    prepare_for_many(1)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
             args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
