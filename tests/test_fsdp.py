@@ -159,7 +159,7 @@ def test_every_rank_calls_the_model_equally_often(launch, tmp_path, case):
 
 REFUSED = {
     "model.kind=scalar": "the weight scale has no rows to shard (ddp.strategy=fsdp): give it the shape (1,)",
-    "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too (the task's `units`)",
+    "model.kind=tied_units": "blocks.0, whose weight blocks.0.inner.weight another module has, too",
     "model.kind=trials": "trials call the model on each rank by itself (ddp.strategy=fsdp)",
     "model.kind=parts": "a weight is used past the module that FSDP2 makes it whole for",
     "model.optimizer=wrong": "a step of Rowwise on rows of end.bias is not that on the whole weight",
