@@ -140,7 +140,8 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
             with reader(url, done, size, tag) as (begin, tag, file):
                 if begin != done:
                     done, digest = 0, hashlib.sha256()  # it gives the whole again: no ranges, or another version
-                while piece := file.read(PIECE):
+                some = getattr(file, "read1", file.read)  # what has arrived: less is lost with a connection
+                while piece := some(PIECE):
                     if done + len(piece) > size >= 0:
                         raise Wrong(f"the server gives more than the {size:,} bytes that the index says")
                     write(done, piece)

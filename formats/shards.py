@@ -1,7 +1,8 @@
 """Data larger than a disk: a dataset of shards, map-style, in an order that can be entered anywhere.
 
-    shards.pair(self.cfg.shards, decode)    # (train, val), in a task's `datasets`; Options is a section of its settings
-    Shards("https://host/train", decode)    # or a folder, or s3://...; each has an index, see shard_files
+    shards: Options = section(Options)      # in a task's settings
+    pair(self.cfg.shards, decode)           # in its `datasets`: (train, val)
+    Shards("https://host/train", decode)    # the same by hand; or a folder, or s3://...; each has an index
 
 A sample's number is its place in the shards laid end to end. In place of a permutation of all numbers, `epoch_order`
 gives the loader an `Order`, which is arithmetic and some small permutations:
@@ -27,7 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ ROW_GROUPS = 1 << 30
 
 @dataclass
 class Options:
-    """A section of a task's settings: `shards: shards.Options = section(shards.Options)`."""
+    """A section of a task's settings."""
 
     root: str = option("", "folder or address of the shards to train on, with their index (tools/index_shards.py)")
     val: str = option("", "folder or address of those to validate on; empty: some shards of root")
@@ -377,10 +378,10 @@ def pair(options: Options, decode: Any = None, kind: type[Shards] = Shards) -> t
     """
     if not options.root:
         raise LockstepError("no shards are given", "shards.root", "give a folder or an address with an index")
-    index = read_index(options.root)
+    index, of_val = read_index(options.root), replace(options, lanes=0, window=0)  # scored in its own order
     if options.val:
-        return kind(options.root, decode, None, options, index), kind(options.val, decode, None, options)
+        return kind(options.root, decode, None, options, index), kind(options.val, decode, None, of_val)
     if not options.val_share:
         return kind(options.root, decode, None, options, index), None
     train, val = split(index, options.val_share)
-    return kind(options.root, decode, train, options, index), kind(options.root, decode, val, options, index)
+    return kind(options.root, decode, train, options, index), kind(options.root, decode, val, of_val, index)
