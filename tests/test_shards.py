@@ -9,15 +9,17 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import tarfile
 import threading
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 import torch
 from conftest import succeed, wait_until
-from runs import weights
+from runs import same_bits, weights
 from shard_server import served, write_shards
 
 from data_loader import TrainSampler, create_data_loaders, fingerprint
@@ -26,6 +28,7 @@ from engine.checks import LazyOrder
 from engine.comm.world import World
 from engine.contract import LockstepError
 from formats import shard_cache, shard_files, shards
+from formats.lerobot_writer import Recorder
 from formats.shards import Options, Order, Shards
 from tools import index_shards
 
@@ -764,25 +767,54 @@ def test_a_run_ends_where_a_shard_is_broken(launch, site, mine, tmp_path, loader
     succeed(launch.python("train.py", *words, "epochs=1", "batch_size=8", f"save_dir={tmp_path / 'run'}"))
 
 
+def of_the_sample_task(folder, mine):
+    write_shards(folder)
+    return [mine, "shards.cache_gb=0.0003"]
+
+
+def of_the_texts(folder, mine):
+    folder.mkdir()
+    texts = [part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 40][:600]
+    for n in range(30):
+        lines = [json.dumps({"text": text}) for text in texts[n::30]]
+        (folder / f"{n:02}.jsonl").write_text("\n".join(lines))
+    return ["examples/own_text.py", "text.length=16", "model.layers=1", "model.width=16", "model.heads=2"]
+
+
+def of_the_robot(folder, mine):
+    """LeRobot's own files, as they are: pictures of 32 x 32 and numbers."""
+    rng = np.random.default_rng(0)
+    features = {"observation.state": ("float32", (2,)), "observation.images.top": ("image", (3, 32, 32))}
+    with Recorder(folder.parent / "set", 10, features | {"action": ("float32", (2,))}, file_mb=0.06) as recorder:
+        for _ in range(30):
+            state = rng.normal(size=(12, 2)).astype(np.float32)
+            pictures = rng.integers(0, 255, (12, 3, 32, 32), dtype=np.uint8)
+            recorder.add_episode(
+                {"observation.state": state, "observation.images.top": pictures, "action": state / 2}, "go"
+            )
+    (folder.parent / "set" / "data").rename(folder)
+    return ["examples/own_frames.py", "model.width=16"]
+
+
 @pytest.mark.slow
-def test_killed_and_resumed_on_other_processes_is_the_same_run(launch, site, mine, tmp_path):
-    """From an address, through a cache that is too small for all shards, with loader processes or none."""
-    server, cache, _ = site
-    words = [mine, "epochs=3", "global_batch=12", "virtual_workers=4", "save_every=5", "log_every=1", "seed=3"]
-    words += ["batch_size=3", "shards.lanes=12", "shards.window=9", "device=cpu"]
-    away = [*words, f"shards.root={server.url}", f"shards.cache={cache}", "shards.cache_gb=0.0003"]
-    killed = [*away, f"save_dir={tmp_path / 'killed'}"]
-    run = launch.start(*launch_words(3), *killed)
-    run.wait_for("step 20/", timeout=120)
-    os.kill(launch.rank_pid(1), signal.SIGKILL)
-    assert run.wait().code
-    succeed(launch.torchrun(2, "train.py", *killed, "num_workers=1"))
-    succeed(launch.python("train.py", *words, f"shards.root={server.root}", f"save_dir={tmp_path / 'straight'}"))
-    a, b = weights(tmp_path / "killed"), weights(tmp_path / "straight")
-    assert all(torch.equal(a[name], b[name]) for name in a)
+@pytest.mark.parametrize("make", [of_the_sample_task, of_the_texts, of_the_robot])
+def test_killed_and_resumed_on_other_processes_is_the_same_run(launch, mine, tmp_path, make):
+    """From an address, through a cache, with loader processes or none; and straight, from the folder."""
+    words = [*make(tmp_path / "set of shards", mine), "shards.lanes=12", "shards.window=9", "steps=60"]
+    words += ["global_batch=12", "batch_size=3", "virtual_workers=4", "save_every=5", "log_every=1", "eval_every=30"]
+    with served(indexed(tmp_path / "set of shards")) as server:
+        killed = [*words, f"shards.root={server.url}", f"shards.cache={tmp_path / 'cache'}"]
+        killed += [f"save_dir={tmp_path / 'killed'}"]
+        run = launch.start(*launch_words(3), *killed)
+        run.wait_for("step 20/", timeout=120)
+        os.kill(launch.rank_pid(1), signal.SIGKILL)
+        assert run.wait().code
+        succeed(launch.torchrun(2, "train.py", *killed, "num_workers=1"))
+        assert server.bytes
+    straight = [*words, f"shards.root={tmp_path / 'set of shards'}", f"save_dir={tmp_path / 'straight'}"]
+    succeed(launch.python("train.py", *straight))
+    assert same_bits(weights(tmp_path / "killed"), weights(tmp_path / "straight"))
 
 
 def launch_words(processes):
-    import sys
-
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "train.py"]
