@@ -433,7 +433,7 @@ BUSY = {
     "resets": [-3000, -2500, -1, None],
     "cut short": ["cut", "cut", None],
     "slow": ["slow"],
-    "503": [(503, 0), None],
+    "503": [(503, 7), None],
     "503 until a date": [(503, "Wed, 21 Oct 2015 07:28:00 GMT"), None],
     "500": [500, None],
     "a page": ["page", None],
@@ -444,7 +444,8 @@ BUSY = {
 @pytest.mark.parametrize("name", BUSY)
 def test_what_passes_is_waited_for_and_taken_up_where_it_broke_off(monkeypatch, site, name):
     server, cache, count = site
-    monkeypatch.setattr(shard_cache.time, "sleep", lambda s: None)
+    slept = []
+    monkeypatch.setattr(shard_cache.time, "sleep", slept.append)
     server.trouble = {"0004.tar": [*BUSY[name]]}
     data = far(server, cache)
     assert ids(data.read(range(count))) == [*range(count)]
@@ -452,6 +453,7 @@ def test_what_passes_is_waited_for_and_taken_up_where_it_broke_off(monkeypatch, 
     whole = (server.root / "0004.tar").stat().st_size
     if name == "resets":
         assert asked == [0, 3000, 5500, 5501] and server.bytes["0004.tar"] == whole
+    assert (7.0 in slept) == (name == "503")
     if name == "cut short":
         assert asked[1] == whole // 2 and len(asked) == 3 and server.bytes["0004.tar"] == whole
 
@@ -521,6 +523,7 @@ def test_a_shard_that_changes_during_its_download_is_not_put_together_of_two(mon
     finally:
         undo[0]()
     assert [begin for name, begin in server.asked if name == "0007.tar"][:3] == [0, 3000, 0]
+    assert {status for name, status in server.answers if name == "0007.tar"} == {200}
 
 
 def test_other_addresses_are_read_by_fsspec(sets, tmp_path):
