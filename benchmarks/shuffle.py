@@ -3,6 +3,7 @@
 
 python benchmarks/shuffle.py > benchmarks/results/shuffle.md      about ten minutes on one core
 python benchmarks/shuffle.py --seeds 1 --only "1 lane, window 1"  a try
+python benchmarks/shuffle.py --visit 100000000                    an epoch of so many samples: memory, time, each once
 
 The har task's training windows are laid out in the worst way, sorted by class, and cut into shards, so that a shard has
 one class or two. A run takes them in the order that formats/shards.py gives for it, and nothing else is changed.
@@ -16,6 +17,8 @@ import re
 import statistics
 import sys
 import tempfile
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -85,12 +88,39 @@ def distances(lanes: int, window: int, samples: int) -> tuple[float, float]:
     return float(np.median(np.abs(np.diff(place))[same])), statistics.mean(batches)
 
 
+def visit(samples: int) -> str:
+    """Ask for all positions of an epoch of shards of 10,000; return what that took."""
+    tracemalloc.start()
+    order = Order(np.full(samples // 10_000, 10_000), 0, 0, 120, 4096)
+    for start in [len(order) - 960, *range(0, 200 * 960, 960)]:
+        order[start : start + 960 : 8]
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    began = time.process_time()
+    for start in range(0, 500 * 8192, 8192):
+        order[start : start + 8192]
+    of_one = (time.process_time() - began) / 500 / 8192
+    seen, began = np.zeros(len(order), bool), time.process_time()
+    for start in range(0, len(order), 500_000):
+        seen[order[start : start + 500_000]] = True
+    return (
+        f"{len(order):,} samples in {samples // 10_000:,} shards: {held / 1e6:.1f} MB for the order of an epoch, "
+        f"{1e6 * of_one:.2f} us of CPU time a sample by stretches of 8192; all positions in {time.process_time() - began:.0f} "
+        f"s of CPU time: {seen.sum():,} different samples"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="the name of one row")
     parser.add_argument("--words", nargs="*", default=[], help="more words for train.py, such as steps=20")
+    parser.add_argument(
+        "--visit", type=int, default=0, metavar="N", help="visit an epoch of N samples, and train nothing"
+    )
     asked = parser.parse_args()
+    if asked.visit:
+        return print(visit(asked.visit))
     print(f"{SHARDS} shards sorted by class, batches of {BATCH}.\n")
     print("| order | neighbours of a shard lie apart | shards in a batch | macro F1 |")
     print("|---|---|---|---|")
