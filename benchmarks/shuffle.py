@@ -33,11 +33,13 @@ SHARDS, BATCH = 48, 64
 WAYS = {
     "a full shuffle": (0, 0),
     "24 lanes, window of a shard": (24, 59),
+    "24 lanes, window of two shards": (24, 118),
     "12 lanes, window of a shard": (12, 59),
     "4 lanes, window of a shard": (4, 59),
     "1 lane, window of four shards": (1, 236),
     "1 lane, window of a shard": (1, 59),
     "1 lane, window 1": (1, 1),
+    "4 lanes, window of a shard, samples shuffled once before they were cut into shards": (4, 59),
 }
 """By name: lanes, window."""
 
@@ -47,12 +49,14 @@ import numpy as np
 from formats.shards import Order
 from tasks import har
 
-LANES, WINDOW, SHARDS = (int(each) for each in os.environ["WAY"].split())
+LANES, WINDOW, SHARDS, ONCE = (int(each) for each in os.environ["WAY"].split())
 
 
 class Sorted:
     def __init__(self, inner):
         self.inner, self.rows = inner, np.argsort(inner.labels, kind="stable")
+        if ONCE:
+            self.rows = np.random.default_rng(1).permutation(len(self.rows))
         self.labels, self.sources = inner.labels[self.rows], inner.sources[self.rows]
         if LANES:
             counts = np.diff(np.linspace(0, len(self.rows), SHARDS + 1).astype(int))
@@ -105,8 +109,8 @@ def visit(samples: int) -> str:
         seen[order[start : start + 500_000]] = True
     return (
         f"{len(order):,} samples in {samples // 10_000:,} shards: {held / 1e6:.1f} MB for the order of an epoch, "
-        f"{1e6 * of_one:.2f} us of CPU time a sample by stretches of 8192; all positions in {time.process_time() - began:.0f} "
-        f"s of CPU time: {seen.sum():,} different samples"
+        f"{1e6 * of_one:.2f} us of CPU time a sample by stretches of 8192; all positions in "
+        f"{time.process_time() - began:.0f} s of CPU time: {seen.sum():,} different samples"
     )
 
 
@@ -129,10 +133,10 @@ def main() -> None:
         for name, (lanes, window) in WAYS.items():
             if asked.only and name != asked.only:
                 continue
-            os.environ["WAY"], scores = f"{lanes} {window} {SHARDS}", list[float]()
+            os.environ["WAY"], scores = f"{lanes} {window} {SHARDS} {int('once' in name)}", list[float]()
             for seed in range(asked.seeds):
                 words = [f"{scratch}/sorted_har.py", f"seed={seed}", "device=cpu", f"batch_size={BATCH}", *asked.words]
-                done = train_in(Path(scratch) / f"{lanes}_{window}_{seed}", words)
+                done = train_in(Path(scratch) / f"{len(name)}_{lanes}_{window}_{seed}", words)
                 if done.code:
                     sys.exit(f"error: {done.problem}")
                 scores.append(float(re.findall(r"best macro_f1 ([\d.]+)", done.text)[-1]))

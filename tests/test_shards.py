@@ -695,6 +695,25 @@ def data_names(data, order, number):
     return order.next_shards(int(np.searchsorted(data.ends, number, side="right")), number)
 
 
+def test_loader_processes_know_the_epoch_and_what_was_checked(sets):
+    """They are forked once, and live through all epochs."""
+    data, context = Shards(sets["tar"][0]), multiprocessing.get_context("fork")
+    begin, out = context.Event(), context.Queue()
+
+    def work():
+        begin.wait(60)
+        data.read([0])
+        out.put(data.now.tolist())
+
+    child = context.Process(target=work)
+    child.start()
+    data.epoch_order(4, 2)
+    begin.set()
+    assert out.get(timeout=60) == [4, 3]
+    child.join()
+    assert data.checked[0] == (sets["tar"][0] / "0000.tar").stat().st_mtime_ns and not data.checked[1]
+
+
 def test_nothing_is_written_where_all_is_local(sets, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     data = Shards(sets["tar"][0])
