@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import train
 from engine import config, launch, speed
@@ -123,6 +124,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "memory_mb": peak,
         "phases_ms": {name: 1e3 * (one.device if on_gpu else one.host) / count for name, one in spent.items()},
         "gradients_mb": sum(p.numel() * p.element_size() for p in trained) / 1e6,
+        "units_mb": units_mb(run.model),
         "bucket_cap_mb": cfg.ddp.bucket_cap_mb,
         "sum_ms": {1 << power: 1e3 * time_sum(world, 1 << power) for power in range(10, 25, 2)}
         if world.size > 1
@@ -134,6 +136,25 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
         "waited_share": busy,
         "environment": run_folder.environment(world),
     }
+
+
+def units_mb(model: nn.Module) -> list[tuple[float, float]]:
+    """Return (weights, gradients) in MB of what fsdp would gather at once: first what the root keeps, then each member
+    of the model's outermost lists of modules."""
+    members: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and isinstance(module, nn.ModuleList):
+            members += module
+            inside |= {*module.modules()}
+    seen: set[nn.Parameter] = set()
+    sizes = []
+    for module in [*members, model]:
+        own = [p for p in dict.fromkeys(module.parameters()) if p not in seen]
+        seen |= {*own}
+        each = [(p.numel() * p.element_size() / 1e6, p.requires_grad) for p in own]
+        sizes.append((sum(size for size, _ in each), sum(size for size, trained in each if trained)))
+    return sizes[-1:] + sizes[:-1]
 
 
 def timed(run: Run, steps: Any, count: int) -> tuple[float, float]:
