@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, free_port, launching, succeed, wait_until
+from hosts import two_hosts
 
 from engine.files import status
 
@@ -70,7 +74,7 @@ def problems(document: dict[str, Any]) -> list[str]:
     trainer = document["spec"].get("trainer", {})
     if reserved := sorted(RESERVED & {each["name"] for each in trainer.get("env", ())}):
         found.append(f"$.spec.trainer.env: {reserved} are reserved")
-    if trainer.get("numNodes", 1) < 0 or trainer.get("numProcPerNode", 1) < 1:
+    if 0 in (trainer.get("numNodes"), trainer.get("numProcPerNode")):
         found.append("$.spec.trainer: a number of nodes or processes is too small")
     for policy in policies(document):
         for rule in policy["rules"]:
@@ -175,3 +179,104 @@ def test_the_parts_of_a_manifest_fit_each_other(name):
         assert replicated["template"]["metadata"]["labels"] == {
             "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
         }
+
+
+# ---- a pod that is stopped ----------------------------------------------------------------------------------------
+
+SHORT = ["--mode", "flatten", "device=cpu", "virtual_workers=2", "steps=240", "log_every=1"]
+"""What is added to the manifest's own arguments."""
+
+
+def start_pod(launch, name, index, folder, *before, host=None, **more):
+    """A pod's container as a kubelet starts it: the manifest's command, arguments and environment."""
+    _, _, container = pod_of(name)
+    words = [word.replace("/runs", str(folder)) for word in container["command"] + container["args"]]
+    env = {each["name"]: each.get("value", "what the secret holds") for each in container["env"]}
+    env |= {"JOB_COMPLETION_INDEX": str(index), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": None}
+    return launch.start(*before, *words, *SHORT, host=host, **env | more)
+
+
+def weights(text):
+    (found,) = re.findall(r"weights +sha256 ([0-9a-f]{16})", text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(once):
+    """What a run on one process that nothing happens to ends in."""
+
+    def build(folder):
+        with launching() as launch:
+            done = succeed(launch.python("train.py", "har", *SHORT, f"save_dir={folder / 'run'}"))
+        (folder / "weights").write_text(weights(done.out))
+
+    return (once("kubernetes_straight", build) / "weights").read_text()
+
+
+def stopped_and_started_again(start, stop, straight):
+    """Two pods of `start(index)`: `stop(pod)` one of them in the middle; started again, they end as the straight run."""
+    pods = [start(0), start(1)]
+    pods[0].wait_for("step 10/")
+    stop(pods)
+    done = [pod.wait() for pod in pods]
+    assert [each.code for each in done] == [status.STOPPED] * 2, [each.err for each in done]
+    (at,) = re.findall(r"Stopped after step (\d+) of 240: SIGTERM", done[0].out + done[1].out)
+    assert 10 <= int(at) < 240
+    done = [succeed(pod.wait()) for pod in (start(0), start(1))]
+    said = done[0].out + done[1].out
+    assert re.search(rf"Resuming .*/har/step_{at}.pt: step {at}", said), said
+    assert weights(said) == straight
+
+
+@pytest.mark.slow
+def test_two_pods_of_a_trainjob_are_stopped_and_end_as_the_straight_run(launch, tmp_path, straight):
+    """With what Kubeflow sets, but for the address, which is this machine's."""
+
+    def start(index):
+        nodes = of_kind("trainjob.yaml", "TrainJob")["spec"]["trainer"]["numNodes"]
+        pet = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": str(index)}
+        pet |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": ports[-1]}
+        return start_pod(launch, "trainjob.yaml", index, tmp_path, **pet)
+
+    ports = [free_port()]
+
+    def stop(pods):
+        pods[0].signal(signal.SIGTERM)
+        ports.append(free_port())
+
+    stopped_and_started_again(start, stop, straight)
+
+
+def first_process(launch, pod):
+    """The pod's process 1, by this machine's number: in a namespace of its own within that of its host."""
+    for pid in launch.left_behind():
+        numbers = re.search(r"NSpid:(.*)", Path(f"/proc/{pid}/status").read_text())[1].split()
+        if len(numbers) == 3 and numbers[-1] == "1" and os.getpgid(pid) == os.getpgid(pod.process.pid):
+            return pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_two_pods_of_a_job_are_stopped_and_end_as_the_straight_run(launch, tmp_path, straight):
+    """Each on a host of its own, as process 1, which the kernel spares the signals that it does not handle; the name of
+    the first one is known to the second only once that has started, as a Service's may be."""
+    (address,) = [env["value"] for env in pod_of("job.yaml")[2]["env"] if env["name"] == "MASTER_ADDR"]
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+    with two_hosts() as hosts:
+
+        def start(index):
+            pod = start_pod(launch, "job.yaml", index, tmp_path, *alone, host=hosts[index])
+            if index == 1:
+                pod.wait_for("Launching distributed training")
+            hosts[index].run(
+                "sh", "-c", f"grep -q {address} /etc/hosts || echo {hosts[0].address} {address} >> /etc/hosts"
+            )
+            return pod
+
+        def stop(pods):
+            wait_until(lambda: first_process(launch, pods[1]))
+            os.kill(first_process(launch, pods[1]), signal.SIGTERM)
+
+        stopped_and_started_again(start, stop, straight)
