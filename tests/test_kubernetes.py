@@ -214,7 +214,7 @@ def straight(once):
 
 
 def stopped_and_started_again(start, stop, straight):
-    """Two pods of `start(index)`: `stop(pod)` one of them in the middle; started again, they end as the straight run."""
+    """Two pods of `start(index)`, of which `stop(pods)` stops one in the middle, end as the straight run."""
     pods = [start(0), start(1)]
     pods[0].wait_for("step 10/")
     stop(pods)

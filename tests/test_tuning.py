@@ -11,10 +11,11 @@ import yaml
 from conftest import FAULTY, TOY, succeed
 
 from engine import config
+from engine.config.schema import DDP
 from engine.contract import LockstepError
 from engine.report import describe
 from tools import benchmark, probe, scaling, tune
-from tools.scaling import Link, Place, Ring, Step, Unit
+from tools.scaling import Link, Passes, Place, Ring, Step, Unit
 
 SO_MANY = ["fault.kind=memory for so many", "fault.times=1000000", "fault.step=1"]
 
@@ -79,18 +80,22 @@ def test_what_each_strategy_sends():
     """By hand, for two units of 8 MB on two machines of four: 7/8 of the weights for a gather over all, 3/4 inside."""
     units = [Unit(8e6, 8e6), Unit(8e6, 4e6)]  # half of the second is frozen
 
-    def sent(strategy, gloo=False):
-        found = [one for each in scaling.shards(units, FOUR_BY_TWO, strategy, gloo) for one in each.all]
+    def sent(strategy, gloo=False, number=1, every=1):
+        passes = Passes(number, every)
+        found = scaling.collectives(scaling.shards(units, FOUR_BY_TWO, strategy, gloo), passes)
         return sum(one.sent for one in found), sum(one.crossing for one in found)
 
     ddp = scaling.ddp_sums(12e6, 25, FOUR_BY_TWO)
     assert [one.sent for one in ddp] == [one.crossing for one in ddp] == [2 * 7 / 8 * 12e6]
-    fsdp = 7 / 8 * (8e6 + 2 * 8e6 + 12e6)  # the root is gathered once
-    assert sent("fsdp") == pytest.approx((fsdp, fsdp))
-    assert sent("fsdp", gloo=True) == pytest.approx((fsdp + 7 / 8 * 12e6,) * 2), "gloo scatters by an all-reduce"
-    inside, between = 3 / 4 * (8e6 + 2 * 8e6 + 12e6), 2 * 1 / 2 * 12e6 / 4
+    gather, scatter = 7 / 8 * 16e6, 7 / 8 * 12e6
+    assert sent("fsdp") == pytest.approx((2 * gather + scatter,) * 2)
+    assert sent("fsdp", gloo=True) == pytest.approx((2 * gather + 2 * scatter,) * 2), "gloo scatters by an all-reduce"
+    inside, between = 3 / 4 * (2 * 16e6 + 12e6), 2 * 1 / 2 * 12e6 / 4
     assert sent("hsdp") == pytest.approx((inside + between, 4 * between))
-    assert scaling.shards(units, Place(1, 1, INSIDE, CABLE), "fsdp", False)[0].all[0].sent == 0, "alone"
+    for every, sums in ((1, 5), (2, 3), (3, 2), (0, 1)):
+        assert sent("fsdp", number=5, every=every)[0] == pytest.approx(5 * 2 * gather + sums * scatter)
+        assert sent("hsdp", number=5, every=every)[1] == pytest.approx(4 * between), "copies are added up once a step"
+    assert scaling.shards(units, Place(1, 1, INSIDE, CABLE), "fsdp", False)[0].gather.sent == 0, "alone"
 
 
 def test_units_are_gathered_one_ahead_and_scattered_behind():
@@ -98,15 +103,16 @@ def test_units_are_gathered_one_ahead_and_scattered_behind():
     link = Link(0.0, 1.0)
     place, step = Place(1, 2, link, link), Step(backward=8.0, rest=1.0, forward=4.0)
 
-    def took(gather_s, scatter_s, passes=1, gloo=False):
-        units = [Unit(0.0, 0.0), *[Unit(2 * gather_s, 2 * scatter_s)] * 4]
+    def took(gather_s, scatter_s, passes=1, gloo=False, every=1):
+        units = [Unit(2 * gather_s, 2 * scatter_s)] * 4
         each = scaling.shards(units, place, "fsdp", gloo)
-        return scaling.sharded_s(step, units, each, passes, place, gloo)
+        return scaling.sharded_s(step, units, each, Passes(passes, every), place, gloo)
 
     assert took(1e-9, 0.0) == pytest.approx(13.0)
     # The first gather and the last scatter are waited for; all others hide.
     assert took(0.5, 1.0) == pytest.approx(13.0 + 0.5 + 1.0)
     assert took(0.25, 0.5, passes=2) == pytest.approx(13.0 + 2 * 0.75)
+    assert took(0.25, 0.5, passes=2, every=0) == pytest.approx(13.0 + 2 * 0.25 + 0.5)
     # A link that is slower than all never waits: eight gathers and four scatters.
     assert took(10.0, 20.0) == pytest.approx(1.0 + 8 * 10.0 + 4 * 20.0)
     # gloo waits for each, and sends a scatter twice.
@@ -118,11 +124,15 @@ def test_the_units_of_a_model():
         def __init__(self):
             super().__init__()
             self.embed = torch.nn.Linear(10, 10, bias=False)
-            self.blocks = torch.nn.ModuleList(torch.nn.ModuleList([torch.nn.Linear(5, 5)]) for _ in range(2))
+            self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"one": torch.nn.Linear(5, 5)}) for _ in range(2))
             self.blocks[1].requires_grad_(False)
 
-    sizes = probe.units_mb(Model())
-    assert sizes == [pytest.approx(pair) for pair in ((4e-4, 4e-4), (1.2e-4, 1.2e-4), (1.2e-4, 0))]
+    def sizes(**ddp):
+        task = SimpleNamespace(units=lambda model: None)
+        return probe.units_mb(SimpleNamespace(model=Model(), task=task, cfg=config.Config(ddp=DDP(**ddp))))
+
+    assert sizes() == [pytest.approx(pair) for pair in ((4e-4, 4e-4), (1.2e-4, 1.2e-4), (1.2e-4, 0))]
+    assert sizes(gather_dtype="bf16") == [pytest.approx(pair) for pair in ((2e-4, 4e-4), (6e-5, 1.2e-4), (6e-5, 0))]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def predicted(
     place = scaling.Place(machines, processes // machines, inside, between)
     num_bytes = 1e6 * one["gradients_mb"]
     sums = scaling.ddp_sums(num_bytes, one["bucket_cap_mb"], place)
-    gloo, passes = not one["device"].startswith("cuda"), one["accumulation"]
+    gloo, passes = not one["device"].startswith("cuda"), scaling.Passes(one["accumulation"], one["reduce_every"])
     units = [scaling.Unit(*(1e6 * size for size in sizes)) for sizes in one["units_mb"]]
 
     def row(strategy: str, collectives: list[scaling.Collective], took: float) -> Row:
@@ -176,8 +176,8 @@ def predicted(
     strategies = [row("ddp", sums, scaling.predict_s(step, sums, place))]
     for strategy in ("fsdp", "hsdp") if 1 < machines < processes else ("fsdp",) if processes > 1 else ():
         each = scaling.shards(units, place, strategy, gloo)
-        collectives = [one for unit in each for one in unit.all] * passes
-        strategies.append(row(strategy, collectives, scaling.sharded_s(step, units, each, passes, place, gloo)))
+        took = scaling.sharded_s(step, units, each, passes, place, gloo)
+        strategies.append(row(strategy, scaling.collectives(each, passes), took))
     return {
         "processes": processes,
         "machines": machines,

@@ -14,12 +14,13 @@ a k-th of it.
 |---|---|
 | ddp | an all-reduce of n bytes over N, in buckets, in the last pass of a step |
 | fsdp | in each pass, of each unit: an all-gather over N before forward, one before backward, a reduce-scatter after |
-| hsdp | the same over the S of its machine; then an all-reduce of n/S bytes over M machines, S rings on each cable |
+| hsdp | the same over the S of its machine; in the last pass then an all-reduce of n/S bytes over M machines, S rings |
 
-(ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, with torch's `fully_shard`, which leaves the root's
-own weights whole between forward and backward.) DDP sums a bucket as soon as its gradients are there, while the
-backward pass continues. On GPUs `fully_shard` gathers one unit ahead, and scatters while the next unit computes; with
-gloo it waits for each collective, and gloo's reduce-scatter is an all-reduce of which a rank keeps its part.
+(ddp: Li et al., VLDB 2020; fsdp and hsdp: Zhao et al., VLDB 2023, and torch's `fully_shard`.) With `ddp.reduce_every`
+the reduce-scatter is left out in some passes; with virtual workers an exchange takes its place, which is not modelled.
+DDP sums a bucket as soon as its gradients are there, while the backward pass continues. On GPUs `fully_shard` gathers
+one unit ahead, and scatters while the next unit computes; with gloo it waits for each collective, and gloo's
+reduce-scatter is an all-reduce of which a rank keeps its part.
 
 What the model leaves out: processes of one machine share its memory and caches, switches are shared by others, a ring
 is not what every library takes for every size, weights whose first dimension the processes do not divide are padded,
@@ -157,62 +158,79 @@ def predict_s(step: Step, sums: list[Collective], place: Place) -> float:
 
 
 class Sharded(NamedTuple):
-    """The collectives of a unit in one pass: before its forward, before its backward, after its backward."""
+    """What a unit takes part in: `gather` before each forward and each backward pass, `scatter` after a backward pass,
+    and `copies` after the last one of a step."""
 
-    forward: list[Collective]
-    backward: list[Collective]
-    gradients: list[Collective]
-
-    @property
-    def all(self) -> list[Collective]:
-        return self.forward + self.backward + self.gradients
+    gather: Collective
+    scatter: Collective
+    copies: list[Collective]
 
 
 def shards(units: list[Unit], place: Place, strategy: str, gloo: bool) -> list[Sharded]:
-    """Return what each unit takes in one pass under fsdp or hsdp. The first unit is the root's, which is gathered once.
+    """Return what each unit takes part in under fsdp or hsdp.
 
     gloo  its reduce-scatter is an all-reduce
     """
     ring = Ring(place.processes, place.machines) if strategy == "fsdp" else Ring(place.per_machine, 1)
+    between = Ring(place.machines, place.machines, place.per_machine)
     found = []
-    for number, unit in enumerate(units):
-        gather = all_gather(ring, unit.weights)
+    for unit in units:
         scatter = (all_reduce if gloo else all_gather)(ring, unit.gradients)  # as many rounds as a gather, backwards
-        between = Ring(place.machines, place.machines, place.per_machine)
-        replicas = [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
-        found.append(Sharded([gather], [gather] if number else [], [scatter, *replicas]))
+        copies = [all_reduce(between, unit.gradients / place.per_machine)] if strategy == "hsdp" else []
+        found.append(Sharded(all_gather(ring, unit.weights), scatter, copies))
     return found
 
 
-def sharded_s(step: Step, units: list[Unit], each: list[Sharded], passes: int, place: Place, gloo: bool) -> float:
+class Passes(NamedTuple):
+    """Forward passes of a step, and of these how many there are from one sum of gradients to the next; 0: one sum."""
+
+    number: int = 1
+    reduce_every: int = 1
+
+    def sums(self, nth: int) -> bool:
+        """Whether gradients are added up after this pass, counted from 1."""
+        return nth == self.number or bool(self.reduce_every and nth % self.reduce_every == 0)
+
+
+def collectives(each: list[Sharded], passes: Passes) -> list[Collective]:
+    """Return all that a step takes part in, one after the other."""
+    found = []
+    for nth in range(1, passes.number + 1):
+        for unit in each:
+            found += [unit.gather] * 2 + [unit.scatter] * passes.sums(nth)
+            found += unit.copies * (nth == passes.number)
+    return found
+
+
+def sharded_s(step: Step, units: list[Unit], each: list[Sharded], passes: Passes, place: Place, gloo: bool) -> float:
     """Return the seconds of a step under fsdp or hsdp. A unit has the share of a pass that it has of the weights.
 
     gloo  nothing overlaps; else the links work in the order in which they are asked, beside the processor
     """
-
-    def took(collectives: list[Collective]) -> float:
-        return sum(one.seconds(place) for one in collectives)
-
     if gloo:
-        return step.total + passes * sum(took(unit.all) for unit in each)
-    whole = sum(unit.weights for unit in units)
+        return step.total + sum(one.seconds(place) for one in collectives(each, passes))
+    whole, spent = sum(unit.weights for unit in units), step.rest
     forward, backward = (
-        [spent / passes * unit.weights / whole for unit in units] for spent in (step.forward, step.backward)
+        [seconds / passes.number * unit.weights / whole for unit in units] for seconds in (step.forward, step.backward)
     )
-    # (collectives before it, its seconds, collectives after it), in the order in which they compute.
-    jobs: list[tuple[list[Collective], float, list[Collective]]]
-    jobs = [(unit.forward, seconds, []) for unit, seconds in zip(each, forward, strict=True)]
-    jobs += [(unit.backward, seconds, unit.gradients) for unit, seconds in zip(each, backward, strict=True)][::-1]
-    now, link = 0.0, took(jobs[0][0])  # when the processor is done, and the link
-    ready = link
-    for (_, seconds, after), following in zip(jobs, [*jobs[1:], ([], 0.0, [])], strict=True):
-        begun = max(now, ready)
-        now = begun + seconds
-        if following[0]:
-            ready = link = max(link, begun) + took(following[0])
-        if after:
-            link = max(link, now) + took(after)
-    return step.rest + passes * max(now, link)
+    for nth in range(1, passes.number + 1):
+        # (gather before it, its seconds, collectives after it), in the order in which they compute.
+        jobs: list[tuple[Collective, float, list[Collective]]]
+        jobs = [(unit.gather, seconds, []) for unit, seconds in zip(each, forward, strict=True)]
+        for unit, seconds in zip(each[::-1], backward[::-1], strict=True):
+            after = [unit.scatter] * passes.sums(nth) + unit.copies * (nth == passes.number)
+            jobs.append((unit.gather, seconds, after))
+        now = 0.0  # when the processor is done; `link`: when the link is; `ready`: when what comes next is gathered
+        link = ready = jobs[0][0].seconds(place)
+        for (_, seconds, after), following in zip(jobs, [*jobs[1:], None], strict=True):
+            begun = max(now, ready)
+            now = begun + seconds
+            if following:
+                link = ready = max(link, begun) + following[0].seconds(place)
+            if after:
+                link = max(link, now) + sum(one.seconds(place) for one in after)
+        spent += max(now, link)
+    return spent
 
 
 def parse_link(text: str, key: str = "--link") -> Link:

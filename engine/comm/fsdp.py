@@ -42,7 +42,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     for name, p in model.named_parameters():
         if not p.ndim:
             raise LockstepError(f"the weight {name} has no rows to shard", key, "give it the shape (1,)")
-    units = _units(model, task, key)
+    units = units_of(model, task, key)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not hasattr(_class_of_units(), "set_force_sum_reduction_for_comms"):
@@ -78,7 +78,7 @@ def _mesh(cfg: Any, world: World) -> Any:
     return dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
 
 
-def _units(model: nn.Module, task: Any, key: str) -> list[nn.Module]:
+def units_of(model: nn.Module, task: Any, key: str) -> list[nn.Module]:
     """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
     with other modules stays a part of the rest."""
     owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))

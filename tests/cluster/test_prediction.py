@@ -94,7 +94,7 @@ def network(strategy):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in net[1:]:
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    return fully_shard(net, mesh=mesh, reshard_after_forward=True)
 
 found = {}
 for strategy in ("ddp", "fsdp", "hsdp"):
@@ -136,7 +136,7 @@ def test_gloo_sends_as_many_bytes_as_predicted(launch, tmp_path):
     units = [scaling.Unit(size, size) for size in (FIRST, BLOCK, BLOCK, BLOCK)]
     for strategy in ("ddp", "fsdp", "hsdp"):
         sums = scaling.ddp_sums(FIRST + 3 * BLOCK, 25, place)
-        shards = [one for each in scaling.shards(units, place, strategy, gloo=True) for one in each.all]
+        shards = scaling.collectives(scaling.shards(units, place, strategy, gloo=True), scaling.Passes())
         collectives = sums if strategy == "ddp" else shards
         inside = sum(one.sent * {(4, 2): 1, (2, 1): 2, (2, 2): 0}[one.ring[:2]] for one in collectives)
         for node in range(2):
