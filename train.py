@@ -79,7 +79,7 @@ def build(args: config.Args, world: World, stop: Any = None, strict: bool = Fals
     console.info("Creating model...")
     with survive.sync_errors(world):
         seed_everything(cfg.seed)  # the same weights on every rank
-        model = built(task).to(world.device)
+        model = built(task).to("cpu" if plan.sharded else world.device)  # FSDP2 moves a unit at a time
         plan = speed.set_memory_format(cfg, task, model, loaders.train, plan, amp, saved.memory_format)
     model = fsdp.shard(model, cfg, world, task, amp.name)  # with ddp.strategy=fsdp: rows of each weight, else as it is
     with survive.sync_errors(world):

@@ -218,7 +218,7 @@ def stopped_and_started_again(start, stop, straight):
     pods = [start(0), start(1)]
     pods[0].wait_for("step 10/")
     stop(pods)
-    done = [pod.wait() for pod in pods]
+    done = [pod.wait(20) for pod in pods]  # torchrun's would wait for each other for 300 s
     assert [each.code for each in done] == [status.STOPPED] * 2, [each.err for each in done]
     (at,) = re.findall(r"Stopped after step (\d+) of 240: SIGTERM", done[0].out + done[1].out)
     assert 10 <= int(at) < 240
@@ -229,7 +229,8 @@ def stopped_and_started_again(start, stop, straight):
 
 
 @pytest.mark.slow
-def test_two_pods_of_a_trainjob_are_stopped_and_end_as_the_straight_run(launch, tmp_path, straight):
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_two_pods_of_a_trainjob_are_stopped_and_end_as_the_straight_run(launch, tmp_path, straight, preempted):
     """With what Kubeflow sets, but for the address, which is this machine's."""
 
     def start(index):
@@ -241,7 +242,7 @@ def test_two_pods_of_a_trainjob_are_stopped_and_end_as_the_straight_run(launch, 
     ports = [free_port()]
 
     def stop(pods):
-        pods[0].signal(signal.SIGTERM)
+        pods[preempted].signal(signal.SIGTERM)
         ports.append(free_port())
 
     stopped_and_started_again(start, stop, straight)

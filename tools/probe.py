@@ -143,7 +143,7 @@ def measure(run: Run, seconds: float) -> dict[str, Any]:
 def units_mb(run: Run) -> list[tuple[float, float]]:
     """Return (weights as they are sent, gradients) in MB of each unit that ddp.strategy=fsdp gathers at once; first
     what is left of the model, which it gathers first."""
-    units, seen = fsdp.units_of(run.model, run.task, "ddp.strategy"), set[nn.Parameter]()
+    units, seen = fsdp.units(run.model, run.task), set[nn.Parameter]()
     sizes = []
     for module in [*units, run.model]:
         own = [p for p in dict.fromkeys(module.parameters()) if p not in seen]

@@ -42,7 +42,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     for name, p in model.named_parameters():
         if not p.ndim:
             raise LockstepError(f"the weight {name} has no rows to shard", key, "give it the shape (1,)")
-    units = units_of(model, task, key)
+    chosen = units(model, task)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not hasattr(_class_of_units(), "set_force_sum_reduction_for_comms"):
@@ -51,7 +51,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
     half = torch.bfloat16 if cfg.ddp.gather_dtype == "bf16" else None
     recipe = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     mesh = _mesh(cfg, world)
-    for module in [*units, model]:  # the model takes what is left
+    for module in [*chosen, model]:  # the model takes what is left
         # The model, too: what it kept whole after a forward pass would be of no use once weights change.
         sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=recipe)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -67,10 +67,15 @@ def _class_of_units() -> Any:
     return FSDPModule
 
 
+def group_size(cfg: Any, processes: int) -> int:
+    """Return how many processes hold one copy of the model together with hsdp: those of a machine, if not given."""
+    return cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
+
+
 def _mesh(cfg: Any, world: World) -> Any:
     shape = {"shard": world.size}
     if cfg.ddp.strategy == "hsdp":
-        shards = cfg.ddp.shards or int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
+        shards = group_size(cfg, world.size)
         if world.size % shards:
             todo = f"give a divisor of {world.size}, or ddp.strategy=fsdp"
             raise LockstepError(f"{world.size} processes are no groups of {shards}", "ddp.shards", todo)
@@ -78,7 +83,7 @@ def _mesh(cfg: Any, world: World) -> Any:
     return dist.init_device_mesh(world.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
 
 
-def units_of(model: nn.Module, task: Any, key: str) -> list[nn.Module]:
+def units(model: nn.Module, task: Any) -> list[nn.Module]:
     """Return the task's units; or else the blocks in the model's lists, none inside another. One that shares a weight
     with other modules stays a part of the rest."""
     owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -275,11 +276,13 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     return twin
 
 
-def fresh_copy(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return a copy that shares the model's parameters, before the first step; None if the optimizer holds something
-    that cannot be copied."""
-    shared = (*model.modules(), *model.parameters(), *model.buffers())
+def fresh_copy(
+    optimizer: torch.optim.Optimizer, model: nn.Module, instead: Mapping[Tensor, Tensor] = MappingProxyType({})
+) -> torch.optim.Optimizer | None:
+    """Return a copy that shares the model's parameters, or has others `instead` of some, before the first step; None if
+    the optimizer holds something that cannot be copied."""
+    shared: dict[int, Any] = {id(each): each for each in (*model.modules(), *model.parameters(), *model.buffers())}
     try:
-        return _twin(unwrapped(optimizer), {id(each): each for each in shared})
+        return _twin(unwrapped(optimizer), shared | {id(p): other for p, other in instead.items()})
     except Exception:
         return None

@@ -23,7 +23,7 @@ from engine.files import status
 from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
-from engine.preflight import adds_up, resumable
+from engine.preflight import adds_up, resumable, strategies
 from engine.run import environment
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def compare_ranks(run: Run) -> None:
     _compare_weights(run)
     kept = world.gather(make.state_bytes(run.optimizer))
     run.plan = replace(run.plan, moments=None if None in kept else max(kept))
+    strategies.check(run)
+    status.current.less = strategies.smaller(run)
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
     world.sum(total)
     if total.item() != expected:

@@ -23,6 +23,7 @@ from engine.files import status
 from engine.files.checkpoints import LAST
 from engine.plan import Plan, cut_dependent, data_parallel_devices
 from engine.precision import Precision
+from engine.preflight import strategies
 from engine.report import mlflow, wandb
 from engine.run import Run, environment
 
@@ -171,6 +172,8 @@ def print_plan(run: Run, steps: bool = True) -> None:
     if run.task.started_from:
         console.info(f"Weights from {run.task.started_from}")
     lines = plan_table(run.plan, run.cfg, run.world, run.model, run.precision).splitlines()
+    if run.world.size > 1:
+        lines.append(f"  {'strategies':<16} {strategies.describe(run)}")
     lines += [*_excluded(run.loaders.train.sampler), *_set_aside(run.task.set_aside)]
     shown = [line for line in lines if steps or line.split()[0] in ("parameters", "precision", "device")]
     console.info("\n".join(shown) + "\n")

@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
     if one_machine:
         args.local_addr = args.master_addr = "127.0.0.1"
     listen_less(one_machine)
+    if not one_machine:
+        _leave_together()
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would handle it nevertheless
         if hasattr(args, "signals_to_handle"):
             args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
@@ -85,6 +87,25 @@ def main(argv: list[str]) -> int:
         finally:  # torch's handlers would raise an error in the clean-up below
             for name in getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _leave_together() -> None:
+    """Patch torch's agent: where a signal ends one, it meets the others at their exit barrier, too. They have stopped
+    with it, and would wait for it for five minutes."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    torchs = SimpleElasticAgent.run
+
+    def run(agent: Any, *role: str) -> Any:
+        try:
+            return torchs(agent, *role)
+        except SignalException:
+            agent._exit_barrier_timeout = 30  # of one that was killed meanwhile
+            agent._exit_barrier()
+            raise
+
+    SimpleElasticAgent.run = run  # type: ignore[method-assign]
 
 
 def _arrange_c10d(args: Any) -> None:
