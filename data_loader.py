@@ -123,18 +123,17 @@ class TrainSampler(DistributedSampler[Any]):
             if self.weights is not None:
                 mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
-                first = start + worker + done * workers
-                empty = first >= stop or worker >= workers
+                first = start + min(worker, workers - 1) + done * workers  # beyond the last one: its samples again
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
                 at = start if stop > start else spare
-                positions = slice(at, at + 1) if empty else positions
+                positions = slice(at, at + 1) if first >= stop else positions
                 yield MicroBatch(
                     indices=order[positions].tolist(),
                     positions=positions,
                     closes_step=worker == self.mine[-1] and done == passes[-1],
                     consumed=consumed,
                     samples=stop - start,
-                    empty=empty,
+                    empty=first >= stop or worker >= workers,
                     mean_weight=mean_weight,
                     seeds=self.seeds_at(places[positions]) if self.seeded else None,
                     worker=worker,

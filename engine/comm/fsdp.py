@@ -43,7 +43,7 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         if not p.ndim:
             raise LockstepError(f"the weight {name} has no rows to shard", key, "give it the shape (1,)")
     chosen = units(model, task)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     if not hasattr(_class_of_units(), "set_force_sum_reduction_for_comms"):
         raise LockstepError(f"torch {torch.__version__} cannot add up gradients in it", key, "update torch to 2.9")
@@ -58,6 +58,8 @@ def shard(model: nn.Module, cfg: Any, world: World, task: Any, precision: str) -
         sharded.set_gradient_divide_factor(1.0)
         if cfg.virtual_workers or cfg.ddp.find_unused_parameters:  # else a rank would send fewer gradients
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
+    for method in task.forward_methods:
+        register_fsdp_forward_method(model, method)
     return model
 
 

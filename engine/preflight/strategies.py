@@ -119,8 +119,8 @@ def _check_optimizer(run: Run) -> None:
                 assert twin is not None
                 twin.step()
     except Exception as error:
-        what = f"{name} cannot take a step on rows of weights: {type(error).__name__}: {headline(error)}"
-        raise LockstepError(what, where, todo) from error
+        what = f"{name} cannot take a step on rows of weights ({type(error).__name__}: {headline(error)[:120]})"
+        raise LockstepError(what, where, todo, everywhere=True) from error
     for p in chosen:
         begin, here, there = whole(p.detach()), whole(rows[p].detach()), wholes[p].detach()
         gap, moved = (here - there).norm(), (there - begin).norm()
