@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tools import scaling
 from tools.benchmark import Case, predicted
-from tools.probe import time_sum, units_mb
+from tools.probe import time_sum
 
 ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES, WIDTH, BLOCKS, BATCH = ("ddp", "fsdp", "hsdp"), 512, 4, 256
@@ -64,16 +64,11 @@ def network(strategy: str, machines: int) -> nn.Module:
         return model
     if strategy == "ddp":
         return DistributedDataParallel(model)
-    if strategy == "apart":
-        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copy", "shard"))["shard"]
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    shape, names = ((ranks,), ("shard",)) if strategy == "fsdp" else ((machines, ranks // machines), ("copy", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    copies = {"fsdp": 1, "hsdp": machines, "apart": ranks}[strategy]
+    mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("copy", "shard"))
+    for module in (*model.blocks, model):  # as engine/comm/fsdp.py does
+        fully_shard(module, mesh=mesh if strategy == "hsdp" else mesh["shard"], reshard_after_forward=True)
+    return model
 
 
 def sent() -> int:
@@ -88,7 +83,7 @@ def work(out: str, rounds: int, steps: int) -> None:
     own = [dist.new_group([2 * host, 2 * host + 1]) for host in range(machines)][rank // 2]
     sums = {1 << power: 1e3 * time_inside(own, 1 << power) for power in range(10, 25, 2)}
     nets = {name: network(name, machines) for name in ("alone", "apart", *STRATEGIES)}
-    x = torch.randn(BATCH, WIDTH)
+    x, model = torch.randn(BATCH, WIDTH), Perceptron()
     times: dict[str, list[list[float]]] = {name: [] for name in nets}  # (forward, backward) of a step, in seconds
     crossing: dict[str, list[float]] = {name: [] for name in nets}
     for _ in range(rounds + 1):  # the first one connects
@@ -108,7 +103,8 @@ def work(out: str, rounds: int, steps: int) -> None:
     if rank == 0:
         found = {"times": {name: rows[1:] for name, rows in times.items()}, "sums": sums}
         found["crossing"] = {name: statistics.median(rows[1:]) for name, rows in crossing.items()}
-        Path(out).write_text(json.dumps(found | {"units_mb": units_mb(Perceptron())}))
+        sizes = [sum(p.nbytes for p in module.parameters()) / 1e6 for module in (model.head, *model.blocks)]
+        Path(out).write_text(json.dumps(found | {"units_mb": [(size, size) for size in sizes]}))
     dist.barrier()
 
 
@@ -153,6 +149,7 @@ def rows(mbit: int, found: dict[str, Any]) -> list[str]:
                 "units_mb": found["units_mb"],
                 "bucket_cap_mb": 25,
                 "accumulation": 1,
+                "reduce_every": 1,
                 "device": "cpu",
             }
         )
