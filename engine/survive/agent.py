@@ -95,14 +95,15 @@ def _leave_together() -> None:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    from engine import private
+
     torchs = SimpleElasticAgent.run
 
     def run(agent: Any, *role: str) -> Any:
         try:
             return torchs(agent, *role)
         except SignalException:
-            agent._exit_barrier_timeout = 30  # of one that was killed meanwhile
-            agent._exit_barrier()
+            private.meet_other_agents(agent, most_s=30)  # one may have been killed meanwhile
             raise
 
     SimpleElasticAgent.run = run  # type: ignore[method-assign]
