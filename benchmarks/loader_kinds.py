@@ -1,7 +1,7 @@
 """The loaders that `loaders.py` compares, each used as its own documentation shows. One object is one rank's loader.
 
-A sample is a number and some bytes; a batch is a list of samples, so that no collation is measured but each loader's own
-way from a shard to a sample. All shuffle; where a loader has a setting for how far, it is `reach` samples.
+A sample is a number and some bytes; a batch is a list of samples, so that no collation is measured but each loader's
+own way from a shard to a sample. All shuffle; where a loader has a setting for how far, it is `reach` samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from data_loader import TrainSampler
+from engine.comm.world import World
+from engine.config import Config
+from engine.plan import make_plan
 
 SEED = 1
 
@@ -98,6 +107,59 @@ class Kind:
     @staticmethod
     def clean() -> None:
         """Remove what killed processes have left in the machine."""
+
+
+class Lockstep(Kind):
+    name, needs = "Lockstep", "formats.shards"
+    says = "the same seed and global batch, which the processes divide, or else virtual_workers"
+    lanes: ClassVar[int] = 0
+    workers: ClassVar[int] = 0  # virtual ones
+
+    def __init__(self, data: Data, place: Place, reach: int):
+        shards = import_module("formats.shards")
+        options = shards.Options(lanes=self.lanes)
+        self.samples = shards.Shards(data.folder / "tar", self.sample, options=options)
+        world = World(place.rank, place.rank, place.processes, torch.device("cpu"))
+        share = place.global_batch // (self.workers or place.processes)
+        cfg = Config(batch_size=share, global_batch=place.global_batch, virtual_workers=self.workers)
+        self.sampler = TrainSampler(self.samples, make_plan(cfg, world, data.count), place.rank, SEED)
+        self.epoch, self.consumed = -1, 0
+
+    @staticmethod
+    def sample(held: dict[str, Any]) -> Sample:
+        return int(held["__key__"]), held["bin"]
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        self.epoch += 1
+        self.sampler.set_epoch(self.epoch)
+        self.sampler.position, self.consumed = self.consumed, 0
+        batch: list[Sample] = []
+        for micro in self.sampler:
+            batch += [] if micro.empty else self.samples.__getitems__(micro.indices)
+            if micro.closes_step:
+                self.consumed = micro.consumed
+                yield batch
+                batch = []
+        self.consumed = 0
+
+    def state(self) -> Any:
+        return self.epoch, self.consumed
+
+    def load(self, state: Any) -> None:
+        self.epoch, self.consumed = state[0] - 1, state[1]
+
+    @staticmethod
+    def write(data: Data) -> None:
+        Kind.write(data)
+        import_module("tools.index_shards").main([str(data.folder / "tar"), "--processes", "1"])
+
+
+class LockstepFewLanes(Lockstep):
+    name, lanes = "Lockstep, 12 lanes", 12
+
+
+class LockstepVirtual(Lockstep):
+    name, workers = "Lockstep, virtual_workers=4", 4
 
 
 class WebDataset(Kind):
@@ -239,9 +301,7 @@ class LitData(Kind):
     def __init__(self, data: Data, place: Place, reach: int):
         os.environ["LITDATA_POSIX_FAST"] = self.fast
         litdata = import_module("litdata")
-        samples = litdata.StreamingDataset(
-            str(data.folder / "lit"), shuffle=True, seed=SEED, drop_last=self.drop_last
-        )
+        samples = litdata.StreamingDataset(str(data.folder / "lit"), shuffle=True, seed=SEED, drop_last=self.drop_last)
         self.loader = litdata.StreamingDataLoader(samples, batch_size=place.batch, num_workers=0, collate_fn=list)
 
     def __iter__(self) -> Iterator[list[Sample]]:
@@ -296,11 +356,24 @@ def ready(kind: type[Kind]) -> None:
         import_module(name)
 
 
-KINDS: list[type[Kind]] = [WebDataset, WebDatasetStateful, TorchData, Mosaic, LitData, LitDataAll, LitDataLocal]
+KINDS: list[type[Kind]] = [
+    *(
+        Lockstep,
+        LockstepFewLanes,
+        LockstepVirtual,
+        WebDataset,
+        WebDatasetStateful,
+        TorchData,
+        Mosaic,
+        LitData,
+        LitDataAll,
+        LitDataLocal,
+    )
+]
 
 INSTALL = (
     "python -m pip install --target SITE --no-deps webdataset==1.0.2 torchdata==0.11.0 mosaicml-streaming==0.13.0 "
     "litdata==0.2.76 braceexpand lightning-utilities boto3 botocore s3transfer jmespath python-dateutil six urllib3 "
     "obstore tifffile 'transformers<5' 'huggingface_hub<1' 'tokenizers<0.23' safetensors regex brotli python-snappy "
-    "cramjam zstd catalogue requests xxhash filelock torchvision==0.28.0   # and then PYTHONPATH=SITE; never another torch"
+    "cramjam zstd catalogue requests xxhash filelock torchvision==0.28.0  # then PYTHONPATH=SITE; no other torch"
 )

@@ -6,9 +6,9 @@
     python benchmarks/loaders.py speed --rounds 3
     python benchmarks/loaders.py --install            the line that installs the others, into a folder of their own
 
-Prints markdown, with the machine and the versions above it. Every loader reads the same samples, cut into the same shards:
-tar, or its own format. In `resume` each rank is a process with a process group; all are killed in mid-epoch once each has
-given its state, and other processes go on from these states, a rank that has none of its own from rank 0's.
+Prints markdown, with the machine and the versions above it. Every loader reads the same samples, cut into the same
+shards: tar, or its own format. In `resume` each rank is a process with a process group; all are killed in mid-epoch
+once each has given its state, and other processes go on from these states, a rank that has none from rank 0's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +43,16 @@ import torch
 from loader_kinds import KINDS, Data, Kind, Place
 from tqdm import tqdm
 
+from engine.comm.scratch import end_with_parent
+
 PATIENCE_S = 120.0
 """After so long a rank that has not come to its end counts as one that hangs."""
 
 SHARDS = {"resume": (2015, 512, 20), "speed": (8000, 4096, 500)}
 """Samples, their bytes, and how many are in a shard. 2015 is a multiple of neither 2, 3, 4 nor 20."""
 
-REACH = {"resume": 100, "speed": 1000}
-"""How far a loader shuffles, in samples, where that can be set."""
+REACH = {"resume": 240, "speed": 1000}
+"""How far a loader shuffles, in samples, where that can be set: as far as Lockstep with 12 lanes."""
 
 CASES = [(4, 3, 12, 60), (4, 2, 12, 60), (2, 3, 12, 60), (4, 3, 16, 47)]
 """Processes before and after, global batch, steps before the stop."""
@@ -80,7 +84,7 @@ class Run(NamedTuple):
     def steps(self) -> list[list[int]]:
         """The samples of each step, over all ranks, sorted: two cuts of a step put them in another order."""
         by_step = itertools.zip_longest(*(part.batches for part in self.parts), fillvalue=())
-        return [sorted(itertools.chain(*step)) for step in by_step]
+        return [[*itertools.chain(*step)] for step in by_step]
 
     @property
     def samples(self) -> list[int]:
@@ -129,6 +133,7 @@ def ranks(
     mp = multiprocessing.get_context("fork")  # the worker has imported the loader, and started no thread
 
     def work(number: int, say: Any, store: str) -> None:
+        end_with_parent()
         try:
             given = b"" if states is None else states[number if number < len(states) else 0]
             say.send(rank(kind, data, Place(number, processes, batch), reach, store, steps, given))
@@ -143,7 +148,7 @@ def ranks(
             for child, (_, say) in zip(children, pipes, strict=True):
                 child.start()
                 say.close()
-            said = [heard(pipe) for pipe, _ in pipes]
+            said = [heard(pipe, child) for (pipe, _), child in zip(pipes, children, strict=True)]
         finally:
             for child in children:
                 child.kill()
@@ -153,9 +158,10 @@ def ranks(
     return Run([], errors[0]) if errors else Run(said)
 
 
-def heard(pipe: Any) -> Part | str:
+def heard(pipe: Any, child: Any) -> Part | str:
+    ready = connection.wait([pipe, child.sentinel], PATIENCE_S)
     try:
-        return pipe.recv() if pipe.poll(PATIENCE_S) else f"no end after {PATIENCE_S:g} s"
+        return pipe.recv() if pipe.poll() else "died" if ready else f"no end after {PATIENCE_S:g} s"
     except EOFError:
         return "died"
 
@@ -184,7 +190,7 @@ def counted(count: int, straight: Run, before: Run, after: Run, sizes: dict[str,
     """Compare a run in two parts with the one that was not stopped. `sizes`: bytes of each shard."""
     seen = Counter(before.samples + after.samples)
     rest = straight.steps[len(before.steps) :]
-    pairs = [*itertools.zip_longest(rest, after.steps)]
+    pairs = [*zip(rest, after.steps)]
     return Found(
         lost=count - len(seen),
         repeated=seen.total() - len(seen),
@@ -235,25 +241,22 @@ def serve(kind: type[Kind]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loader_kinds.ready(kind)
-    for line in sys.stdin:
-        job = json.loads(line)
-        data = Data(Path(job["folder"]), *job["shape"])
-        answer: Any = None
-        if job["do"] == "write":
-            kind.write(data)
-        elif job["do"] == "speed":
-            answer = in_a_fork(lambda: epoch_us(kind, data))  # noqa: B023
-        else:
-            found = (resumed if job["do"] == "resume" else whole)(kind, data, *job["case"])
-            answer = found if isinstance(found, str) else found._asdict()
-        print(json.dumps(answer), file=answers, flush=True)
+    jobs: dict[str, Callable[..., Any]] = {"write": kind.write, "speed": partial(in_a_fork, epoch_us, kind)}
+    jobs |= {"epoch": partial(whole, kind), "resume": partial(resumed, kind)}
+    try:
+        for line in sys.stdin:
+            do, folder, shape, case = json.loads(line)
+            answer = jobs[do](Data(Path(folder), *shape), *case)
+            print(json.dumps(answer._asdict() if isinstance(answer, Found) else answer), file=answers, flush=True)
+    finally:
+        kind.clean()
 
 
-def in_a_fork(work: Callable[[], Any]) -> Any:
-    """Return what `work` does in a child: nothing of a round is warm in the next."""
+def in_a_fork(work: Callable[..., Any], *given: Any) -> Any:
+    """Return what `work` does in a child: a round begins as the one before did."""
     mp = multiprocessing.get_context("fork")
     hear, say = mp.Pipe(duplex=False)
-    child = mp.Process(target=lambda: say.send(work()))
+    child = mp.Process(target=lambda: say.send(work(*given)))
     child.start()
     say.close()
     try:
@@ -268,22 +271,28 @@ class Worker:
     def __init__(self, kind: type[Kind], log: Path):
         self.kind, self.log = kind, log
         command = [sys.executable, str(Path(__file__).resolve()), "--serve", kind.name]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}  # some leave files of their own there
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(log, "w") as words:
-            self.child = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=words, **pipes)
+            self.child = subprocess.Popen(command, env=env, stderr=words, **pipes)
 
-    def ask(self, data: Data, do: str, **more: Any) -> Any:
+    def ask(self, data: Data, do: str, *case: int) -> Any:
         assert self.child.stdin and self.child.stdout
-        job = {"do": do, "folder": str(data.folder), "shape": [data.count, data.size, data.per_shard], **more}
         with contextlib.suppress(BrokenPipeError):
+            job = [do, str(data.folder), data[1:], case]
             print(json.dumps(job), file=self.child.stdin, flush=True)
         if line := self.child.stdout.readline():
             return json.loads(line)
         raise SystemExit(f"{self.kind.name} has failed at {do}:\n{self.log.read_text()[-3000:]}")
 
     def end(self) -> None:
-        self.child.kill()
-        self.child.wait()
+        assert self.child.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.close()  # it ends by itself then, and cleans up
+        try:
+            self.child.wait(PATIENCE_S)
+        finally:
+            self.child.kill()
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -302,25 +311,25 @@ def epoch_table(workers: list[Worker], folder: Path) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---|\n"
     data = Data(folder, *SHARDS["resume"])
     for worker, processes in tqdm([*itertools.product(workers, PROCESSES)], "epochs", leave=False, disable=None):
-        found = worker.ask(data, "epoch", case=[processes])
+        found = worker.ask(data, "epoch", processes)
         yield f"| {worker.kind.name} | {processes} | {cells(found)} |\n"
 
 
 def resume_table(workers: list[Worker], folder: Path) -> Iterator[str]:
-    yield "| loader | processes | global batch | lost | repeated | later steps as without the stop | batches of the ranks "
-    yield "| bytes read again |\n|---|---|---:|---:|---:|---:|---|---:|\n"
+    yield "| loader | processes | global batch | lost | repeated | later steps as without the stop "
+    yield "| batches of the ranks | bytes read again |\n|---|---|---:|---:|---:|---:|---|---:|\n"
     data = Data(folder, *SHARDS["resume"])
     for worker, case in tqdm([*itertools.product(workers, CASES)], "resume", leave=False, disable=None):
         total = sum(size for name, size in shard_sizes(worker.kind, data).items() if not name.endswith(".json"))
         before, after, batch, _ = case
-        found = worker.ask(data, "resume", case=case)
-        again = "" if isinstance(found, str) else share(found["again"], total)
+        found = worker.ask(data, "resume", *case)
+        again = "–" if isinstance(found, str) else share(found["again"], total)
         yield f"| {worker.kind.name} | {before} → {after} | {batch} | {cells(found)} | {again} |\n"
 
 
 def cells(found: dict[str, Any] | str) -> str:
     if isinstance(found, str):
-        return f"{found} | | |"
+        return f"– | – | none: {found.partition(' (')[0]} | –"
     same, of = found["same"]
     return f"{found['lost']} | {found['repeated']} | {same} of {of} | {equal(found['batches'])}"
 
@@ -331,7 +340,8 @@ def speed_table(workers: list[Worker], folder: Path, rounds: int) -> Iterator[st
     for _ in tqdm(range(rounds), "speed", leave=False, disable=None):
         for worker in workers:
             times[worker.kind.name].append(worker.ask(data, "speed"))
-    yield "| loader | shards | µs of CPU time per sample: median | range | samples per second |\n|---|---|---:|---:|---:|\n"
+    yield "| loader | shards | µs of CPU time per sample: median | range | samples per second |\n"
+    yield "|---|---|---:|---:|---:|\n"
     for worker in workers:
         cpu, wall = zip(*times[worker.kind.name], strict=True)
         yield f"| {worker.kind.name} | {worker.kind.form} | {statistics.median(cpu):.1f} | "
@@ -388,7 +398,10 @@ def main() -> None:
                     worker.ask(Data(folder, *SHARDS[part]), "write")
                 written.add(worker.kind.form)
             count, size, per_shard = SHARDS[part]
-            print(f"{count:,} samples of {size} bytes, {per_shard} in a shard; shuffled as far as {REACH[part]} samples", end="")
+            print(
+                f"{count:,} samples of {size} bytes, {per_shard} in a shard; shuffled as far as {REACH[part]} samples",
+                end="",
+            )
             print(" where that can be set\n")
             if part == "resume":
                 print(f"An epoch without a stop, a global batch of {BATCH}:\n")
