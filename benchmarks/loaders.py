@@ -84,7 +84,7 @@ class Run(NamedTuple):
     def steps(self) -> list[list[int]]:
         """The samples of each step, over all ranks, sorted: two cuts of a step put them in another order."""
         by_step = itertools.zip_longest(*(part.batches for part in self.parts), fillvalue=())
-        return [[*itertools.chain(*step)] for step in by_step]
+        return [sorted(itertools.chain(*step)) for step in by_step]
 
     @property
     def samples(self) -> list[int]:
@@ -190,7 +190,7 @@ def counted(count: int, straight: Run, before: Run, after: Run, sizes: dict[str,
     """Compare a run in two parts with the one that was not stopped. `sizes`: bytes of each shard."""
     seen = Counter(before.samples + after.samples)
     rest = straight.steps[len(before.steps) :]
-    pairs = [*zip(rest, after.steps)]
+    pairs = [*itertools.zip_longest(rest, after.steps)]
     return Found(
         lost=count - len(seen),
         repeated=seen.total() - len(seen),
