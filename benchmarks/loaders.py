@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 from engine.comm.scratch import end_with_parent
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """After so long a rank that has not come to its end counts as one that hangs."""
 
 SHARDS = {"resume": (2015, 512, 20), "speed": (8000, 4096, 500)}
@@ -61,6 +61,9 @@ PROCESSES, BATCH = (4, 3, 2), 12
 """Of the epochs that are not stopped."""
 
 SPEED_BATCH = 64
+
+INDICES = (".json", ".offsets")
+"""What the names of files end in that are no shards."""
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def rank(kind: type[Kind], data: Data, place: Place, reach: int, store: str, ste
 
     def note(event: str, values: tuple[Any, ...]) -> None:
         name = values[0] if event == "open" else None
-        if isinstance(name, str) and name.startswith(shards) and not name.endswith(".json"):  # an index is no shard
+        if isinstance(name, str) and name.startswith(shards) and not name.endswith(INDICES):
             opened.add(name.removeprefix(shards))
 
     names = {"RANK": place.rank, "WORLD_SIZE": place.processes}
@@ -202,7 +205,8 @@ def counted(count: int, straight: Run, before: Run, after: Run, sizes: dict[str,
 
 def shard_sizes(kind: type[Kind], data: Data) -> dict[str, int]:
     folder = data.folder / kind.form
-    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(INDICES)]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
 
 def resumed(kind: type[Kind], data: Data, before: int, after: int, batch: int, steps: int) -> Found | str:
@@ -320,7 +324,7 @@ def resume_table(workers: list[Worker], folder: Path) -> Iterator[str]:
     yield "| batches of the ranks | bytes read again |\n|---|---|---:|---:|---:|---:|---|---:|\n"
     data = Data(folder, *SHARDS["resume"])
     for worker, case in tqdm([*itertools.product(workers, CASES)], "resume", leave=False, disable=None):
-        total = sum(size for name, size in shard_sizes(worker.kind, data).items() if not name.endswith(".json"))
+        total = sum(shard_sizes(worker.kind, data).values())
         before, after, batch, _ = case
         found = worker.ask(data, "resume", *case)
         again = "–" if isinstance(found, str) else share(found["again"], total)
