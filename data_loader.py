@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from engine.checks import check, check_datasets, check_scored, test_set
 from engine.comm.digests import same_bits
 from engine.comm.scratch import own_scratch
-from engine.comm.tree import block
+from engine.comm.tree import dealt
 from engine.comm.world import World
 from engine.config import Config
 from engine.contract import Batch, BatchInfo, Task, kept, per_sample
@@ -84,7 +84,7 @@ class TrainSampler(DistributedSampler[Any]):
         self.labels = labels  # (N,) for class-balanced draws, None for a shuffle
         self.excluded = ~kept(dataset, exclude)  # (N,) bool: left out of their steps
         self.workers = plan.workers or plan.processes
-        self.mine = block(self.workers, rank, plan.processes)  # the workers that this process runs
+        self.mine = dealt(self.workers, rank, plan.processes, plan.sharded)  # the workers that this process runs
         self.passes_of_a_step = plan.passes * len(self.mine)  # of this process; an epoch's last step may have fewer
         self.position = 0  # where the next iteration starts: samples of the epoch, counted over all ranks
         self.drawn: tuple[int, np.ndarray] | None = None  # an epoch and its order
@@ -124,7 +124,7 @@ class TrainSampler(DistributedSampler[Any]):
                 mean_weight = float(np.mean(self.weights[order[start:stop]], dtype=np.float64)) if stop > start else 1.0
             for worker, done in itertools.product(self.mine, passes):
                 first = start + worker + done * workers
-                empty = first >= stop
+                empty = first >= stop or worker >= workers
                 positions = slice(first, min(first + plan.micro_batch * workers, stop), workers)
                 at = start if stop > start else spare
                 positions = slice(at, at + 1) if empty else positions
@@ -381,8 +381,10 @@ class EvalLoader(_Loader):
         return len(self.sampler)
 
     def example(self, end: int, begin: int = 0, least: int = 1) -> Batch:
-        """Return samples `begin` to `end` of the first batch, for trials; this process fetches them."""
-        request = self.source.request(next(iter(self.sampler)).indices[begin:end])
+        """Return samples `begin` to `end` of the split's first batch, for trials: the same on all ranks. This process
+        fetches them."""
+        end = min(end, self.sampler.batch_size, self.sampler.num_samples)
+        request = self.source.request([*range(begin, end)])
         index = to_device(torch.tensor(request.indices), self.device)
         info = BatchInfo(index, index, sample_seeds(0, 0, index))
         return attach(to_device(self.source.get(request), self.device), info)

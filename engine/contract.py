@@ -221,6 +221,11 @@ class Task:
         the step times the group's own `lr` / `optim.lr`."""
         return None
 
+    def units(self, model: nn.Module) -> list[nn.Module] | None:
+        """With ddp.strategy=fsdp or hsdp: return the modules that are whole one at a time, each called as a module in
+        `model`'s forward pass, or None for the blocks in the model's own lists (nn.ModuleList, nn.Sequential)."""
+        return None
+
     def saved(self, name: str) -> bool:
         """Return whether checkpoints hold this entry of the model's state dict. The others must not be trained, and
         `model` must return the same values when a run is resumed or its checkpoint used: a digest is compared."""

@@ -15,7 +15,7 @@ from engine import config, plan
 from engine.checks import check, check_count, collects, reported
 from engine.comm import digests
 from engine.comm.buffers import check_buffers
-from engine.comm.world import World, on_rank0, sync_errors
+from engine.comm.world import World, sync_errors
 from engine.contract import LockstepError, Task
 from engine.data.batches import info_of
 from engine.errors import console
@@ -23,7 +23,7 @@ from engine.files import status
 from engine.metrics import Gathered
 from engine.optim import make
 from engine.phases import phase
-from engine.preflight import adds_up, resumable
+from engine.preflight import adds_up, resumable, strategies
 from engine.run import environment
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def compare_ranks(run: Run) -> None:
     _compare_weights(run)
     kept = world.gather(make.state_bytes(run.optimizer))
     run.plan = replace(run.plan, moments=None if None in kept else max(kept))
+    strategies.check(run)
+    status.current.less = strategies.smaller(run)
     total, expected = torch.tensor(float(world.rank), device=world.device), world.size * (world.size - 1) / 2
     world.sum(total)
     if total.item() != expected:
@@ -80,7 +82,7 @@ def _compare_weights(run: Run) -> None:
     if run.world.size == 1:
         return
     check_buffers(run.world, run.workers.buffers)
-    if len(set(run.world.gather(digests.digest(run.model.parameters())))) > 1:
+    if len(set(run.world.gather(run.workers.digest()))) > 1:
         of_each = digests.each(run.model.named_parameters())
         _compare(run.world, {f"parameter {name}": digest for name, digest in of_each.items()}, ALIKE)
 
@@ -101,10 +103,14 @@ def _compare(world: World, facts: dict[str, str], todo: str) -> None:
 @torch.no_grad()
 def sanity_check(run: Run) -> None:
     """(all ranks) Score a few samples before the first step, if the task scores any: a mistake in the evaluation shows
-    now and not after an epoch. Rank 0 does, because the others may have no samples. Sets `plan.gflop`."""
+    now and not after an epoch. Rank 0 does, or where a forward pass is a collective, all do: the same samples. Sets
+    `plan.gflop`."""
     if run.loaders.val is not None and type(run.task).score is not Task.score:
-        gflop = run.world.broadcast(on_rank0(run.world, lambda: _rehearse(run)) or 0.0)
-        run.plan = replace(run.plan, gflop=gflop)
+        gflop = 0.0
+        with sync_errors(run.world):
+            if run.world.main or run.plan.sharded:
+                gflop = _rehearse(run)
+        run.plan = replace(run.plan, gflop=run.world.broadcast(gflop))
 
 
 def check_sums(run: Run) -> None:
@@ -117,10 +123,11 @@ def check_sums(run: Run) -> None:
 
 
 def _rehearse(run: Run) -> float:
-    """(rank 0) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in the task,
-    but not what so few samples may cause, such as a division by zero."""
+    """(rank 0, or all) Evaluate the first samples. Returns the GFLOP of a sample. Raises what surely is a mistake in
+    the task, but not what so few samples may cause, such as a division by zero."""
     task, loader, device = run.task, run.loaders.val, run.world.device
-    batch = loader.example(FEW) if device.type == "cpu" and loader.loader is None else next(iter(loader))
+    few = device.type == "cpu" and loader.loader is None
+    batch = loader.example(FEW) if few or run.plan.sharded else next(iter(loader))
     samples = len(info_of(batch).index)
     scored, collected, flop = Gathered("score"), Gathered("collect", task.collect_limit_mb), 0.0
     with phase.during("validation"), run.precision.autocast(), run.workers.buffers.unchanged() as changed:
