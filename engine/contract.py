@@ -149,7 +149,9 @@ class Task:
         a batch (fast: one gather) or a list of samples. To draw at random it takes seeds: `__getitem__(i, seed)`,
         `__getitems__(indices, seeds)`. It may have `collate(samples)`, `labels`, `weights`, `sources` (whom each sample
         is from, such as a person, a video, an episode: the names that `exclude` takes), `epoch_order(seed, epoch)`
-        ((N,) indices to take in place of a shuffle) and `prefetch(indices)`: see "Samples and batches of any form" in
+        ((N,) indices to take in place of a shuffle; or an object with `__len__` that gives a slice of them when it is
+        asked, `order[a:b]`, as formats/shards.py does), `digest` (a text that tells the samples apart from others: only
+        the first one is fetched to compare data) and `prefetch(indices)`: see "Samples and batches of any form" in
         docs/your-own-data.md.
         """
         raise NotImplementedError
