@@ -79,6 +79,7 @@ class Kind:
     package: ClassVar[str] = ""
     says: ClassVar[str] = ""
     form: ClassVar[str] = "tar"  # the folder with the shards in this loader's format
+    timed: ClassVar[bool] = True
 
     def __init__(self, data: Data, place: Place, reach: int):
         """Make a loader that begins with the epoch's first sample."""
@@ -159,7 +160,7 @@ class LockstepFewLanes(Lockstep):
 
 
 class LockstepVirtual(Lockstep):
-    name, workers = "Lockstep, virtual_workers=4", 4
+    name, workers, timed = "Lockstep, virtual_workers=4", 4, False  # one process computes nothing else then
 
 
 class WebDataset(Kind):
@@ -332,7 +333,7 @@ class LitData(Kind):
 
 
 class LitDataAll(LitData):
-    name, drop_last = "litdata, drop_last=False", False
+    name, drop_last, timed = "litdata, drop_last=False", False, False
     says = LitData.says + "; it warns that a training may stop in a collective"
 
 

@@ -339,7 +339,7 @@ def cells(found: dict[str, Any] | str) -> str:
 
 
 def speed_table(workers: list[Worker], folder: Path, rounds: int) -> Iterator[str]:
-    data = Data(folder, *SHARDS["speed"])
+    data, workers = Data(folder, *SHARDS["speed"]), [worker for worker in workers if worker.kind.timed]
     times: dict[str, list[tuple[float, float]]] = {worker.kind.name: [] for worker in workers}
     for _ in tqdm(range(rounds), "speed", leave=False, disable=None):
         for worker in workers:
