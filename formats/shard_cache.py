@@ -157,7 +157,7 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
             wrong, problem, done, digest, tag = wrong + 1, str(error), 0, hashlib.sha256(), ""
             failed += 1
         except FileNotFoundError as error:
-            raise damaged(f"it is not there: {error}", url, "put it back, or make the index anew") from None
+            raise damaged(f"the file is not there: {error}", url, "put it back, or make the index anew") from None
         except Later as error:
             problem, failed = error.args[1], failed + 1
             time.sleep(min(error.args[0], LONGEST_WAIT_S))
@@ -172,7 +172,7 @@ def download(url: str, size: int, write: Callable[[int, bytes], None], sha256: s
         if wrong
         else "the same command goes on from here"
     )
-    raise damaged(f"it cannot be read{times}: {problem}", url, todo)
+    raise damaged(f"the file cannot be read{times}: {problem}", url, todo)
 
 
 def read_whole(root: str, name: str) -> bytes:

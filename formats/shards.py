@@ -28,7 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +378,7 @@ def pair(options: Options, decode: Any = None, kind: type[Shards] = Shards) -> t
     """
     if not options.root:
         raise LockstepError("no shards are given", "shards.root", "give a folder or an address with an index")
-    index, of_val = read_index(options.root), replace(options, lanes=0, window=0)  # scored in its own order
+    index, of_val = read_index(options.root), Options(**vars(options) | {"lanes": 0, "window": 0})
     if options.val:
         return kind(options.root, decode, None, options, index), kind(options.val, decode, None, of_val)
     if not options.val_share:

@@ -19,8 +19,9 @@ class Served:
     """url     of the folder
     bytes      sent of each file
     asked      (name, where the asked bytes begin) in order
+    answers    (name, status) of those that gave bytes
     trouble    {name: [what to do at the first request, at the second, ...]}; of a list of one, at each:
-               a number N: reset the connection after N bytes; "cut": end after half of the bytes that were announced;
+               a number -N: reset the connection after N bytes; "cut": end after half of the bytes that were announced;
                "slow": a piece of 1 kB each millisecond; "page": a web page with status 200; "no ranges": the whole,
                whatever was asked for; a whole number above 400: that status; (503, after): with Retry-After;
                an Event: stop in the middle until it is set; a function: called before the answer
@@ -29,7 +30,8 @@ class Served:
 
     def __init__(self, root):
         self.root, self.url = root, ""
-        self.bytes, self.asked, self.trouble, self.look = Counter(), [], {}, lambda: None
+        self.bytes, self.asked, self.answers = Counter(), [], []
+        self.trouble, self.look = {}, lambda: None
         self.lock = threading.Lock()
         self.half_way = threading.Event()  # an answer waits for its Event
 
@@ -38,7 +40,7 @@ class Served:
             todo = self.trouble.get(name)
             if not todo:
                 return None
-            return todo[0] if len(todo) == 1 and todo[0] != "once" else todo.pop(0)
+            return todo[0] if len(todo) == 1 else todo.pop(0)
 
 
 @contextlib.contextmanager
@@ -82,6 +84,7 @@ def served(root):
                 return self.answer(416)
             part = data[begin:]
             self.send_response(206 if begin else 200)
+            server.answers.append((name, 206 if begin else 200))
             self.send_header("Content-Length", str(len(part)))
             self.send_header("ETag", tag)
             if begin:

@@ -61,8 +61,6 @@ class Fetcher:
         except _OF_THE_DEVICE:
             raise  # nothing is wrong with these samples
         except Exception as error:
-            if isinstance(error, LockstepError) and fetched is None:
-                raise  # it says what is wrong
             # A worker sends its traceback as text; the last line is the error.
             text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             if isinstance(error, RuntimeError) and text[0].startswith(("DataLoader worker", "DataLoader timed out")):
@@ -107,7 +105,7 @@ class Fetcher:
         for index, seed in zip(request.indices, request.seeds or request.indices, strict=True):
             try:
                 self.__getitems__(Request([index], [seed]))
-            except LockstepError:
+            except LockstepError:  # the dataset's own says more
                 raise
             except Exception:
                 name, todo = str(index), "fix or remove it"
